@@ -10,7 +10,7 @@ from cli.conftest import Shell
 from house import task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
-from tugline.protocol import NodeRegistration, Pause
+from tugline.protocol import NodeRegistration
 
 
 async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
@@ -26,7 +26,7 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
     sound = await shell.run("doctor")
     assert sound.code == 0, sound.out
     assert "n is live, 0 sessions, 2 slots" in sound.out
-    await shell.house.control.weights.pause(Pause(within_s=0.1))
+    await shell.house.control.weights.pause(within_s=0.1)
     paused = await shell.run("doctor")
     assert (paused.code, "model calls are paused" in paused.out) == (1, True)
 

@@ -12,7 +12,7 @@ import pytest
 from simulated_node import Bench, make_task, open_bench, open_plane, until
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
-from tugline.protocol import NodeRegistration, Pause, PauseMode
+from tugline.protocol import NodeRegistration, PauseMode
 from tugline.server.store import results
 from tugline.types import Boundary, Group, Stale, Status, Task
 
@@ -232,7 +232,7 @@ async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
         bench.script.hold("run")
         await bench.control.submit([make_task("a")])
         await bench.wait_in("run")
-        barrier = await bench.control.weights.pause(Pause(mode=PauseMode.ABORT, within_s=5))
+        barrier = await bench.control.weights.pause(PauseMode.ABORT, within_s=5)
         assert (barrier.applied, barrier.missing) == (("n",), ())
         await bench.control.submit([make_task("b")])
         await bench.wait_in("run", 2)

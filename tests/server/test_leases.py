@@ -11,7 +11,6 @@ from tugline.protocol import (
     CommitOutcome,
     EventKind,
     LeaseRequest,
-    Pause,
     PauseMode,
     Release,
     StopKind,
@@ -330,7 +329,7 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
     """It holds when all have said that they pause, and is told to those who wait for work."""
     node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
     asking = await node.start_asking()
-    pausing = asyncio.ensure_future(control.weights.pause(Pause(PauseMode.WAIT, within_s=10)))
+    pausing = asyncio.ensure_future(control.weights.pause(within_s=10))
     orders = await asyncio.wait_for(asking, 20)
     assert orders.control.paused is PauseMode.WAIT
     for one in (node, late):
@@ -344,9 +343,9 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
 async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     """It waits no longer than it was told to; the same pause again is no new one."""
     await Idler.join(control, "slow")
-    barrier = await control.weights.pause(Pause(within_s=0.2))
+    barrier = await control.weights.pause(within_s=0.2)
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
-    assert (await control.weights.pause(Pause(within_s=0.05))).generation == 1
+    assert (await control.weights.pause(within_s=0.05)).generation == 1
     assert (await control.database.read(stats.counts)).paused
 
 

@@ -1,11 +1,10 @@
-"""Where figures go, read back from there; and what rings an alarm."""
+"""Where figures go, read back from there."""
 
 from __future__ import annotations
 
 import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,17 +12,12 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tugline.errors import UsageError
-from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten
+from tugline.trainers.metrics import flatten
 from tugline.trainers.publish import Publication
 from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
 from tugline.types import Ledger, PluginSpec, Reason
 
-GOOD = RolloutFigures(
-    sessions=8, failed=0, groups=2, signal=1, reward=0.5, passed=0.5, sampled=100, turns=2.0,
-    tool_calls=0.5, malformed=0.0, truncated=0.0, entropy=1.0, staleness=0.0, staleness_max=0,
-)  # fmt: skip
 PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1, arrived=1.0)
-LEDGER = Ledger(100, 100)
 
 
 def log_steps(folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int) -> None:
@@ -86,29 +80,6 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=rf"pip install 'tugline\[{name}\]'"):
         make_sinks([PluginSpec(name)], Console())
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("no_tokens", {"ledger": Ledger(9, 0, {}, {Reason.SESSION_FAILED: 9})}),
-        ("no_signal", {"signal": 0}),
-        ("no_tool_calls", {"tool_calls": 0.0}),
-        ("malformed", {"malformed": 0.5}),
-        ("mismatch", {"publish": replace(PUBLISHED, max_abs_dlogprob=0.5)}),
-        ("unchanged", {"publish": replace(PUBLISHED, moved=0.0)}),
-        ("entropy", {"entropies": [1.0] * 5 + [0.05]}),
-    ],
-)
-def test_alarms(name: str, changes: dict[str, Any]) -> None:
-    """Each rings for its own cause, and only that one."""
-    parts = {"ledger": LEDGER, "publish": PUBLISHED, "entropies": [1.0] * 6} | changes
-    rollout = replace(
-        GOOD, **{key: value for key, value in changes.items() if key in GOOD.__struct_fields__}
-    )
-    found = find_alarms(rollout, parts["ledger"], parts["publish"], parts["entropies"])
-    assert list(found) == [name]
-    assert find_alarms(GOOD, LEDGER, PUBLISHED, [1.0] * 6) == {}
 
 
 def test_figures_are_flat() -> None:

@@ -242,9 +242,7 @@ class Sessions:
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
         self._closed.pop(live.id, None)
-        self._closed[live.id] = _Closed(
-            live.transcript.writer.path, live.last_error, live.spent
-        )
+        self._closed[live.id] = _Closed(live.transcript.writer.path, live.last_error, live.spent)
         if len(self._closed) > self._keep_closed:
             del self._closed[next(iter(self._closed))]
 

@@ -20,10 +20,10 @@ from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.node import open_node
 from tugline.launch.server import folder_lock, handle_signals, open_control_plane
 from tugline.launch.settings import Settings
-from tugline.protocol import ResultView, SessionView
+from tugline.protocol import Control, ResultView, SessionView
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
-from tugline.server.store import sessions
+from tugline.server.store import nodes, sessions
 from tugline.types import TERMINAL, Session, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
@@ -47,6 +47,10 @@ class LocalServer:
     ) -> None:
         self.control, self.gateway = control, gateway
         self._running_node = running_node
+
+    async def weights(self) -> Control:
+        """Read the newest weight version, and whether model calls are paused."""
+        return await self.control.database.read(nodes.control)
 
     async def run(
         self, tasks: Sequence[Task], on_done: OnDone = lambda _done, _total: None

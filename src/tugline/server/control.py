@@ -17,7 +17,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import Invalid, StoreError
-from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, Pause, PauseMode, Results
+from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
@@ -170,12 +170,12 @@ class Weights:
         control = await self._database.write(_announce, version)
         return await self._barrier(control, WITHIN_S)
 
-    async def pause(self, pause: Pause) -> Barrier:
+    async def pause(
+        self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = WITHIN_S
+    ) -> Barrier:
         """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(
-            lambda tx: _change(tx, EventKind.PAUSED, paused=pause.mode)
-        )
-        return await self._barrier(control, pause.within_s)
+        control = await self._database.write(lambda tx: _change(tx, EventKind.PAUSED, paused=mode))
+        return await self._barrier(control, within_s)
 
     async def resume(self) -> Barrier:
         """Let model calls through again."""

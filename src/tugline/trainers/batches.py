@@ -31,6 +31,8 @@ class TaskBatches:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         """`folder` is that of the configuration file."""
         self._schedule = config.schedule
+        self.run = ""
+        """Begins the ids of all tasks, where a server has those of other runs as well."""
         self._trained = _read(config.tasks, config, folder, "tasks")
         held_out = config.heldout
         self.samples = held_out.samples if held_out else 0
@@ -78,7 +80,7 @@ class TaskBatches:
         seed = zlib.crc32(f"{self._schedule.seed}/{draw}".encode())
         return replace(
             task,
-            id=task_id(f"{prefix}-{task.id}"[:_MAX_ID]),
+            id=task_id(f"{self.run}{prefix}-{task.id}"[:_MAX_ID]),
             sampling=replace(task.sampling, seed=seed),
             group=replace(task.group, attempts=max(ATTEMPTS, task.group.attempts)),
         )

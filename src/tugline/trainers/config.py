@@ -85,6 +85,9 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """What all tasks have in common (harness, runtime, limits ...), as in a task-set file."""
     engine: EngineSettings = EngineSettings()
     """The engine; `engine.model` is left out, and `engine.tokenizer` is the model's by default."""
+    server: str | None = None
+    """URL of a running server whose nodes run the sessions (its token is `TUGLINE_TOKEN`); None: a
+    server with one node in this process. `node` and `gateway` are those of that node."""
     device: str | None = None
     """Device of the trainer and of an engine in this process; None: a GPU if there is one."""
     fsdp: bool = False
@@ -113,6 +116,9 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         if self.engine.model is not None:
             msg = f"engine.model is {str(self.engine.model)!r}: leave it out, `model` names it"
             raise ConfigError(msg, "engine.model")
+        if self.server is not None and not self.engine.urls:
+            msg = "engine.urls is empty: the nodes of `server` need an engine that they can reach"
+            raise ConfigError(msg, "engine.urls")
         if "samples" in self.template:
             msg = "template.samples has no effect: set schedule.samples and heldout.samples"
             raise ConfigError(msg, "template.samples")

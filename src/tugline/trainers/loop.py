@@ -26,11 +26,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline.errors import EngineError
-from tugline.launch.local import LocalServer, open_local
+from tugline.launch.local import LocalServer
 from tugline.launch.server import folder_lock
-from tugline.launch.settings import ServerSettings, Settings
 from tugline.recording import file as recordings
-from tugline.server.store import nodes
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
@@ -44,7 +42,15 @@ from tugline.trainers.evaluation import (
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measure_rollout
-from tugline.trainers.models import Models, Replicas, open_models, open_replicas, write_model
+from tugline.trainers.models import (
+    Models,
+    RemoteServer,
+    Replicas,
+    open_models,
+    open_replicas,
+    open_server,
+    write_model,
+)
 from tugline.trainers.publish import Probe, Publication, Publisher
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import (
@@ -53,6 +59,7 @@ from tugline.trainers.state import (
     TrainSummary,
     VersionScore,
     load_newest,
+    name_run,
     store_config,
 )
 from tugline.types import Call, Task, Trajectory
@@ -60,8 +67,8 @@ from tugline.web.serve import freeze_gc
 
 WEIGHTS = "weights"
 """Weights on their way to engines elsewhere."""
-LEASE_S = 120.0
-"""Longer than a server's default: this process trains between two renewals of its node."""
+_WATCH_S = 5.0
+"""Between two looks at the versions of replicas elsewhere, and two attempts to publish."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
 
@@ -85,25 +92,20 @@ async def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(folder, instead="choose another --out"))
         store_config(folder, config)
+        batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
         state = load_newest(folder, models.trainer.load, TrainState())
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
-        settings = Settings(
-            server=ServerSettings(lease_s=LEASE_S),
-            # One name wherever the folder is, so that a resumed run takes the node's place.
-            node=replace(config.node, name="train"),
-            gateway=config.gateway,
-        )
         try:
             async with (
                 open_replicas(config, models) as replicas,
-                open_local(settings, folder, replicas.connection) as local,
+                open_server(config, folder, replicas.connection) as server,
             ):
                 freeze_gc()
                 loop = TrainingLoop(
                     config, batches, folder,
-                    models=models, replicas=replicas, local=local,
+                    models=models, replicas=replicas, server=server,
                     state=state, sinks=sinks, report=report,
                 )  # fmt: skip
                 return await loop.run()
@@ -122,16 +124,16 @@ class TrainingLoop:
         *,
         models: Models,
         replicas: Replicas,
-        local: LocalServer,
+        server: LocalServer | RemoteServer,
         state: TrainState,
         sinks: Sinks,
         report: Report,
     ) -> None:
         self._config, self._schedule = config, config.schedule
         self._batches, self._folder = batches, folder
-        self._models, self._trainer, self._local = models, models.trainer, local
+        self._models, self._trainer, self._server = models, models.trainer, server
         self._publisher = Publisher(
-            local.control.weights,
+            server if isinstance(server, RemoteServer) else server.control.weights,
             replicas.updaters,
             mode=config.schedule.pause,
             within_s=config.schedule.publish_s,
@@ -140,10 +142,16 @@ class TrainingLoop:
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s
         self._submitted = state.step
         self._evaluation: asyncio.Task[None] | None = None
+        self._published: tuple[Path, int] | None = None
+        """Folder and version of the weights that the replicas serve."""
+        self._publishing = asyncio.Lock()
         self._step_s = 0.0
 
     async def run(self) -> TrainSummary:
         """Run what is missing: first weights, steps, evaluations."""
+        background: list[asyncio.Task[None]] = []
+        if self._config.engine.urls:
+            background = [asyncio.create_task(self._restore_replicas(), name="restore-replicas")]
         try:
             await self._publish_first()
             self._start_evaluation()
@@ -153,15 +161,17 @@ class TrainingLoop:
             self._start_evaluation(last=True)
             await self._finish_evaluation()
         finally:
-            if self._evaluation is not None:
-                self._evaluation.cancel()
+            for task in (*background, self._evaluation):
+                if task is not None:
+                    task.cancel()
+            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)
         await asyncio.to_thread(self._save)
         self.state = replace(self.state, elapsed_s=self._elapsed_s())
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
     async def _publish_first(self) -> None:
         """Bring every replica to the weights of the checkpoint, whatever it has now."""
-        known = (await self._local.control.database.read(nodes.control)).version
+        known = (await self._server.weights()).version
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
         self._report(f"loading version {self.state.version} into the engine")
@@ -200,7 +210,7 @@ class TrainingLoop:
     async def _submit(self, last: int) -> None:
         """Submit the batches up to `last`; earlier ones are left as they are."""
         for number in range(self._submitted + 1, last + 1):
-            await self._local.submit(self._batches.batch(number))
+            await self._server.submit(self._batches.batch(number))
         self._submitted = max(self._submitted, last)
 
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
@@ -211,8 +221,11 @@ class TrainingLoop:
             reason = f"{failed.boundary}: {failed.message}" if failed else "all were cancelled"
             msg = f"no session of step {number} earned a reward; the first failed in the {reason}"
             raise EngineError(msg)
-        ids = [task.id for task in self._batches.batch(number)]
-        paths = await self._local.find_recordings(ids)
+        if isinstance(self._server, RemoteServer):  # recordings stay on the nodes
+            return results, []
+        paths = await self._server.find_recordings(
+            [task.id for task in self._batches.batch(number)]
+        )
         recorded = await asyncio.to_thread(
             lambda: [recordings.read(path, bodies=False).calls for path in paths.values()]
         )
@@ -220,7 +233,7 @@ class TrainingLoop:
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
         """Run what is missing of these tasks; return all of their results."""
-        return await self._local.run(
+        return await self._server.run(
             tasks, lambda done, total: self._report(f"{name}: session {done} of {total}")
         )
 
@@ -255,10 +268,13 @@ class TrainingLoop:
         )
 
     def _save(self) -> None:
-        """Save a checkpoint of the step, unless there is one."""
+        """Save a checkpoint of the step, or the state into the one that is there."""
         folder, state = self._folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
-        if not checkpoint.path_of(folder, state.step).exists():
-            extra = msgspec.to_builtins(state, str_keys=True)
+        path = checkpoint.path_of(folder, state.step)
+        extra = msgspec.to_builtins(state, str_keys=True)
+        if path.exists():  # what came after it, such as an evaluation
+            checkpoint.update(path, version=state.version, extra=extra)
+        else:
             self._trainer.save(folder, state.step, state.version, extra, self._schedule.keep)
 
     async def _publish(self, probe: Probe | None) -> Publication:
@@ -266,9 +282,35 @@ class TrainingLoop:
         folder = (self._folder / WEIGHTS / f"v{self.state.version}").absolute()
         if self._config.engine.urls:
             await asyncio.to_thread(write_model, self._models, folder)
-        publication = await self._publisher.publish(folder, self.state.version, probe)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        async with self._publishing:
+            publication = await self._publish_folder(folder, self.state.version, probe)
+            old, self._published = self._published, (folder, self.state.version)
+        if old is not None:
+            await asyncio.to_thread(shutil.rmtree, old[0], ignore_errors=True)
         return publication
+
+    async def _publish_folder(self, folder: Path, version: int, probe: Probe | None) -> Publication:
+        """Publish; again, if a replica or a node is lost meanwhile, for `publish_s`."""
+        deadline = time.monotonic() + self._schedule.publish_s
+        while True:
+            try:
+                return await self._publisher.publish(folder, version, probe)
+            except EngineError as error:
+                elsewhere = self._config.engine.urls and error.status is None
+                if not elsewhere or time.monotonic() > deadline:
+                    raise
+                self._report(f"publishing version {version} again: {error}")
+                await asyncio.sleep(_WATCH_S)
+
+    async def _restore_replicas(self) -> None:
+        """Load the published weights into replicas that were restarted without them."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            async with self._publishing:
+                with contextlib.suppress(EngineError):  # it is away: the next look finds it
+                    if self._published and await self._publisher.find_outdated(self._published[1]):
+                        self._report("a replica was restarted; loading its weights again")
+                        await self._publisher.publish(*self._published)
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:
@@ -310,7 +352,7 @@ class TrainingLoop:
             return None
         first, last = [
             _attempts(
-                await self._local.load_results(
+                await self._server.load_results(
                     [task.id for task in self._batches.evaluation(score.version)]
                 )
             )

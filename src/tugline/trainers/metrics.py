@@ -28,7 +28,7 @@ class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int
     """Tokens."""
     turns: float
-    """Model calls per session."""
+    """Model calls in the traces of a session."""
     tool_calls: float | None
     """Share of calls that offered tools in which the model called one."""
     malformed: float | None
@@ -71,7 +71,8 @@ def measure_rollout(
         reward=_mean(rewards),
         passed=_mean([float(reward >= 1) for reward in rewards]),
         sampled=sum(one.ledger.sampled for one in trajectories),
-        turns=len(recorded) / max(1, len(trajectories)),
+        turns=sum(len({s.call for t in one.traces for s in t.spans}) for one in trajectories)
+        / max(1, len(trajectories)),
         tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
         malformed=_mean([float(_is_malformed(call)) for call in offered]),
         truncated=_mean([float(call.finish is Finish.LENGTH) for call in recorded]),

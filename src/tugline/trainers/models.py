@@ -1,8 +1,9 @@
-"""The models of a run: the one that is trained, over the ranks of torchrun, and the engine's.
+"""What a run is made of: the models on the ranks of torchrun, the engine, and the server.
 
 Rank 0 runs the whole loop. The other ranks only train: what rank 0 calls on its `TrainerGroup`,
 they call, too. The engine is in the process of rank 0 with a copy of the model, or running vLLM or
-SGLang; it always gets whole weights, with an adapter added to what it adapts.
+SGLang; it always gets whole weights, with an adapter added to what it adapts. A server of this
+process has one node; one elsewhere has any number, and outlives the trainer.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from tugline.chat.tokenizer import Tokenizer
+from tugline.client.api import Client
+from tugline.errors import Missing
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
 from tugline.launch.engine import EngineConnection, make_rendering, open_engine, serve_engine
+from tugline.launch.local import LocalServer, OnDone, open_local
+from tugline.launch.settings import ServerSettings, Settings
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
@@ -33,10 +40,14 @@ from tugline.trainers.publish import (
     WeightUpdater,
     make_updater,
 )
-from tugline.types import Ids, Logprobs, Trajectory
+from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
 """Rank 0 samples for as long as it takes; if it dies, torchrun ends the others."""
+_LEASE_S = 120.0
+"""Longer than a server's default: this process trains between two renewals of its node."""
+_SERVER_S = 600.0
+"""How long a server elsewhere may be away."""
 
 
 class TrainerGroup:
@@ -215,3 +226,46 @@ def write_model(models: Models, folder: Path) -> None:
     unique = {name: weights[name] for name in first.values()}
     checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
     models.served.config.save_pretrained(folder)
+
+
+# --------------------------------------------------------------------------- the server
+class RemoteServer(Client):
+    """A server elsewhere, with what `LocalServer` has for training."""
+
+    async def run(self, tasks: Sequence[Task], on_done: OnDone) -> list[Trajectory]:
+        """Results of all samples of `tasks`; those that have one already are not run again."""
+        await self.submit(tasks)
+        names, done = [task.id for task in tasks], 0
+        async with aclosing(self.released(names)) as released:
+            async for view in released:
+                done += view.samples
+                on_done(done, sum(task.samples for task in tasks))
+        return await self.load_results(names)
+
+    async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
+        """Trajectories of these tasks, which have ended, in their order."""
+        found = []
+        for task in tasks:
+            async for view in self.sessions(task=task):
+                with contextlib.suppress(Missing):  # it was cancelled before it ran
+                    found.append(await self.trajectory(view.id))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def open_server(
+    config: TrainConfig, folder: Path, engine: EngineConnection
+) -> AsyncIterator[LocalServer | RemoteServer]:
+    """Connect to ``server``, or open a server with a node in `folder`."""
+    if config.server is not None:
+        async with RemoteServer(config.server, deadline_s=_SERVER_S) as remote:
+            yield remote
+        return
+    settings = Settings(
+        server=ServerSettings(lease_s=_LEASE_S),
+        # One name wherever the folder is, so that a resumed run takes the node's place.
+        node=replace(config.node, name="train"),
+        gateway=config.gateway,
+    )
+    async with open_local(settings, folder, engine) as local:
+        yield local

@@ -20,8 +20,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from tugline.client.api import Client
 from tugline.errors import EngineError
-from tugline.protocol import Barrier, Pause, PauseMode
+from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import connect_scorer
 from tugline.server.control import Weights
 from tugline.types import Ids, Logprobs
@@ -202,7 +203,7 @@ class Publisher:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | Client,
         updaters: Mapping[str, WeightUpdater],
         *,
         mode: PauseMode,
@@ -219,8 +220,8 @@ class Publisher:
         """
         began = time.monotonic()
         try:
-            pause = Pause(self._mode, self._within_s)
-            _raise_if_incomplete(await self._weights.pause(pause), "paused", self._within_s)
+            barrier = await self._weights.pause(self._mode, within_s=self._within_s)
+            _raise_if_incomplete(barrier, "paused", self._within_s)
             await asyncio.gather(*(self._load(url, folder, version) for url in self._updaters))
             proofs = await asyncio.gather(
                 *(self._prove(url, version, probe) for url in self._updaters)
@@ -236,6 +237,17 @@ class Publisher:
             moved=float(np.abs(probe.after - probe.before).max()) if probe else None,
             arrived=min(shares, default=None),
         )
+
+    async def find_outdated(self, version: int) -> list[str]:
+        """Return the replicas that report another version, as one does that was restarted.
+
+        Raises `EngineError` if one does not answer.
+        """
+        versions = {}
+        for url in self._updaters:
+            async with connect_scorer(url) as scorer:
+                versions[url] = scorer.version
+        return [url for url, other in versions.items() if other not in {None, version}]
 
     async def _load(self, url: str, folder: Path, version: int) -> None:
         updater = self._updaters[url]

@@ -1,5 +1,6 @@
 """State of a training run on disk: its configuration, and what is in every checkpoint."""
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -86,6 +87,16 @@ def store_config(folder: Path, config: Config) -> None:
     draft = path.with_suffix(".part")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
     draft.replace(path)
+
+
+def name_run(folder: Path) -> str:
+    """Return a name that no other run has; made once, so that a resumed run keeps it."""
+    path = folder / "name"
+    if not path.exists():
+        draft = path.with_suffix(".part")
+        draft.write_text(f"{secrets.token_hex(4)}.")
+        draft.replace(path)
+    return path.read_text()
 
 
 def _comparable(section: object) -> object:

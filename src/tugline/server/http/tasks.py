@@ -315,7 +315,9 @@ async def announce(call: ApiCall[Nothing, protocol.Version]) -> protocol.Barrier
 @ROUTES.add("POST", "/v1/weights/pause", CLIENTS)
 async def pause(call: ApiCall[Nothing, protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
-    return await call.attend(call.control.weights.pause(call.body))
+    return await call.attend(
+        call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
+    )
 
 
 @ROUTES.add("POST", "/v1/weights/resume", CLIENTS)

@@ -129,9 +129,26 @@ def _write_state(
         files={file.name: _digest(file) for file in sorted(draft.iterdir())},
         extra=extra,
     )
-    (draft / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    for file in [*draft.iterdir(), draft]:
+    for file in draft.iterdir():
         _fsync(file)
+    _replace_state(draft, state)
+
+
+def _replace_state(path: Path, state: CheckpointState) -> None:
+    draft = path / f".{STATE}"
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    _fsync(draft)
+    draft.replace(path / STATE)
+    _fsync(path)
+
+
+def update(path: Path, *, version: int, extra: dict[str, Any]) -> None:
+    """Replace version and extra data of the checkpoint at `path`. Raises `CheckpointError`."""
+    try:
+        _replace_state(path, msgspec.structs.replace(read(path), version=version, extra=extra))
+    except OSError as error:
+        msg = f"checkpoint {path} cannot be written ({error}); is the disk full?"
+        raise CheckpointError(msg) from error
 
 
 def load(path: Path, trainer: Updater[Any]) -> CheckpointState:

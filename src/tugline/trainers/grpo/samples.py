@@ -108,16 +108,6 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     return Prepared(tuple(samples), ledger.build())
 
 
-def make_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
-    """Return a sample with advantage 0 for each trace that has tokens to train, ungraded or not."""
-    config, ledger = GrpoConfig(), _LedgerBuilder()
-    return [
-        sample
-        for one in trajectories
-        for sample in _samples(one, [0.0] * len(one.traces), config, 0, ledger)
-    ]
-
-
 def _is_truncated(trajectory: Trajectory) -> bool:
     """Whether the agent was stopped at one of its limits, or its model calls were cut off."""
     stopped = trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT

@@ -21,7 +21,7 @@ from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, make_probe
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
-from tugline.trainers.grpo.samples import make_samples, prepare
+from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.update import Update, Updater, split_by_sample
 from tugline.types import Ids, Ledger, Logprobs, Reason, Sample, Trajectory
 
@@ -115,16 +115,6 @@ class Grpo(Updater[_PolicyUpdate]):
         tree = self.config.tree_packing
         micro = collate(rows, tree=tree, device=self.policy.device)
         return self.policy.logprobs(micro).cpu().numpy()
-
-    def measure_mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchReport | None:
-        """Compare captured log probabilities with those of the weights as they are.
-
-        Right after a publication, sessions of the new version show whether it arrived and whether
-        the engine computes what the trainer does, however stale the data of later steps will be.
-        None without any token to compare.
-        """
-        samples = make_samples(gather(trajectories))
-        return summarize(self._recompute([Row(sample) for sample in samples]))
 
     def _needs_own_pass(self, samples: Sequence[Sample]) -> bool:
         """Whether old log probabilities need a pass of their own.

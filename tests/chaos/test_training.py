@@ -1,0 +1,182 @@
+"""``tugline train`` on a server, a node and an engine of their own, each killed again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from chaos.fleet import HERE, TUGLINE, Fleet, until
+from training_run import write_config
+from tugline.trainers.sinks import METRICS, read_lines
+from tugline.trainers.state import CHECKPOINTS
+
+KINDS = ("trainer", "engine", "server", "node0")
+STEPS, TASKS, SAMPLES = 10, 2, 2
+PATIENCE_S = 200.0
+"""For one thing to happen, on a machine that does ten others."""
+AGENT = f"""
+import os, re, sys, time
+sys.path.insert(0, {str(HERE)!r})
+import agent
+agent.TRIES = 60
+step = re.search(r"g([0-9]+)-", os.environ["OPENAI_BASE_URL"])
+turns = int(os.environ["TUGLINE_INSTRUCTION"])
+messages = []
+for turn in range(turns):
+    messages.append({{"role": "user", "content": "go on"}})
+    messages.append({{"role": "assistant", "content": agent.ask(messages)}})
+    while step and int(open("GATE").read()) < int(step[1]) // {TASKS} + 1:
+        time.sleep(0.05)
+"""
+"""As many calls as its task says; held after the first one until the gate is at its step."""
+
+
+class Training:
+    """A training run of separate processes in `folder`, whose agents wait at a gate."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        rows = [{"id": f"train{i}", "question": str(1 + 5 * (i % 3 == 0))} for i in range(20)]
+        plan = {"steps": STEPS, "tasks_per_step": TASKS, "samples": SAMPLES, "staleness": 1}
+        path = write_config(folder, schedule=plan, heldout={"every": 5})
+        for name, kept in (("train", rows), ("test", [row | {"id": "t"} for row in rows[:1]])):
+            lines = "".join(json.dumps(row) + "\n" for row in kept)
+            (folder / f"{name}.jsonl").write_text(lines)
+        self.fleet = fleet = Fleet(folder, lease_s=20.0, slots=10)
+        self.run, self.gate = folder / "run", folder / "gate"
+        self.gate.write_text("0")
+        (folder / "agent.py").write_text(AGENT.replace("GATE", str(self.gate)))
+        shutil.copy(folder / "model" / "tokenizer.json", folder)
+        self.engine = f"http://127.0.0.1:{fleet.ports['engine']}"
+        config = json.loads(path.read_text()) | {"server": fleet.url}
+        config["engine"] |= {"urls": [self.engine]}
+        config["template"]["limits"] = {"agent_s": 600}
+        command = [sys.executable, "-S", str(folder / "agent.py")]
+        config["template"]["harness"]["options"]["command"] = command
+        path.write_text(json.dumps(config))
+        self.strikes: Counter[str] = Counter()
+        self._struck_at, self._last = 0.0, "trainer"
+
+    def launch(self) -> None:
+        """Start engine, server, node and trainer."""
+        fleet, port = self.fleet, str(self.fleet.ports["engine"])
+        fleet.add("engine", sys.executable, str(HERE / "trained_engine.py"), "model", port).start()
+        fleet.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml", "--dir",
+                  "server", "--port", str(fleet.ports["server"]))  # fmt: skip
+        fleet.start_server(time.time())
+        until(lambda: bool(fleet.outages[0].ready), "the server to answer")
+        fleet.add_node("node0").start()
+        train = f"{TUGLINE} train config.json --out run $(test -e run/config.json && echo --resume)"
+        fleet.add("trainer", "sh", "-c", f"exec {train}",
+                  TUGLINE_TOKEN=fleet.tokens["client"]).start()  # fmt: skip
+
+    @property
+    def over(self) -> bool:
+        """Whether the trainer has ended well."""
+        process = self.fleet.programs["trainer"].process
+        return process is not None and process.poll() == 0
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for it, while those that were killed are started again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            if not self.over:
+                self.fleet.tend()
+            if self.fleet.deserters or time.monotonic() > deadline:
+                pytest.fail(f"waited for {what}: {self.fleet.deserters} {self._read_logs()}")
+            time.sleep(0.01)
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Wait until a step has been learned and is about to be published."""
+        folder, name = self.run / CHECKPOINTS, f"*step-{step:06d}*"
+        self.wait(lambda: any(folder.glob(name)), f"the checkpoint of step {step}")
+
+    def _read_logs(self) -> str:
+        tails = [path.read_text()[-1500:] for path in sorted(self.fleet.folder.glob("*.log"))]
+        return "\n".join(tails)
+
+    def stands(self) -> bool:
+        """Whether everybody is back from the last strike, and the engine has its weights back."""
+        if self.over:
+            return True
+        back = {"trainer": "weights.resumed", "node0": "node.joined"}.get(self._last)
+        api = self.fleet.api(0.0)
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            loaded = httpx.get(f"{self.engine}/weight_info").json()["weight_version"]
+            weights, events = api.get("/v1/weights"), api.get("/v1/events?limit=1000")
+            later = {one["kind"] for one in events if one["created"] > self._struck_at}
+            known = back is None or back in later
+            return loaded == str(weights["version"]) and weights["paused"] is None and known
+        return False
+
+    def strike(self, name: str) -> None:
+        """Kill it; it is started again at once."""
+        self._struck_at, self._last = time.time(), name
+        self.fleet.programs[name].kill()
+        self.strikes[name] += 1
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    """A run that has been started."""
+    training = Training(tmp_path / "fleet")
+    with contextlib.closing(training.fleet):
+        training.launch()
+        yield training
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_9_of_anybody_costs_training_nothing(training: Training) -> None:
+    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
+    for step in range(1, STEPS + 1):
+        training.wait(training.stands, f"all to stand before step {step}")
+        training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
+        training.strike(KINDS[(step - 1) % 4])
+        training.wait(training.stands, f"all to stand in step {step}")
+        training.gate.write_text(str(step))
+        training.wait_for_checkpoint(step)
+        training.strike(KINDS[(step + 1) % 4])
+    training.wait(lambda: training.over, "the end")
+    assert training.strikes == dict.fromkeys(KINDS, 5)
+    check(training)
+
+
+def check(training: Training) -> None:
+    """Every prompt was trained on once, in its step, and all tokens are accounted for."""
+    state = json.loads((training.run / "summary.json").read_text())["state"]
+    assert (state["step"], state["failed"]) == (STEPS, 0)
+    assert state["sessions"] == STEPS * TASKS * SAMPLES
+    ledger = state["ledger"]
+    lost = [*ledger["masked"].values(), *ledger["dropped"].values()]
+    assert ledger["sampled"] == ledger["trained"] + sum(lost)
+    assert [score["step"] for score in state["scores"]] == [0, 5, 10]
+    rows = [row for row in read_lines(training.run / METRICS) if "rollout/sampled" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    results = list_results(training)
+    assert len(results) == STEPS * TASKS * SAMPLES
+    assert all(one["status"] == "completed" for one in results)
+    instances = Counter(one["task"].rpartition("-")[2] for one in results)
+    assert instances == {f"train{i}": SAMPLES for i in range(STEPS * TASKS)}
+    sampled: Counter[int] = Counter()
+    for one in results:
+        number = int(one["task"].partition(".g")[2].partition("-")[0])
+        sampled[number // TASKS + 1] += one["sampled"]
+    assert [row["rollout/sampled"] for row in rows] == [sampled[row["step"]] for row in rows]
+    assert sum(sampled.values()) == ledger["sampled"]
+
+
+def list_results(training: Training) -> list[dict[str, Any]]:
+    """Those of all training sessions, as the server has them."""
+    items = training.fleet.api().get("/v1/results?limit=1000")["items"]
+    return [one for one in items if ".g" in one["task"]]

@@ -1,0 +1,92 @@
+"""The embedded engine as a process that is trained: ``trained_engine.py FOLDER PORT``.
+
+It has the routes through which a trainer changes and checks the weights of vLLM, and like vLLM it
+starts with those in its folder, whatever was published before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from transformers import Qwen3ForCausalLM
+
+from tugline.inference.engine import Engine
+from tugline.inference.load import load
+from tugline.inference.server import create_app
+from tugline.inference.wire import prompt_logprobs
+from tugline.types import Ids
+from tugline.web.serve import run, serve
+
+
+class Routes:
+    """vLLM's routes for weights, and for log probabilities of a prompt."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._folder = ""
+
+    async def models(self, _request: Request) -> Response:
+        """One model, as vLLM lists it."""
+        card = {"id": "tiny", "owned_by": "vllm", "max_model_len": self._engine.max_model_len}
+        return JSONResponse({"data": [card]})
+
+    async def weight_info(self, _request: Request) -> Response:
+        """Version of the weights."""
+        return JSONResponse({"weight_version": str(self._engine.version)})
+
+    async def reload(self, request: Request) -> Response:
+        """``reload_weights``; they are used once they have a version."""
+        self._folder = (await request.json())["kwargs"]["weights_path"]
+        return JSONResponse({})
+
+    async def forget(self, _request: Request) -> Response:
+        """``reset_prefix_cache``, which a swap implies."""
+        return JSONResponse({})
+
+    async def set_version(self, request: Request) -> Response:
+        """Use the weights that were loaded."""
+        model = Qwen3ForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+        version = int((await request.json())["new_version"])
+        await self._engine.swap(model.state_dict(), version, "keep")
+        return JSONResponse({"success": True})
+
+    async def complete(self, request: Request) -> Response:
+        """Log probabilities of a prompt of token ids."""
+        ids = json.loads(await request.body())["prompt"]
+        array: Ids = np.array(ids, np.int32)
+        scored = prompt_logprobs(ids, await self._engine.score(array, 1.0))
+        return JSONResponse({"choices": [{"prompt_logprobs": scored}]})
+
+
+async def main(folder: Path, port: int) -> None:
+    """Serve until killed."""
+    model, _, eos_ids = load(folder, dtype=torch.float32)
+    window = model.config.max_position_embeddings
+    async with Engine(model, eos_ids=eos_ids, max_model_len=window, threads=1) as engine:
+        own = Routes(engine)
+        app = Starlette(
+            routes=[
+                Route("/v1/models", own.models),
+                Route("/weight_info", own.weight_info),
+                Route("/collective_rpc", own.reload, methods=["POST"]),
+                Route("/reset_prefix_cache", own.forget, methods=["POST"]),
+                Route("/update_weight_version", own.set_version, methods=["POST"]),
+                Route("/v1/completions", own.complete, methods=["POST"]),
+                Mount("/", create_app(engine, model_name="tiny")),
+            ]
+        )
+        async with serve(app, port=port):
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    run(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,113 @@
+"""What rings an alarm: real steps, a real engine, and weights that are really published."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from calls import make_call
+from trainers.sessions import VERSION, groups, tiny
+from tugline.inference.engine import Engine
+from tugline.inference.sampling import score
+from tugline.inference.server import create_app
+from tugline.protocol import PauseMode
+from tugline.server.control import Weights
+from tugline.server.store.database import open_database
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.metrics import find_alarms, measure_rollout
+from tugline.trainers.publish import EmbeddedWeightUpdater, Probe, Publication, Publisher, Running
+from tugline.types import Call, Message, Role, Tool, ToolCall, Trajectory
+from tugline.web.serve import serve
+
+torch.set_num_threads(1)
+
+
+def answer(text: str = "", *tools: tuple[str, str]) -> Call:
+    """A call that offered the tool `read`, and its answer: text, and tools with arguments."""
+    called = tuple(ToolCall(str(n), name, given) for n, (name, given) in enumerate(tools))
+    read = Tool("read", "", {"type": "object"})
+    return make_call(0, [1], [2], tools=(read,), answer=Message(Role.ASSISTANT, text, called))
+
+
+READS = answer("", ("read", '{"path": "a"}'))
+
+
+class Case(NamedTuple):
+    """A step that differs from a good one in one thing, and the alarms that it rings."""
+
+    alarms: set[str]
+    change: Callable[[Trajectory], Trajectory] = lambda one: one
+    calls: Sequence[Call] = (READS,)
+    lr: float = 1e-3
+    noise: float = 0.0
+    """Of the weights on their way to the engine."""
+
+
+def certain(one: Trajectory) -> Trajectory:
+    """The session of a policy that is nearly sure of each token."""
+    traces = tuple(replace(each, logprobs=each.logprobs / 1000) for each in one.traces)
+    return replace(one, traces=traces)
+
+
+CASES: Mapping[str, Case] = {
+    "good": Case(set()),
+    "failed": Case({"no_tokens", "no_signal"}, lambda one: replace(one, reward=None)),
+    "alike": Case(
+        {"no_tokens", "no_signal"}, lambda one: replace(one, reward=replace(one.reward, value=1.0))
+    ),
+    "no tool called": Case({"no_tool_calls"}, calls=[answer("I would read it.")] * 200),
+    "not recognised": Case({"malformed"}, calls=[READS, answer("<tool_call>read a</tool_call>")]),
+    "unknown tool": Case({"malformed"}, calls=[READS, answer("", ("write", "{}"))]),
+    "bad arguments": Case({"malformed"}, calls=[READS, answer("", ("read", '{"path": '))]),
+    "other weights": Case({"mismatch"}, noise=0.3),
+    "rate too small": Case({"unchanged"}, lr=1e-30),
+    "sure of all": Case({"entropy"}, certain),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path) -> None:
+    """Each cause rings its own alarm, and the good step none."""
+    case, model = CASES[name], tiny()
+    good = groups(model)
+    batch = [case.change(one) for one in good]
+    ids = good[0].traces[0].ids
+    weights = copy.deepcopy(model)  # those that the engine has
+    before = score(model, ids, 1.0)
+    report = Grpo(model, GrpoConfig(lr=case.lr)).step(batch, version=VERSION)
+    probe, sent = Probe(ids, before, score(model, ids, 1.0)), copy.deepcopy(model)
+    with torch.no_grad():
+        sent.lm_head.weight += case.noise * torch.randn_like(sent.lm_head.weight)
+    published = await publish(weights, sent, probe, tmp_path)
+    rollout = measure_rollout(batch, case.calls, version=VERSION)
+    usual = measure_rollout(good, [], version=VERSION).entropy
+    assert usual is not None
+    assert rollout.entropy is not None
+    found = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
+    assert set(found) == case.alarms
+
+
+async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Path) -> Publication:
+    """Publish `sent` to a running engine that has `weights`."""
+    async with (
+        Engine(weights, eos_ids=(), max_model_len=256, threads=1) as engine,
+        serve(create_app(engine, model_name="m")) as url,
+        open_database(f"sqlite:{folder / 'server.db'}") as database,
+    ):
+
+        async def swap(_folder: Path, version: int, running: Running) -> None:
+            await engine.swap(sent.state_dict(), version, running)
+
+        replicas = {url: EmbeddedWeightUpdater(swap)}
+        publisher = Publisher(Weights(database), replicas, mode=PauseMode.WAIT, within_s=60)
+        assert await publisher.find_outdated(VERSION + 1) == [url]
+        publication = await publisher.publish(folder, VERSION + 1, probe)
+        assert await publisher.find_outdated(VERSION + 1) == []
+        return publication
