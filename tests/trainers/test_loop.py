@@ -78,7 +78,7 @@ async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     summary = await run(write_config(tmp_path, schedule=plan | {"steps": 2}), folder)
     assert (summary.state.step, summary.state.sessions) == (2, 4)
     assert [row["step"] for row in rows(folder, "rollout/reward")] == [1, 2]
-    assert [score.step for score in summary.state.scores] == [0, 2]
+    assert [score.step for score in summary.state.scores] == [0, 1, 2]  # the end of each run
     assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == [
         "step-000001", "step-000002",
     ]  # fmt: skip
