@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from training_run import write_config
 from tugline.errors import ConfigError, UsageError
@@ -33,6 +37,20 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
     return [row for row in read_lines(folder / METRICS) if key in row]
 
 
+@pytest.fixture
+def learners() -> Iterator[set[int]]:
+    """Threads in which a forward pass with gradient ran."""
+    found: set[int] = set()
+
+    def note(*_call: object) -> None:
+        if torch.is_grad_enabled():
+            found.add(threading.get_ident())
+
+    hook = register_module_forward_pre_hook(note)
+    yield found
+    hook.remove()
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("staleness", "pause", "changes"),
@@ -44,15 +62,19 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
     ],
 )
 async def test_a_run_trains_every_batch_within_its_staleness(
-    tmp_path: Path, staleness: int, pause: str, changes: dict[str, Any]
+    tmp_path: Path, learners: set[int], staleness: int, pause: str, changes: dict[str, Any]
 ) -> None:
-    """All sessions count once, no token is too old, and every publication is proven."""
+    """All sessions count once, no token is too old, and every publication is proven.
+
+    All updates run in one thread: each further one would keep the memory of a step for good.
+    """
     schedule: dict[str, Any] = {"steps": 3, "tasks_per_step": 2, "samples": 2}
     schedule |= {"staleness": staleness, "pause": pause}
     config = write_config(tmp_path, schedule=schedule, **changes)
     state = (await run(config, tmp_path / "run")).state
     assert (state.step, state.version, state.sessions, state.failed) == (3, 3, 12, 0)
     assert state.ledger.balanced
+    assert len(learners) <= 1
     steps = rows(tmp_path / "run", "rollout/reward")
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["rollout/sessions"] == 4 for row in steps)

@@ -19,6 +19,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,6 +142,8 @@ class TrainingLoop:
         self.state, self._sinks, self._report = state, sinks, report
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s
         self._submitted = state.step
+        # malloc keeps a step's memory for each thread that ran one, so all have the same
+        self._learner = ThreadPoolExecutor(1, "learner")
         self._evaluation: asyncio.Task[None] | None = None
         self._published: tuple[Path, int] | None = None
         """Folder and version of the weights that the replicas serve."""
@@ -165,6 +168,7 @@ class TrainingLoop:
                 if task is not None:
                     task.cancel()
             shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)
+            self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)
         self.state = replace(self.state, elapsed_s=self._elapsed_s())
         return TrainSummary(state=self.state, change=await self._compare_scores())
@@ -185,7 +189,8 @@ class TrainingLoop:
         results, calls = await self._collect(number)
         wait_s = time.monotonic() - began
         self._report(f"step {number}: updating the policy")
-        learned = await asyncio.to_thread(self._learn, results, calls)
+        event_loop = asyncio.get_running_loop()
+        learned = await event_loop.run_in_executor(self._learner, self._learn, results, calls)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
         # A name for each version would be new figures at each step, without end.
         lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
