@@ -11,6 +11,7 @@ from pathlib import Path
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.harnesses.base import Harness, LaunchContext
 from tugline.plugins import find
@@ -42,8 +43,10 @@ class WireRecord:
 class RecordingGateway(Gateway):
     """A gateway that records traffic, and loses the clients of the requests in `broken`."""
 
-    def __init__(self, upstream: Upstream, rendering: Rendering | None, folder: Path) -> None:
-        super().__init__(upstream, rendering, folder)
+    def __init__(
+        self, upstream: Upstream, rendering: Rendering | None, folder: Path, tuning: CallSettings
+    ) -> None:
+        super().__init__(upstream, rendering, folder, settings=tuning)
         self.requests: list[WireRecord] = []
         self.broken: frozenset[int] = frozenset()
 
@@ -127,6 +130,7 @@ class Scenario:
     """Numbers of the requests whose connection breaks."""
     max_turns: int | None = None
     timeout_s: float = 120.0
+    tuning: CallSettings = DEFAULTS
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -136,7 +140,10 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         serve_scripted_model(scenario.scripts, scenario.faults) as served,
         LocalRuntime().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
     ):
-        gateway = RecordingGateway(served.upstream, served.rendering, folder / "recordings")
+        served.upstream._settings = scenario.tuning
+        gateway = RecordingGateway(
+            served.upstream, served.rendering, folder / "recordings", scenario.tuning
+        )
         gateway.broken = scenario.broken
         async with gateway:
             end = await _launch(case, scenario, gateway, sandbox)

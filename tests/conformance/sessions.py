@@ -10,6 +10,7 @@ import re
 
 from conformance.session_run import Scenario
 from tugline.cli.harness_check import FILES, INSTRUCTION, LAST_WORDS, Case
+from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_model import Fault, ScriptedTurn
 
 SLOW = 1
@@ -32,6 +33,13 @@ def faulty(case: Case) -> Scenario:
     """The engine refuses, dies within an answer, and then the client's connection breaks."""
     faults = {0: Fault(refuse=503), 1: Fault(cut_after=CUT), 2: Fault(token_s=_TOKEN_S)}
     return Scenario({INSTRUCTION: case.script()}, FILES, faults, broken=frozenset({2}))
+
+
+def late_error(case: Case) -> Scenario:
+    """The engine fails in the second turn, when the headers of the answer have been sent."""
+    tuning = CallSettings(tries=1, headers_within_s=0.0)
+    faults = {1: Fault(refuse=503)}
+    return Scenario({INSTRUCTION: case.script()}, FILES, faults, tuning=tuning)
 
 
 def budget(case: Case) -> Scenario:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from conformance.matrix import check
+from conformance.session_run import run_session
+from conformance.sessions import late_error
 from tugline.cli.harness_check import CASES, Case, cases_of
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -35,6 +39,13 @@ async def test_claude_code_as_people_use_it() -> None:
     case = msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False})
     result = await check(case)
     assert not_passed(result.checks) == {}
+
+
+async def test_gemini_cli_asks_again_after_a_late_error(tmp_path: Path) -> None:
+    """The engine fails after the headers: it does not end with 0 and half of its work."""
+    case = cases_of("gemini_cli")[0]
+    run = await run_session(case, late_error(case), tmp_path)
+    assert (run.exit.code, len(run.requests), len(run.calls)) == (0, 5, 4)
 
 
 @pytest.mark.parametrize("name", ["gemini_cli", "qwen_code"])

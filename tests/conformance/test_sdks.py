@@ -328,8 +328,12 @@ async def test_openai_refuses_a_choice_among_some_tools(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="some of the tools") as caught:
             await CHAT.ask(sdk, CHAT.start("Hi"), tools=tools, tool_choice=choice)
         assert caught.value.param == "tool_choice"
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match="GET /files is not served"):
             await sdk.files.list()
+        with pytest.raises(openai.NotFoundError, match="POST /embeddings is not served"):
+            await sdk.embeddings.create(model="m", input="x")
+        with pytest.raises(openai.NotFoundError, match="POST /completions is not served"):
+            await sdk.completions.create(model="m", prompt="x")
         assert it.calls == ()
 
 

@@ -269,7 +269,11 @@ class Gateway:
             if "upgrade" in http.headers:
                 msg = "only plain HTTP is spoken here; send a POST"
                 raise UpgradeRequired(msg)
-            msg = f"{http.method} {incoming.path} is not served here"
+            served = ", ".join(route for one in DIALECTS for route in one.posts)
+            msg = (
+                f"{http.method} {incoming.path} is not served here: only {served} and Google's "
+                "generateContent are, and GET /models"
+            )
             raise NotFound(msg)
         if action is Action.MODELS or action is Action.MODEL:
             await http.reply(200, self._describe_models(dialect, action, incoming))
