@@ -210,3 +210,26 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
             await box.expose(gateway.url)
             got = await python(box, code, *urls)
     assert got.text.count("403") == len(urls), got.text
+
+
+FAMILIES = """
+import errno, socket
+for family in range(46):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+        try:
+            socket.socket(family, kind).close()
+            print(family, "opened")
+        except OSError as error:
+            print(family, errno.errorcode[error.errno])
+"""
+
+
+async def test_open_a_socket_of_another_family(sandbox: Arena) -> None:
+    """Such as vsock, which no network namespace holds: it leads to the machine below this one."""
+    async with sandbox.box() as box:
+        lines = (await python(box, FAMILIES)).text.splitlines()
+    ends = [(int(family), end) for family, end in map(str.split, lines)]
+    assert (1, "opened") in ends
+    if sandbox.name == "bubblewrap":
+        others = {end for family, end in ends if family not in {1, 2, 10, 16}}
+        assert others == {"EAFNOSUPPORT"}

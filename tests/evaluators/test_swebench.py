@@ -224,6 +224,15 @@ async def test_a_log_of_any_length_is_read(judge: Judge, monkeypatch: pytest.Mon
     assert verdict.reward.value == 1.0
 
 
+async def test_a_log_that_a_parser_cannot_read_in_time_has_no_result(judge: Judge) -> None:
+    """Some take quadratic time on what an agent may print; they are killed, and others go on."""
+    evaluator = SweBenchEvaluator(**ROW)
+    assert (await judge(evaluator, GOOD)).reward.value == 1.0
+    evaluator.parse_s = 0.001
+    verdict = await judge(evaluator, {"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
+    assert (verdict.reward.value, verdict.report["has_result"]) == (0.0, False)
+
+
 async def test_without_the_package_the_extra_is_named(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import shutil
 import signal
 import time
@@ -12,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit
+from tugline.sandbox.base import Exit, PausableTimeout
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded, program_script
 
 if shutil.which("bwrap") is None:
@@ -51,7 +52,10 @@ class Sandbox:
         return await self.run(("sh", "-c", script), timeout_s, env)
 
     async def run(
-        self, argv: Sequence[str], timeout_s: float = 10.0, env: dict[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        timeout_s: float | PausableTimeout = 10.0,
+        env: dict[str, str] | None = None,
     ) -> Exit:
         """Run a program in the sandbox's folder."""
         return await self.runner.run(
@@ -97,6 +101,23 @@ async def test_programs_run_one_after_another_with_their_exit_codes(sandbox: San
     assert (await sandbox.sh("kill -TERM $$")).code == -signal.SIGTERM
     assert (await sandbox.run(("no-such-program",))).code == 127
     assert sandbox.runner.alive
+
+
+async def test_an_end_is_believed_over_a_timer_that_is_late(sandbox: Sandbox) -> None:
+    """After a stall of this process both are there, and the program had ended before."""
+    timeout = PausableTimeout(0.01)
+    timeout.pause()
+    began, go = sandbox.folder / "began", sandbox.folder / "go"
+    script = "touch /mnt/began; until test -e /mnt/go; do sleep 0.01; done"
+    run = asyncio.create_task(sandbox.run(("sh", "-c", script), timeout))
+    while not began.exists():  # noqa: ASYNC110 - a file
+        await asyncio.sleep(0.01)
+    go.touch()
+    assert select.select([sandbox.runner._replies], [], [], 60.0)[0]
+    timeout.resume()
+    time.sleep(0.05)  # noqa: ASYNC251 - the stall
+    done = await run
+    assert (done.code, done.timed_out) == (0, False)
 
 
 async def test_arguments_and_variables_arrive_byte_for_byte(sandbox: Sandbox) -> None:

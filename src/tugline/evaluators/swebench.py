@@ -13,13 +13,17 @@ marks between which results are read have a random part, so no test prints them 
 """
 
 import asyncio
+import contextlib
 import secrets
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from msgspec import Meta
 
 from tugline.errors import ConfigError, EvaluatorError
@@ -34,6 +38,10 @@ _SCRIPT = "eval.sh"
 _LOG = "eval"
 _MARK = ">>>>>"
 _MARKS = (f"{_MARK} Start Test Output", f"{_MARK} End Test Output", f"{_MARK} Test Exit Code")
+_SHORT = 8192
+"""Characters of a log that any parser reads in no time."""
+_PARSE_BYTES = 2 << 30
+"""Memory for reading a log."""
 _MAX_NAMES = 50
 """Failed tests that a report names."""
 
@@ -84,6 +92,8 @@ class SweBenchEvaluator(Evaluator):
     """Bytes of a log that are read."""
     log_end = 1 << 20
     """Of those, bytes at its end."""
+    parse_s = 60.0
+    """Time for reading it."""
 
     def __init__(  # noqa: PLR0913 - fields of a row
         self,
@@ -168,7 +178,7 @@ class SweBenchEvaluator(Evaluator):
             if run.stopped:  # tests that were stopped have no result
                 return run
             path = runner.sandbox.logs / "graded.log"
-            return run._replace(report=await asyncio.to_thread(_grade, spec, run.log, path))
+            return run._replace(report=await _grade(self._row, run.log, path, self.parse_s))
 
     async def _check_without_work(self, outcome: SessionOutcome, deadline: float) -> None:
         """Raises `EvaluatorError` if the script gives no result without the agent's work either."""
@@ -199,17 +209,55 @@ class SweBenchEvaluator(Evaluator):
         return Reward(1.0 if resolved else value, parts)
 
 
-def _grade(spec: Any, log: str, path: Path) -> Mapping[str, Any]:
-    """Have `swebench` read a log, which is written to `path` for it."""
-    path.write_text(log, encoding="utf-8")
+_GRADE = f"""
+import json, resource, sys
+from tugline.evaluators.swebench import read_results
+most = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+row, path = json.load(sys.stdin)
+json.dump(read_results(row, path), open(path + ".json", "w"))
+"""
+
+
+def read_results(row: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Have `swebench` read the log at `path`. Raises what it raises."""
+    spec = _import_swebench("utils").make_test_spec(row)
     prediction = {"instance_id": spec.instance_id, "model_patch": ""}
-    grading = _import_swebench("grading")
-    try:
-        reports = grading.get_eval_report(spec, prediction, str(path), True)
-    except (ValueError, LookupError, AttributeError) as error:
-        msg = f"{spec.instance_id}: swebench cannot read its log: {error!r}"
-        raise EvaluatorError(msg) from error
+    reports = _import_swebench("grading").get_eval_report(spec, prediction, path, True)
     report: Mapping[str, Any] = reports[spec.instance_id]
+    return report
+
+
+async def _grade(
+    row: Mapping[str, Any], log: str, path: Path, timeout_s: float
+) -> Mapping[str, Any]:
+    """Have `swebench` read a log, which is written to `path` for it.
+
+    Its parsers take text that the agent may have written, and some take quadratic time: so they run
+    in a process that can be killed, unless it is short. A log that they cannot read has no result.
+    """
+    await asyncio.to_thread(path.write_text, log, encoding="utf-8")
+    if len(log) <= _SHORT:
+        try:
+            return await asyncio.to_thread(read_results, row, str(path))
+        except (ValueError, LookupError, AttributeError) as error:
+            return {"infra_failure_reason": repr(error)}
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", _GRADE), stdin=PIPE, stdout=DEVNULL, stderr=PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, errors = await program.communicate(msgspec.json.encode((row, str(path))))
+    except TimeoutError:
+        return {"infra_failure_reason": f"its log is not read within {timeout_s:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+        await program.wait()
+    if program.returncode:
+        return {"infra_failure_reason": errors.decode(errors="replace")[-TAIL:]}
+    data = await asyncio.to_thread(path.with_name(f"{path.name}.json").read_bytes)
+    report: Mapping[str, Any] = msgspec.json.decode(data)
     return report
 
 

@@ -1,6 +1,7 @@
 """The two ways to run tests: our own pytest, or a command of the task's."""
 
 import ast
+import asyncio
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -111,7 +112,7 @@ class CommandRunner:
             data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
         else:
             data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
-        report = self._format.read(data)
+        report = await asyncio.to_thread(self._format.read, data)
         if not end.timed_out:
             await self._check_program(outcome, runner, report, end)
         normalize, codes = self._format.normalize, selected.codes

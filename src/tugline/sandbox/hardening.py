@@ -15,6 +15,7 @@ import contextlib
 import errno
 import hashlib
 import platform
+import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,9 @@ _REFUSED_WITH: Mapping[str, tuple[tuple[int, int], int, int, int]] = {
     "unshare": ((272, 97), 0, _BITS, _NEWUSER),
 }
 """Numbers, which argument, how it is compared, with what."""
+_SOCKET = (41, 198)
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+"""What programs may open; not AF_VSOCK, which leads to the machine below a virtual one."""
 _PID_ARGUMENT: Mapping[str, int] = {
     name: argument for name, (_, argument, how, _) in _REFUSED_WITH.items() if how == _EQUAL
 }
@@ -93,7 +97,15 @@ def bpf_filter(machine: str | None = None) -> bytes:
             (_RETURN, 0, 0, _ERRNO | errno.EPERM),
             (_LOAD, 0, 0, _NUMBER),
         ]
-    code.append((_RETURN, 0, 0, _ALLOW))
+    most = len(_FAMILIES)
+    code += [
+        (_EQUAL, 0, most + 3, _SOCKET[column]),
+        (_LOAD, 0, 0, _ARGUMENTS),
+        *((_EQUAL, most - n, 0, family) for n, family in enumerate(_FAMILIES)),
+        (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+        (_LOAD, 0, 0, _NUMBER),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     return b"".join(struct.pack("=HBBI", *line) for line in code)
 
 

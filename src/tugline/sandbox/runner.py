@@ -131,12 +131,16 @@ class Runner:
             output.start()
             requested = True
             os.write(self._requests, f"{self._key} {number}\n".encode())
-            async with enforce_timeout(timeout_s):
-                code = await ended
-            with contextlib.suppress(TimeoutError, SandboxEnded):
-                await asyncio.wait_for(clean, _CLEAN_S)
-        except TimeoutError:
-            timed_out = True
+            with contextlib.suppress(TimeoutError):
+                async with enforce_timeout(timeout_s):
+                    await asyncio.wait([ended])
+            # Where this process stood still, the program's end is there, but not read yet.
+            self._read_replies()
+            timed_out = not ended.done()
+            if not timed_out:
+                code = ended.result()
+                with contextlib.suppress(TimeoutError, SandboxEnded):
+                    await asyncio.wait_for(clean, _CLEAN_S)
         finally:
             reported = [_has_result(future) for future in (ended, clean)]
             await finish(self._clear(number, output, kill=requested and not all(reported)))
