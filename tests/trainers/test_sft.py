@@ -19,6 +19,8 @@ from training_run import make_model
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import UsageError
 from tugline.exports.tables import Parquet
+from tugline.inference.base import GenerateRequest, join
+from tugline.inference.engine import Engine
 from tugline.inference.load import load
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import MODEL, Sft, SftConfig, SftRunConfig, read_set, train
@@ -186,16 +188,20 @@ def run(config: SftRunConfig, folder: Path) -> list[dict[str, Any]]:
     return read_lines(folder / METRICS)
 
 
-def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None:
-    """The loss on tasks that were never trained falls; the folder is a model that answers."""
+async def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None:
+    """The loss on tasks that were never trained falls; the embedded engine serves the model."""
     config = write_run(tmp_path, epochs=40)
     losses = [row["sft/heldout_loss"] for row in run(config, tmp_path / "run") if len(row) == 2]
     assert losses[-1] < 0.5 * losses[0]
-    model, tokenizer, _ = load(tmp_path / "run" / MODEL)
+    model, tokenizer, eos_ids = load(tmp_path / "run" / MODEL)
     made = Rendering(tokenizer, "qwen3")
-    prompt = torch.from_numpy(made.render([Message(Role.USER, "Do 99.")], ()).astype(np.int64))
-    said = model.generate(prompt[None], max_new_tokens=20, do_sample=False)[0, len(prompt) :]
-    assert made.parse(said.tolist()).content == "It is done."
+    asked = made.render([Message(Role.USER, "Do 99.")], ())
+    request = GenerateRequest(
+        prompt_ids=asked, max_tokens=20, temperature=0, stop_ids=made.stop_ids
+    )
+    async with Engine(model, eos_ids=eos_ids, max_model_len=512) as engine:
+        answer = join([chunk async for chunk in engine.generate(request)])
+    assert made.parse(answer.ids.tolist()).content == "It is done."
 
 
 class Killed(Exception):

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
     "eval": "Measure a model on tasks: pass@1, pass@k, intervals, and what changed.",
     "export": "Write recorded sessions to a file that other tools and trainers read.",
+    "generate": "Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.",
     "harness": "The agent programs that can be run.",
     "logs": "Print the log of a session.",
     "node": "Run sessions for a server, as many as there are slots, until it is stopped.",

@@ -74,7 +74,7 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
     progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
-        evaluate(attempts, k=k, tags=_read_tags(tasks)),
+        evaluate(attempts, k=k, tags=read_tags(tasks)),
         compare(attempts, before) if before is not None else None,
     )
     encoded = msgspec.json.encode(report)
@@ -85,7 +85,7 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
         _print(report)
 
 
-def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
+def read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
     """Return the tags of each task, but for those that name it."""
     own = {INSTANCE, SPLIT, TASKSET}
     return {

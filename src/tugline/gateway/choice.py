@@ -220,6 +220,7 @@ class Choice:
         sampled.finish = delta.finish or sampled.finish
         sampled.stop = delta.stop or sampled.stop
         sampled.unreported_tokens += delta.unreported_tokens
+        sampled.prompt_count = delta.prompt_count or sampled.prompt_count
         self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
             pieces = self._decoder.feed(delta.ids)
@@ -297,6 +298,7 @@ class Choice:
             sampled_ids=ids,
             logprobs=logprobs,
             unreported_tokens=sampled.unreported_tokens,
+            unreported_prompt_tokens=sampled.prompt_count,
             versions=tuple(sampled.versions),
             finish=sampled.finish or Finish.ABORT,
             stop=sampled.stop,

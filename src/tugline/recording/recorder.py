@@ -27,6 +27,8 @@ class SampledTokens:
     stop: str | None = None
     unreported_tokens: int = 0
     """Tokens whose ids the engine did not report."""
+    prompt_count: int = 0
+    """Tokens of the prompt, where the engine only counts them."""
     length: int = 0
     reply_start: int = 0
     """Index of the current reply's first token."""

@@ -216,6 +216,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs
     unreported_tokens: int = 0
     """Sampled tokens that the engine counted without reporting their ids (text mode)."""
+    unreported_prompt_tokens: int = 0
+    """Tokens of the prompt that the engine counted without reporting their ids (text mode)."""
     versions: tuple[VersionSpan, ...]
     finish: Finish
     stop: str | None = None

@@ -1,0 +1,118 @@
+"""``tugline generate``: a set of what was accepted, from an engine of ours and from a plain API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from commands import run_command
+from training_run import write_config
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
+from tugline.recording.trajectories import RESULTS
+from tugline.trainers.sft import read_set
+from tugline.web.serve import serve
+
+USAGE = {"prompt_tokens": 40, "completion_tokens": 5, "total_tokens": 45}
+
+
+def write_tasks(folder: Path) -> None:
+    """Five tasks with a tag, an agent that makes one call, and a reward by chance."""
+    config = msgspec.json.decode(write_config(folder).read_bytes())
+    template = config["template"] | {"tags": {"kind": "say"}}
+    tasks = {"taskset": config["tasks"]["taskset"], "template": template}
+    (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
+
+
+def generate(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+    """Run the command; return its JSON."""
+    done = run_command(
+        "generate", "set.json", "--out", "run", "--json", *words, cwd=folder, timeout=200
+    )
+    assert done.returncode == code, done.stderr
+    return msgspec.json.decode(done.stdout, type=dict[str, Any])
+
+
+@pytest.mark.engine
+def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
+    """The command resumes; another condition gives another set without a model call."""
+    write_tasks(tmp_path)
+    options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
+    every = generate(tmp_path, *options, "--accept", "reward>=0")
+    total, results = every["total"], (tmp_path / "run" / RESULTS).read_bytes()
+    assert (total["sessions"], total["accepted"], total["failed"]) == (10, 10, 0)
+    assert total["cost"] == pytest.approx(2e-6 * total["sampled_tokens"])
+    assert every["tags"]["kind=say"] == total
+    assert every["files"]["traces.parquet"] == 10
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    samples, left_out = read_set(
+        [tmp_path / "run"], tokenizer, lambda: Rendering(tokenizer, "qwen3"), 512
+    )
+    assert (len(samples), left_out) == (10, {})
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert trained == total["sampled_tokens"]
+    rewards = [json.loads(line)["reward"] for line in results.splitlines()]
+    lost = rewards.count(0.0)
+    again = generate(tmp_path, *options, "--accept", "reward<1", code=0 if lost else 1)
+    assert again["total"]["accepted"] == lost
+    assert again["files"].get("traces.parquet", 0) == lost
+    assert (tmp_path / "run" / RESULTS).read_bytes() == results
+
+
+def make_api(calls: list[dict[str, Any]]) -> Starlette:
+    """A chat API as any provider has it: text and usage, no token ids; keeps the requests."""
+
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"data": [{"id": "strong"}]})
+
+    async def chat(request: Request) -> Response:
+        calls.append(await request.json())
+        part = {"role": "assistant", "content": "Two words."}
+        choice = {"index": 0, "finish_reason": "stop"}
+        body = {"id": "1", "model": "strong", "usage": USAGE}
+        if not calls[-1].get("stream"):
+            return JSONResponse(body | {"choices": [choice | {"message": part}]})
+        event = body | {"choices": [choice | {"delta": part}]}
+        return StreamingResponse(
+            iter([b"data: " + msgspec.json.encode(event) + b"\n\n", b"data: [DONE]\n\n"]),
+            media_type="text/event-stream",
+        )
+
+    app = Starlette()
+    app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    return app
+
+
+async def test_an_api_without_token_ids_gives_messages_and_their_cost(tmp_path: Path) -> None:
+    """Prompt and answer are priced by the API's own counts; a set without ids is rendered."""
+    write_tasks(tmp_path)
+    async with serve(make_api([])) as url:
+        report = await asyncio.to_thread(
+            generate, tmp_path, "--engine", url, "--messages-only", "--accept", "reward<=1",
+            "--price-in", "1", "--price-out", "10",
+        )  # fmt: skip
+        refused = await asyncio.to_thread(
+            run_command, "generate", "set.json", "--out", "run", "--accept", "good", cwd=tmp_path
+        )
+    total = report["total"]
+    assert (total["sessions"], total["accepted"]) == (5, 5)
+    assert (total["prompt_tokens"], total["sampled_tokens"]) == (200, 25)
+    assert total["cost"] == pytest.approx((200 + 250) / 1e6)
+    assert report["files"] == {"conversations.jsonl": 5}
+    lines = (tmp_path / "run" / "conversations.jsonl").read_text().splitlines()
+    assert {json.loads(line)["messages"][-1]["content"] for line in lines} == {"Two words."}
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    samples, _ = read_set([tmp_path / "run"], tokenizer, lambda: Rendering(tokenizer, "qwen3"), 512)
+    said = samples[0].input_ids[samples[0].loss_mask].tolist()
+    assert tokenizer.decode(said).endswith("Two words.<|im_end|>")
+    assert refused.returncode == 2
+    assert "--accept 'good' must be a name, a comparison and a number" in refused.stderr
