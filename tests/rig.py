@@ -17,7 +17,7 @@ from tiny import rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
-from tugline.gateway.app import Gateway, StreamMode
+from tugline.gateway.app import Gateway
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
@@ -159,7 +159,6 @@ async def rig(
     limits: Limits | None = None,
     sampling: Sampling | None = None,
     policy: Policy = Policy.ENFORCE,
-    stream: StreamMode = "live",
     spent_status: int = 400,
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
@@ -189,7 +188,7 @@ async def rig(
         ]
         upstream = Upstream(urls, wire or Embedded(), settings=tuning)
         gateway = await stack.enter_async_context(
-            Gateway(upstream, RENDERING, folder, stream=stream, settings=tuning, **options)
+            Gateway(upstream, RENDERING, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(Session(id="s1", task="t", sample=0), task, spent_status=spent_status)

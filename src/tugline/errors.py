@@ -6,13 +6,13 @@ TuglineError
  |   +- UnknownPlugin     lists the known names
  |   +- CheckpointError   a checkpoint cannot be written or is damaged; names its path
  +- RequestError          a refused model call; has the HTTP status
- |   +- Unsupported       the engine or template cannot do this (400)
- |   +- NotFound, TooLarge  no such route or model (404); body over the limit (413)
+ |   +- Unsupported, NotFound, TooLarge  cannot be done (400), no such route (404), too long (413)
  |   +- UpgradeRequired, ContextOverflow  no websocket (426); beyond the context window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
  |   +- ClientGone        the client disconnected (499)
  +- EngineError           the model server failed or sent an invalid response; retried elsewhere
+ |   +- Overloaded        too much is in flight (429, 503)
  +- HarnessError          the agent program cannot be installed or started
  +- SandboxError          the sandbox cannot be created or used
  |   +- SandboxNetworkError, ImageError, WorkspaceError, DiskFull
@@ -142,6 +142,10 @@ class EngineError(TuglineError):
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
+
+
+class Overloaded(EngineError):
+    """A session (429) or the whole gateway (503) has too much in flight to take another call."""
 
 
 class HarnessError(TuglineError):

@@ -15,7 +15,7 @@ from rig import ASK, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Branch, Call, CallOutcome, Finish, VersionSpan
+from tugline.types import Branch, CallOutcome, Finish, VersionSpan
 
 LONG = " ".join(f"word{i}" for i in range(24))
 QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
@@ -139,31 +139,6 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
         await until(lambda: not it.running)
 
 
-async def test_a_client_that_leaves_while_its_call_is_written_is_recorded_once(
-    tmp_path: Path,
-) -> None:
-    """The write is finished, not repeated, and the file stays whole."""
-    async with rig(tmp_path, says("Hi."), flush_s=0, tuning=QUICK) as it:
-        transcript = it.session.transcript
-        write, loop = transcript.writer.append, asyncio.get_running_loop()
-        writing, left = asyncio.Event(), asyncio.Event()
-
-        def append(call: Call) -> int:
-            loop.call_soon_threadsafe(writing.set)
-            asyncio.run_coroutine_threadsafe(left.wait(), loop).result(5)
-            return write(call)
-
-        transcript.writer.append = append  # type: ignore[method-assign]
-        asking = asyncio.create_task(it.ask())
-        await asyncio.wait_for(writing.wait(), 5)
-        (completion,) = it.session.running
-        asking.cancel()
-        await until(lambda: completion.abandoned)
-        left.set()
-        await until(lambda: it.calls and not it.session.running)
-    assert [call.number for call in it.calls] == [0]
-
-
 # --------------------------------------------------------------------------- the same request again
 async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
     """The same request after a hang-up is answered whole, and no token is sampled twice."""
@@ -285,12 +260,6 @@ async def test_a_stream_opens_at_its_first_token(tmp_path: Path) -> None:
         assert it.running == 1
         assert not it.calls
         assert json.loads(first.split(b"data: ")[1].split(b"\n")[0])["type"] == "message_start"
-
-
-async def test_a_buffered_stream_sends_everything_at_the_end(tmp_path: Path) -> None:
-    """Headers and opening come early, deltas only when the answer is complete."""
-    async with rig(tmp_path, says(LONG, delay_s=0.002), stream="buffered") as it:
-        assert text_of(await it.read()) == LONG
 
 
 async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:

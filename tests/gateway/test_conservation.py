@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rig import Play, ids, rig, says, text_of, until
+from tugline.chat.engines.base import Delta
 from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.traces.builders import PrefixMerging
-from tugline.types import Call, CallOutcome, Ids
+from tugline.types import CallOutcome, Ids
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(
     lambda text: f"<{text}> wörter 界 " + " ".join(text) + " end."
@@ -76,13 +80,17 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
     """It waits until the part that was sampled is recorded, and gets that and the rest."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
     async with rig(tmp_path, cut_at(text, [], [0.02]), tuning=AT_ONCE) as it:
-        append, back = it.session.transcript.append, asyncio.Event()
+        sample, back = it.upstream.sample, asyncio.Event()
 
-        async def append_later(call: Call) -> None:
-            await back.wait()
-            await append(call)
+        async def close_later(*args: Any) -> AsyncGenerator[Delta]:
+            try:
+                async with contextlib.aclosing(sample(*args)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            finally:
+                await back.wait()
 
-        monkeypatch.setattr(it.session.transcript, "append", append_later)
+        monkeypatch.setattr(it.upstream, "sample", close_later)
         await it.hang_up()
         (completion,) = it.session.running
         await until(lambda: completion.abandoned)

@@ -162,17 +162,6 @@ async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) ->
     assert found[0].at <= found[1].at <= found[2].at
 
 
-async def test_where_every_record_is_flushed_events_go_with_the_next_call(tmp_path: Path) -> None:
-    """No event waits for the disk by itself, and none is lost."""
-    async with rig(tmp_path, says("ok"), flush_s=0) as it:
-        it.gateway.set_weights_version(1)
-        assert recording(tmp_path).events == ()
-        await it.ask()
-        assert len(recording(tmp_path).events) == 1
-        it.gateway.set_weights_version(2)
-    assert [event.detail for event in recording(tmp_path).events] == ["1", "2"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_raw_bodies_are_recorded_byte_for_byte(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
     """Request and response, with ``raw="all"``."""

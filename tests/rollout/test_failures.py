@@ -79,6 +79,8 @@ class Case:
     total_s: float | None = None
     before: Callable[[Path], None] | None = None
     """Done to the test's folder first."""
+    at_build: Callable[[Path], None] | None = None
+    """Done to the test's folder when the agent has ended."""
     after: Callable[[Path], None] | None = None
     check: Callable[[Path, Trajectory], None] | None = None
     marks: tuple[Any, ...] = ()
@@ -279,6 +281,19 @@ CASES = [
         play=lambda _prompt, _request: Reply((), status=400),
     ),
     Case(
+        "an engine that is out of order",
+        Cause.ENGINE_LOST,
+        "500",
+        script=f"{MEND}; {ASK} || true",
+        play=lambda _prompt, _request: Reply((), status=500),
+    ),
+    Case(
+        "a recording that is removed while its session runs",
+        Cause.NODE,
+        "No such file",
+        at_build=lambda folder: next((folder / "gateway").glob("s9.*.rec")).unlink(),
+    ),
+    Case(
         "an agent out of time",
         Cause.AGENT_TIMEOUT,
         "agent_timeout",
@@ -431,7 +446,13 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
     """Status, cause, boundary and a message that names the thing; in time; nothing is left."""
     mark = token()
     mounted = len(mounts(tmp_path))
-    async with rig(tmp_path / "gateway", case.play) as model, asyncio.timeout(case.within_s):
+
+    def on_stage(status: Status) -> None:
+        if status is Status.BUILD and case.at_build is not None:
+            case.at_build(tmp_path)
+
+    folder = tmp_path / "gateway"
+    async with rig(folder, case.play) as model, asyncio.timeout(case.within_s):
         task = a_task(case, tmp_path, mark)
         trajectory = await roll_out(
             task,
@@ -439,6 +460,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
             gateway=Gone(model.gateway) if "gone" in task.tags else model.gateway,
             directory=tmp_path / "session",
             parts=Parts(),
+            on_stage=on_stage,
             slots=StageSlots(case.total_s, eval_grace_s=0.5),
         )
     failure = trajectory.failure

@@ -129,7 +129,7 @@ class Monitor:
             self._complete_since = min(self._complete_since, page[0].created)
             self._position = page[-1].position
             self._events.extend(page)
-            self._failures.extend(filter(None, map(_find_failure, page)))
+            self._failures.extend(filter(None, map(_engine_failure, page)))
         while self._events and self._events[0].created < self._clock() - _RATE_WINDOW_S:
             self._events.popleft()
 
@@ -141,7 +141,7 @@ class Monitor:
         return NodeLoad(node, dict(stages), node.deadline - self._clock())
 
 
-def _find_failure(event: Event) -> RecentFailure | None:
+def _engine_failure(event: Event) -> RecentFailure | None:
     detail, session = event.detail, event.session or ""
     if event.kind is EventKind.REQUEUED:
         return RecentFailure(session, event.created, f"requeued: {detail.get('reason', '')}")

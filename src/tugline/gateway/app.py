@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -17,7 +17,7 @@ import msgspec
 
 from tugline import log
 from tugline.chat.dialects import DIALECTS, fallback_dialect
-from tugline.chat.dialects.base import Action, Dialect, HttpRequest
+from tugline.chat.dialects.base import Action, Dialect, HttpRequest, is_refused_by_engine
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import (
@@ -26,6 +26,7 @@ from tugline.errors import (
     EngineError,
     NotFound,
     TuglineError,
+    Unsupported,
     UpgradeRequired,
     UsageError,
 )
@@ -39,7 +40,7 @@ from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.folder import file_name
 from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
-from tugline.types import Boundary, Call, Failure, Mode, Session, SpentLimit, Task
+from tugline.types import HANDLING, Call, Cause, Failure, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, lifespan, serve
 
@@ -57,7 +58,6 @@ _ESCAPE = re.compile(
 
 _log = log.get("gateway")
 
-StreamMode = Literal["live", "buffered"]
 RawMode = Literal["none", "requests", "all"]
 
 
@@ -81,7 +81,6 @@ class Gateway:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        stream: StreamMode = "live",
         flush_s: float = 1.0,
         raw: RawMode = "requests",
         raw_limit: int = 4 << 20,
@@ -90,11 +89,10 @@ class Gateway:
     ) -> None:
         """Recordings are written to `folder`, one file per session; port 0 takes any free one.
 
-        `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
-        ``buffered`` the pieces of an answer are sent when it is complete. A call that was answered
-        survives the death of any process; every `flush_s` it becomes safe from a loss of power as
-        well, and with 0 before its answer ends. `raw` says which bodies are recorded as they were
-        sent, of each the first `raw_limit` bytes.
+        `rendering` makes the prompts in exact mode and is None in the other modes. A call that
+        was answered survives the death of any process; every `flush_s` it becomes safe from a loss
+        of power as well. `raw` says which bodies are recorded as they were sent, of each the first
+        `raw_limit` bytes.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
@@ -103,13 +101,14 @@ class Gateway:
         self.url = ""
         self._upstream, self._folder = upstream, folder
         self._host, self._port = host, port
-        self._stream_mode, self._flush_s = stream, flush_s
+        self._flush_s = flush_s
         self._raw, self._raw_limit = raw, raw_limit
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
         self._engine.gate.set()
         self.traffic = self._engine.traffic
         self._sessions = Sessions(settings.closed_sessions)
+        upstream.on_hang = self._sessions.credit
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -118,9 +117,8 @@ class Gateway:
             self._engine.card = await self._upstream.model()
             await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
-            if self._flush_s:
-                flusher = asyncio.create_task(self._flush(), name="flush-recordings")
-                stack.callback(flusher.cancel)
+            flusher = asyncio.create_task(self._flush(), name="flush-recordings")
+            stack.callback(flusher.cancel)
             self._stack = stack.pop_all()
         return self
 
@@ -134,7 +132,7 @@ class Gateway:
         return self._engine.card
 
     @contextlib.asynccontextmanager
-    async def open(
+    async def open(  # noqa: PLR0913 - what is known of a session
         self,
         session: Session,
         task: Task,
@@ -143,20 +141,22 @@ class Gateway:
         offers_tools: bool = False,
         workdir: str = "",
         home: str = "",
+        on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
         """Take the model calls of one attempt at a session while the block lasts.
 
         `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
         `offers_tools` says that its calls declare tools, so that one without is a side call.
-        `workdir` and `home` are its folders, recorded for a replay.
+        `workdir` and `home` are its folders, recorded for a replay. `on_hang` gets the seconds that
+        a hanging engine took.
         """
         header = self._engine.header(session, task, workdir, home)
-        writer = Writer(self.recording_path(session), header, sync=not self._flush_s)
+        writer = Writer(self.recording_path(session), header, sync=False)
         transcript = Transcript(session.id, self._engine, writer)
         transcript.declares_tools = offers_tools
         contract = contract_for(task.sampling, session.sample)
         policy = SessionPolicy(contract, task.sampling_policy, task.limits, spent_status)
-        live = LiveSession(session.id, policy, transcript, self._engine, self._clock)
+        live = LiveSession(session.id, policy, transcript, self._engine, self._clock, on_hang)
         secret = self._sessions.open(live)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
@@ -186,9 +186,11 @@ class Gateway:
         A session that outgrows the window later has answers to be judged by.
         """
         error = self._sessions.last_error(session)
-        if isinstance(error, EngineError | ContextOverflow):
-            return Failure(Boundary.ENGINE, str(error))
-        return None
+        if not isinstance(error, ContextOverflow | EngineError):
+            return None
+        refused = isinstance(error, ContextOverflow) or is_refused_by_engine(error)
+        cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
+        return Failure(HANDLING[cause].boundary, str(error), cause)
 
     def find_spent_limit(self, session: str) -> SpentLimit | None:
         """Which budget of a session was spent, so that its last answer was cut or refused."""
@@ -278,22 +280,28 @@ class Gateway:
         if action is Action.MODELS or action is Action.MODEL:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
-        body = await http.body(self._settings.max_body, self._settings.body_timeout_s)
-        mended = _mend_surrogates(body)
-        incoming = msgspec.structs.replace(incoming, body=mended)
-        request = dialect.parse(incoming, live.transcript.parse_cache)
-        if action is Action.COUNT:
-            await http.reply(200, dialect.encode_count(live.count_tokens(request)))
-            return
-        recorded = b"" if self._raw == "none" else truncate(body, self._raw_limit)
-        request = msgspec.structs.replace(request, dialect=dialect.name, body=recorded)
-        prompt = live.prepare(request)
-        retry = http.headers.get(_RETRY, "0") != "0"
-        completion = await live.complete(request, prompt, retry=retry)
-        if mended != body:
-            number = completion.choices[0].number
-            live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
-        await self._answer(http, dialect, request, completion, live)
+        if action is Action.COUNT and self._engine.rendering is None:
+            msg = "tokens cannot be counted here: the engine renders the prompts"
+            raise Unsupported(msg)
+        with live.bytes_in_flight.hold() as take:
+            body = await live.read_body(http, take)
+            large = len(body) > self._settings.large_body
+            mended = (
+                await asyncio.to_thread(_mend_surrogates, body) if large else _mend_surrogates(body)
+            )
+            incoming = msgspec.structs.replace(incoming, body=mended)
+            request, prompt = await live.prepare(dialect, incoming)
+            if action is Action.COUNT:
+                await http.reply(200, dialect.encode_count(len(prompt.tokens)))
+                return
+            recorded = b"" if self._raw == "none" else truncate(body, self._raw_limit)
+            request = msgspec.structs.replace(request, dialect=dialect.name, body=recorded)
+            retry = http.headers.get(_RETRY, "0") != "0"
+            completion = await live.complete(request, prompt, retry=retry)
+            if mended != body:
+                number = completion.choices[0].number
+                live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
+            await self._answer(http, dialect, request, completion, live)
 
     def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
         card = self._engine.card
@@ -339,18 +347,13 @@ class Gateway:
             raise completion.error
         stream = dialect.stream(request, completion.id, int(completion.received))
         await http.stream(stream.content_type)
-        live = self._stream_mode == "live"
-        opened = live and bool(completion.usage.prompt)
+        opened = bool(completion.usage.prompt)
         if opened:
             await http.write(stream.start(completion.usage))
-        held: list[bytes] = []
         async for batch in completion.pieces():
             data = b"".join([stream.add(piece, index) for index, piece in batch])
             if not batch:
                 data = stream.keep_alive()
-            elif not live:
-                held.append(data)
-                continue
             elif not opened:
                 data, opened = stream.start(completion.usage) + data, True
             if data:
@@ -358,7 +361,7 @@ class Gateway:
         start = b"" if opened else stream.start(completion.usage)
         error = completion.error
         last = stream.fail(error) if error else stream.finish(completion.answers)
-        await http.end(start + b"".join(held) + last)
+        await http.end(start + last)
 
     async def _send_whole(
         self, http: Http, dialect: Dialect, request: Request, completion: Completion

@@ -81,6 +81,11 @@ class Choice:
         self._recorded = self._abandoned = False
 
     @property
+    def max_tokens(self) -> int | None:
+        """Most tokens that it may sample."""
+        return self._sampling.max_tokens
+
+    @property
     def done(self) -> bool:
         """Whether the answer is complete, or failed."""
         return self.answer is not None or self.error is not None
@@ -135,14 +140,15 @@ class Choice:
                 async for pieces in batches:
                     yield pieces
             if self._abandoned:
-                await self._break_off()
+                self._break_off()
             else:
-                yield await self._finish(CallOutcome.COMPLETE)
+                yield self._finish(CallOutcome.COMPLETE)
         except asyncio.CancelledError:
-            await self._break_off()
+            self._break_off()
+            await self._check_engine()
         except EngineError as error:
             if self._counted:
-                yield await self._finish(CallOutcome.ENGINE_LOST)
+                yield self._finish(CallOutcome.ENGINE_LOST)
             else:
                 self.error = error
         except TuglineError as error:
@@ -235,7 +241,7 @@ class Choice:
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
     # ----------------------------------------------------------------------- the end
-    async def _finish(self, outcome: CallOutcome) -> list[Piece]:
+    def _finish(self, outcome: CallOutcome) -> list[Piece]:
         """Record the call, then publish the answer; returns its last pieces."""
         if self._decoder is not None:
             pieces, message = self._decoder.finish()
@@ -244,7 +250,7 @@ class Choice:
         else:
             pieces = self._assembler.finish()
             message = join_pieces(self.pieces + pieces) or Message(Role.ASSISTANT)
-        ids = await self._record(outcome, message)
+        ids = self._record(outcome, message)
         if self._kind() is not TraceKind.SIDE:
             whole = np.concatenate((*self._given, ids))
             self._transcript.turns.add(self.prompt, self.number, whole, message)
@@ -264,14 +270,22 @@ class Choice:
         self.pieces += pieces
         return pieces
 
-    async def _break_off(self) -> None:
+    def _break_off(self) -> None:
         """Record what there is of an answer that nobody waits for."""
         if not self._recorded:
-            await self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
+            self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
         if self.answer is None:
             self.error = ClientGone("the client hung up before the answer was complete")
 
-    async def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
+    async def _check_engine(self) -> None:
+        """Blame a replica that hangs for the client that left."""
+        since, engine = self.sampled.last_at or self._sent_at, self._engine
+        if since is None or time.time() - since < min(1.0, engine.settings.silent_s):
+            return
+        if not await engine.upstream.answers(self._transcript.session_id):
+            self.error = EngineError("the engine did not answer when its client gave up")
+
+    def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
         """Append the call to the recording; returns its sampled ids."""
         engine, request, sampled = self._engine, self._request, self.sampled
         ids, logprobs = sampled.join()
@@ -310,7 +324,7 @@ class Choice:
         )
         self._recorded = True
         call = call if self._replayed is None else mark_replayed(call, self._replayed)
-        await self._transcript.append(call)
+        self._transcript.append(call)
         return ids
 
     def _kind(self) -> TraceKind:

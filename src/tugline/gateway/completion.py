@@ -155,7 +155,8 @@ class Completion:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
-        self.task.cancel()
+        if not self.task.cancelling():  # a second time would cut the recording short
+            self.task.cancel()
 
     def _abandon(self) -> None:
         self._grace = None
@@ -163,7 +164,7 @@ class Completion:
             return
         self.abandoned = True
         if self.stream or len(self.choices) > 1:
-            self.task.cancel()
+            self.cancel()
         else:
             self._draining = asyncio.create_task(self._drain())
 
@@ -171,4 +172,4 @@ class Completion:
         """Give the engine a moment to hand over its part of an unstreamed answer."""
         await self.choices[0].drain()
         await asyncio.wait({self.task}, timeout=self._settings.partial_answer_s)
-        self.task.cancel()
+        self.cancel()

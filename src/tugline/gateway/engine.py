@@ -22,7 +22,7 @@ from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import CaptureError, ContextOverflow, EngineError, Unsupported, UsageError
-from tugline.gateway.policy import DEFAULTS, CallSettings, check_request
+from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight, check_request
 from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
 from tugline.histogram import MOMENTS, Distribution
@@ -75,6 +75,23 @@ class EngineContext:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Clear while calls are paused."""
     traffic: Traffic = field(default_factory=Traffic)
+    bytes_in_flight: InFlight = field(init=False)
+    """Request bodies of all sessions."""
+    answers_in_flight: InFlight = field(init=False)
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Held by a request that is parsed and rendered in a thread."""
+
+    def __post_init__(self) -> None:
+        self.bytes_in_flight = InFlight("request bytes", self.settings.gateway_bytes)
+        self.answers_in_flight = InFlight("answers", self.settings.gateway_answers)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest request: in exact mode, of one that can fit the window."""
+        most, window = self.settings.max_body, self.card.max_model_len
+        if not window or self.rendering is None:
+            return most
+        return min(most, (1 << 20) + window * self.settings.token_bytes)
 
     @property
     def mode(self) -> Mode:
@@ -230,39 +247,18 @@ class Transcript:
         self.sampled_tokens = 0
         self.declares_tools = False
         """Whether any request declared tools, or its harness is known to."""
-        self._traffic = engine.traffic
-        self._lock = asyncio.Lock()
-        """Calls of parallel agents are written one after the other."""
-        self._pending: list[RecordedEvent] = []
-        """Events that are written with the next call."""
+        self._traffic, self._max_recording = engine.traffic, engine.settings.max_recording
 
-    async def append(self, call: Call) -> None:
-        """Write a call, and flush it if the writer is synchronous, even when cancelled.
+    @property
+    def full(self) -> bool:
+        """Whether the recording has reached its bound."""
+        return self.writer.size > self._max_recording
 
-        Without a flush it is a copy into the page cache, which is quicker than asking a thread.
-        """
+    def append(self, call: Call) -> None:
+        """Write a call: a copy into the page cache, which is quicker than asking a thread."""
         self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
-        if self.writer.sync:
-            await self._append_in_thread(call)
-        else:
-            self.writer.append(call)
+        self.writer.append(call)
         self._traffic.add(call)
-
-    async def _append_in_thread(self, call: Call) -> None:
-        writing = asyncio.ensure_future(self._append_locked(call))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait({writing})
-            raise
-
-    async def _append_locked(self, call: Call) -> None:
-        def write() -> None:
-            self._write_events()
-            self.writer.append(call)
-
-        async with self._lock:
-            await asyncio.to_thread(write)
 
     def note(
         self,
@@ -272,23 +268,14 @@ class Transcript:
         call: int | None = None,
         data: bytes = b"",
     ) -> None:
-        """Record an event; never fails and never waits for the disk.
-
-        With a synchronous writer it is written with the next call or at the end.
-        """
-        self._pending.append(RecordedEvent(kind, time.time(), call, detail, data))
-        if not self.writer.sync:
-            self._write_events()
-
-    async def close(self) -> None:
-        """Write pending events and close the recording."""
-        await asyncio.to_thread(self._write_events)
-        await asyncio.to_thread(self.writer.close)
-
-    def _write_events(self) -> None:
-        pending, self._pending = self._pending, []
+        """Record an event; never fails and never waits for the disk."""
+        if self.writer.closed or self.full:
+            return
         try:
-            for event in () if self.writer.closed else pending:
-                self.writer.append_record(event)
+            self.writer.append_record(RecordedEvent(kind, time.time(), call, detail, data))
         except CaptureError as error:  # the session's next call reports it to its harness
             _log.error("event not written", path=str(self.writer.path), error=str(error))
+
+    async def close(self) -> None:
+        """Close the recording."""
+        await asyncio.to_thread(self.writer.close)

@@ -1,14 +1,15 @@
 """Limits of a gateway, and the sampling of each call: what its task asks for and what works."""
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from tugline.chat.engines.base import Feature
 from tugline.chat.model_call import ChoiceMode, Request
-from tugline.errors import RequestError, Unsupported
+from tugline.errors import Overloaded, RequestError, Unsupported
 from tugline.types import Mode, Policy, Role, Sampling, TraceKind
 
 
@@ -17,8 +18,20 @@ class CallSettings:
     """Durations in seconds, sizes in bytes; the defaults suit production."""
 
     # Requests of clients
-    max_body: int = 64 << 20
+    max_body: int = 32 << 20
     """Largest request body, also after decompression."""
+    token_bytes: int = 16
+    """Bytes of a request, beside its first megabyte, for each token of the window (exact mode)."""
+    large_body: int = 128 << 10
+    """Size from which a request is parsed and rendered outside the event loop."""
+    session_bytes: int = 64 << 20
+    """Request bytes that a session may have in flight."""
+    gateway_bytes: int = 256 << 20
+    """Request bytes that all sessions may have in flight."""
+    session_answers: int = 256
+    """Answers that a session may have sampled at once."""
+    gateway_answers: int = 4096
+    """Answers that all sessions may have sampled at once."""
     body_timeout_s: float = 60.0
     headers_within_s: float = 2.0
     """How long a stream's headers wait for the first token, so that early faults get a status."""
@@ -26,6 +39,8 @@ class CallSettings:
     """Silence in a stream after which a keep-alive is sent."""
     recent_calls: int = 8
     """Calls of a session that a repeated request is compared with."""
+    max_recording: int = 256 << 20
+    """Bytes of a session's recording after which it may make no more calls."""
     closed_sessions: int = 4096
     """Closed sessions whose calls can still be read."""
 
@@ -53,9 +68,52 @@ class CallSettings:
     probe_every_s: float = 1.0
     """Pause between probes of ejected replicas."""
     probe_timeout_s: float = 5.0
+    silent_s: float = 30.0
+    """Time without a token after which a replica is probed; one that does not answer hangs."""
 
 
 DEFAULTS = CallSettings()
+
+
+class InFlight:
+    """An amount that is in flight for a session, within that of all sessions."""
+
+    def __init__(self, unit: str, limit: int, gateway: "InFlight | None" = None) -> None:
+        """`unit` names what is counted, `gateway` is the total; None: this is the total."""
+        self.used = 0
+        self._unit, self._limit, self._gateway = unit, limit, gateway
+
+    def take(self, amount: int) -> None:
+        """Count `amount` more. Raises `Overloaded` beyond a limit, and counts nothing."""
+        if self.used + amount > self._limit:
+            who, status = ("session", 429) if self._gateway else ("gateway", 503)
+            msg = f"the {who} may have {self._limit} {self._unit} in flight; wait for some to end"
+            raise Overloaded(msg, status=status, retry_after=1.0)
+        if self._gateway:
+            self._gateway.take(amount)
+        self.used += amount
+
+    def give_back(self, amount: int) -> None:
+        """Count `amount` less."""
+        self.used -= amount
+        if self._gateway:
+            self._gateway.give_back(amount)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Yield `take` for the block; what it took is given back in the end."""
+        held = 0
+
+        def take(amount: int) -> None:
+            nonlocal held
+            self.take(amount)
+            held += amount
+
+        try:
+            yield take
+        finally:
+            self.give_back(held)
+
 
 # --------------------------------------------------------------------------- sampling
 _CHOSEN = ("temperature", "top_p", "top_k")

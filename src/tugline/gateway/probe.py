@@ -24,6 +24,7 @@ from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport, ProbeCheck
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream, read_reply
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
@@ -63,7 +64,11 @@ async def probe(url: str, model: str | None = None) -> EngineReport:
 
 
 async def connect(
-    urls: Sequence[str], *, mode: Mode | None = None, model: str | None = None
+    urls: Sequence[str],
+    *,
+    mode: Mode | None = None,
+    model: str | None = None,
+    settings: CallSettings = DEFAULTS,
 ) -> Upstream:
     """Probe the replicas at `urls`, and use them in `mode` or the best that works.
 
@@ -85,7 +90,7 @@ async def connect(
     for report, wire in zip(reports, wires, strict=True):
         _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
     card = ModelCard(first.model, first.window)
-    return Upstream(urls, wires[0], model=card.id, card=card)
+    return Upstream(urls, wires[0], model=card.id, card=card, settings=settings)
 
 
 # --------------------------------------------------------------------------- requests

@@ -9,8 +9,10 @@ it answers a probe. Closing the iterator closes the connection, which aborts the
 import asyncio
 import contextlib
 import hashlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import aiohttp
@@ -51,10 +53,22 @@ class Replica:
         self.faults, self.ejected = 0, False
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A reply that is read, until `scope` ends it because its replica hangs."""
+
+    replica: Replica
+    scope: asyncio.Timeout
+    since: float = field(default_factory=time.monotonic)
+    """When the engine sent something, or was asked."""
+
+
 class TokenSource(ABC):
     """Where answers come from: an engine, or a recording."""
 
     wire: EngineFormat
+    on_hang: Callable[[str, float], None] = lambda _session, _seconds: None
+    """Called with a session and the seconds that it lost to a replica that hung."""
     forked_from: str = ""
     """``session@call`` of a recording whose calls are replayed first; else empty."""
 
@@ -81,6 +95,10 @@ class TokenSource(ABC):
         Raises `EngineError`, or what the engine says is wrong with the request. Close the iterator
         to abort.
         """
+
+    async def answers(self, session: str) -> bool:
+        """Whether the replica of a session answers a probe."""
+        return True
 
     @abstractmethod
     async def abort(self, request_id: str, url: str) -> None:
@@ -115,13 +133,14 @@ class Upstream(TokenSource):
         self._timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
         self._client: aiohttp.ClientSession | None = None
         self._probes: asyncio.Task[None] | None = None
+        self._waits: set[_Wait] = set()
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._client = aiohttp.ClientSession(
             connector=connector, timeout=self._timeout, read_bufsize=1 << 20, auto_decompress=True
         )
-        self._probes = asyncio.create_task(self._probe_ejected(), name="probe-replicas")
+        self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -160,8 +179,12 @@ class Upstream(TokenSource):
             began = False
             try:
                 reply = read_reply(self._session, replica.url, self.wire, ask)
-                async with contextlib.aclosing(reply) as deltas:
+                async with (
+                    self._watch(replica, session) as reading,
+                    contextlib.aclosing(reply) as deltas,
+                ):
                     async for delta in deltas:
+                        reading.since = time.monotonic()
                         if not began:
                             began = True
                             used.append(replica.url)
@@ -194,13 +217,56 @@ class Upstream(TokenSource):
         timeout_s = self._settings.probe_timeout_s
         return await fetch_card(self._session, replica.url, self.name, timeout_s)
 
-    async def _probe_ejected(self) -> None:
+    async def answers(self, session: str) -> bool:
+        """See `TokenSource.answers`."""
+        try:
+            await self._fetch_card(self.choose(session))
+        except TuglineError:
+            return False
+        return True
+
+    @contextlib.asynccontextmanager
+    async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
+        """Raise `EngineError` in the block once its reply is silent and the replica hangs."""
+        scope = asyncio.timeout(None)
+        wait = _Wait(replica, scope)
+        self._waits.add(wait)
+        try:
+            async with scope:
+                yield wait
+        except TimeoutError as error:
+            silent_s = time.monotonic() - wait.since
+            self.on_hang(session, silent_s)
+            msg = f"the engine at {replica.url} hangs: for {silent_s:.0f} s it has sent nothing"
+            raise EngineError(msg) from error
+        finally:
+            self._waits.discard(wait)
+
+    async def _probe_replicas(self) -> None:
         while True:
             await asyncio.sleep(self._settings.probe_every_s)
-            for replica in [r for r in self.replicas if r.ejected]:
-                with contextlib.suppress(TuglineError):
-                    await self._fetch_card(replica)
-                    replica.mark_healthy()
+            await asyncio.gather(*(self._probe(replica) for replica in self.replicas))
+
+    async def _probe(self, replica: Replica) -> None:
+        """Probe a replica that is ejected or silent, and end the silent replies of one that hangs.
+
+        An answer of many tokens without a stream is silent, too, so silence alone means nothing.
+        """
+        if not replica.ejected and not self._silent(replica):
+            return
+        try:
+            await self._fetch_card(replica)
+        except TuglineError:
+            replica.count_fault()
+            for wait in self._silent(replica) if replica.ejected else ():
+                wait.scope.reschedule(asyncio.get_running_loop().time())
+        else:
+            if replica.ejected:
+                replica.mark_healthy()
+
+    def _silent(self, replica: Replica) -> list[_Wait]:
+        bound = time.monotonic() - self._settings.silent_s
+        return [wait for wait in self._waits if wait.replica is replica and wait.since < bound]
 
     def _retry_delay(self, error: EngineError, attempt: int) -> float | None:
         """Seconds until the next attempt; None if the engine asks for more than is waited for."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tugline import log
+from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.errors import (
     BudgetExhausted,
@@ -25,20 +26,23 @@ from tugline.errors import (
     ContextOverflow,
     EngineError,
     RequestError,
+    TooLarge,
     TuglineError,
     Unauthorized,
-    Unsupported,
     UsageError,
 )
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import resolve_sampling
+from tugline.gateway.policy import InFlight, resolve_sampling
 from tugline.gateway.prefix import Prompt
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEventKind
 from tugline.types import Limits, Policy, Sampling, SpentLimit
+from tugline.web.serve import Http
 
+_MANY_OBJECTS = 1000
+"""JSON objects from which a request takes long to parse."""
 _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
@@ -66,26 +70,43 @@ class LiveSession:
         transcript: Transcript,
         engine: EngineContext,
         clock: Clock = time.monotonic,
+        on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
-        """`clock` measures the budget of time."""
+        """`clock` measures the budget of time.
+
+        `on_hang` gets the seconds that an engine hung, and which the agent is not charged for.
+        """
+        self._on_hang, self._credited = on_hang, 0.0
         self.id = session_id
         self.secret_digest = b""
         self.transcript = transcript
         self.log_context = log.bound()
         """Ids that its log events carry: those of whoever opened it."""
         self.running: set[Completion] = set()
+        settings = engine.settings
+        self.bytes_in_flight = InFlight(
+            "request bytes", settings.session_bytes, engine.bytes_in_flight
+        )
+        self._answers_in_flight = InFlight(
+            "answers", settings.session_answers, engine.answers_in_flight
+        )
+        self._preparing = asyncio.Lock()
+        """Held while a request is parsed and rendered, which may be in a thread."""
         self._policy, self._engine, self._clock = policy, engine, clock
         self._opened = clock()
         self._calls = 0
-        self._recent = deque[Completion](maxlen=engine.settings.recent_calls)
+        self._recent = deque[Completion](maxlen=settings.recent_calls)
         self._overflow: ContextOverflow | None = None
         self._refused_by: SpentLimit | None = None
 
     @property
     def tokens_left(self) -> int | None:
-        """What may still be sampled; None without a limit."""
+        """What may still be sampled beside running calls; None without a limit."""
         limit = self._policy.limits.max_sampled_tokens
-        return None if limit is None else limit - self.transcript.sampled_tokens
+        if limit is None:
+            return None
+        reserved = sum(one.max_tokens or 0 for call in self.running for one in call.choices)
+        return limit - self.transcript.sampled_tokens - reserved
 
     @property
     def last_error(self) -> TuglineError | None:
@@ -102,16 +123,43 @@ class LiveSession:
         return self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
 
     # ----------------------------------------------------------------------- one call
-    def count_tokens(self, request: Request) -> int:
-        """Length of a request's prompt. Raises `RequestError`."""
-        self._engine.check_request(request)
-        if self._engine.rendering is None:
-            msg = "tokens cannot be counted here: the engine renders the prompts"
-            raise Unsupported(msg)
-        return len(self.transcript.turns.match(request.messages, request.tools).tokens)
+    async def read_body(self, http: Http, take: Callable[[int], None]) -> bytes:
+        """The body, after `take` of its bytes. Raises `RequestError` or `Overloaded`.
 
-    def prepare(self, request: Request) -> Prompt:
-        """Make the prompt of a request. Raises `RequestError` before anything is sampled."""
+        A body that no prompt of this window can have is `ContextOverflow`, on which agents compact.
+        """
+        limit, settings = self._engine.max_body, self._engine.settings
+        try:
+            return await http.body(limit, settings.body_timeout_s, take)
+        except TooLarge as error:
+            if limit == settings.max_body:
+                raise
+            window = self._engine.card.max_model_len
+            msg = f"{error}: this model's maximum context length is {window} tokens"
+            self._overflow = ContextOverflow(msg, param="messages", window=window)
+            raise self._overflow from error
+
+    async def prepare(self, dialect: Dialect, incoming: HttpRequest) -> tuple[Request, Prompt]:
+        """Parse a request and make its prompt, in a thread if it may take long.
+
+        Raises `RequestError` before anything is sampled.
+        """
+        body, limit = incoming.body, self._engine.settings.large_body
+        async with self._preparing:
+            if len(body) < limit and body.count(b"{") < _MANY_OBJECTS:
+                return self._prepare(dialect, incoming)
+            async with self._engine.large:
+                return await asyncio.to_thread(self._prepare, dialect, incoming)
+
+    def _prepare(self, dialect: Dialect, incoming: HttpRequest) -> tuple[Request, Prompt]:
+        try:
+            request = dialect.parse(incoming, self.transcript.parse_cache)
+            return request, self._make_prompt(request)
+        except RecursionError as error:
+            msg = "the request is nested too deeply"
+            raise RequestError(msg) from error
+
+    def _make_prompt(self, request: Request) -> Prompt:
         self._engine.check_request(request)
         self._engine.check_tool_choice(request)
         self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
@@ -130,15 +178,35 @@ class LiveSession:
         if earlier is not None and not earlier.broke_off:
             self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
+        await self._wait_for_tokens(request.n)
         choices = self._make_choices(request, prompt)
         if earlier is not None:
             earlier.resumed = True
             choices[0].resume(earlier.choices[0])
         completion = Completion(key, choices, self._engine.settings, stream=request.stream)
         self.running.add(completion)
-        completion.task.add_done_callback(lambda _task: self.running.discard(completion))
+        completion.task.add_done_callback(lambda _task: self._end(completion))
         self._recent.append(completion)
         return completion
+
+    def credit(self, seconds: float) -> None:
+        """Give back the last `seconds`; those of parallel calls are given back once."""
+        now = self._clock()
+        lost = now - max(now - seconds, self._credited)
+        self._credited, self._opened = now, self._opened + lost
+        self._on_hang(lost)
+
+    def _end(self, completion: Completion) -> None:
+        self.running.discard(completion)
+        self._answers_in_flight.give_back(len(completion.choices))
+
+    async def _wait_for_tokens(self, count: int) -> None:
+        """Wait while running calls may sample all that is left of the budget."""
+        within_s = self._engine.settings.pause_timeout_s
+        while self.running and self.tokens_left is not None and self.tokens_left < count:
+            tasks = {completion.task for completion in self.running}
+            if not (await asyncio.wait(tasks, timeout=within_s, return_when="FIRST_COMPLETED"))[0]:
+                return
 
     def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
         try:
@@ -146,8 +214,12 @@ class LiveSession:
         except ContextOverflow as error:
             self._overflow = error
             raise
+        if request.n > self._engine.settings.session_answers:
+            msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
+            raise RequestError(msg, param="n")
         choices: list[Choice] = []
-        limits, terms = (window, self.tokens_left), self._policy
+        left = self.tokens_left
+        limits, terms = (window, None if left is None else left // request.n), self._policy
         for number in self._admit(request.n):
             sampling = resolve_sampling(
                 request.sampling, terms.contract, terms.policy, limits, number
@@ -179,12 +251,15 @@ class LiveSession:
             self._opened = self._clock()
         if limits.max_turns is not None and self._calls + count > limits.max_turns:
             spent, words = SpentLimit.MAX_TURNS, f"{limits.max_turns} model calls"
-        elif self.tokens_left is not None and self.tokens_left < 1:
+        elif self.tokens_left is not None and self.tokens_left < count:
             spent = SpentLimit.MAX_SAMPLED_TOKENS
             words = f"{limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
             spent, words = SpentLimit.CALLS_S, f"{limits.calls_s:g} seconds"
+        elif self.transcript.full:
+            spent, words = SpentLimit.MAX_RECORDING, "room in the recording"
         else:
+            self._answers_in_flight.take(count)
             first, self._calls = self._calls, self._calls + count
             return range(first, self._calls)
         self._refused_by = spent
@@ -272,6 +347,11 @@ class Sessions:
         """The spent budget of a live or recently closed session; None for an unknown one."""
         known = self._live.get(session_id) or self._closed.get(session_id)
         return known.spent if known else None
+
+    def credit(self, session_id: str, seconds: float) -> None:
+        """Give a session back what a hanging engine took."""
+        if live := self._live.get(session_id):
+            live.credit(seconds)
 
     def note(self, kind: RecordedEventKind, detail: str) -> None:
         """Record an event in every live session."""

@@ -15,6 +15,7 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError, UsageError
+from tugline.gateway.policy import CallSettings
 from tugline.gateway.probe import connect
 from tugline.gateway.replicas import Upstream
 from tugline.inference.base import GenerationEngine
@@ -105,7 +106,10 @@ async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
     retried = False
     while True:
         try:
-            return await connect(settings.urls, mode=mode, model=settings.served_name)
+            calls = CallSettings(silent_s=settings.silent_s)
+            return await connect(
+                settings.urls, mode=mode, model=settings.served_name, settings=calls
+            )
         except UsageError as error:
             if retried:
                 raise

@@ -58,6 +58,8 @@ class EngineSettings(Config, frozen=True):
     """How long reasoning stays in the context (`exact`)."""
     wait_s: NonNegativeFloat = 600.0
     """Seconds to wait for an engine that does not answer yet."""
+    silent_s: PositiveFloat = 30.0
+    """Seconds without a token after which a replica is probed; one that does not answer hangs."""
 
 
 class GatewaySettings(Config, frozen=True):

@@ -203,17 +203,18 @@ class Writer:
         self.sync = sync
         self.dirty = False
         """Whether something was written since the last flush."""
-        self._end = 0
+        self.size = 0
+        """Bytes of the file."""
         for frame in read_frames(path, _read_bytes(path) if path.exists() else b""):
-            self._end = frame.end
+            self.size = frame.end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             msg = f"cannot open recording {path}: {error.strerror}"
             raise CaptureError(msg) from error
-        is_new = self._end <= len(MAGIC)
-        os.ftruncate(self._fd, self._end)
+        is_new = self.size <= len(MAGIC)
+        os.ftruncate(self._fd, self.size)
         self._packer = Packer()
         self._write(MAGIC)
         if is_new and header is not None:
@@ -244,8 +245,8 @@ class Writer:
         try:
             done = 0
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], self._end + done)
-            self._end += len(data)
+                done += os.pwrite(self._fd, data[done:], self.size + done)
+            self.size += len(data)
             self.dirty = True
         except OSError as error:
             raise self._close_failed(error) from error

@@ -183,7 +183,7 @@ class _Rollout:
         """Account for what was sampled before an end ahead of BUILD (I2)."""
         if not self.recording or Status.BUILD.value in self.seconds:
             return
-        with contextlib.suppress(CaptureError, EngineError):  # the early end has its failure
+        with contextlib.suppress(CaptureError, EngineError, OSError):  # the end has its failure
             self.calls, self.built = await asyncio.to_thread(self._build)
 
     def check_engine_and_harness(self) -> None:
@@ -191,9 +191,9 @@ class _Rollout:
 
         A program that gave up after it had called the model is evaluated.
         """
-        engine_failure = self.gateway.engine_failure(self.session.id)
-        if engine_failure is not None:
-            raise _EarlyEnd(make_failure(Cause.ENGINE, engine_failure.message))
+        failure = self.gateway.engine_failure(self.session.id)
+        if failure is not None:
+            raise _EarlyEnd(failure)
         if self.agent_run is None or self.agent_run.exit.cause is not None:
             return
         end, tail, name = self.agent_run.exit, self.agent_run.log_tail, self.task.harness.name
@@ -284,6 +284,7 @@ class _Rollout:
             offers_tools=self.harness.offers_tools,
             workdir=str(sandbox.workdir),
             home=str(sandbox.home),
+            on_hang=self.slots.credit,
         )
 
     def _agent_sandbox(self) -> Sandbox:
@@ -293,7 +294,10 @@ class _Rollout:
         return self.sandbox
 
     def _build(self) -> tuple[Sequence[Call], Built]:
-        calls = self.gateway.read_calls(self.session.id)
+        try:
+            calls = self.gateway.read_calls(self.session.id)
+        except CaptureError as error:  # the file is the node's; what is in it is the engine's
+            raise OSError(str(error)) from error
         return calls, self.builder.build(calls)
 
     async def _evaluate_once(self) -> Verdict:

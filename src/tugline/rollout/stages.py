@@ -99,6 +99,11 @@ class StageSlots:
         if self._agent_timeout is not None:
             (self._agent_timeout.pause if paused else self._agent_timeout.resume)()
 
+    def credit(self, seconds: float) -> None:
+        """Give the agent back time that a hanging engine took."""
+        if self._agent_timeout is not None:
+            self._agent_timeout.credit(seconds)
+
 
 # --------------------------------------------------------------------------- failures
 _CAUSES: tuple[tuple[type[Exception], Cause], ...] = (

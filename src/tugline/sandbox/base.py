@@ -208,6 +208,12 @@ class PausableTimeout:
         if self._timeouts:
             self._start()
 
+    def credit(self, seconds: float) -> None:
+        """Give back time that was charged."""
+        self._elapsed -= seconds
+        if self._running_since is not None:
+            self._start()
+
     @contextlib.asynccontextmanager
     async def enforce(self) -> AsyncIterator[None]:
         """Raise `TimeoutError` in the block once the time is over. Runs from its first use on."""

@@ -91,7 +91,9 @@ class Cause(StrEnum):
     WAIT_TIMEOUT = "wait_timeout"
     """`Limits.total_s` expired while the session waited, or while its traces were built."""
     ENGINE = "engine"
-    """The model server failed, or refused the harness's request."""
+    """The model server refused the harness's request, or reported no usable tokens."""
+    ENGINE_LOST = "engine_lost"
+    """The model server failed, hung or could not be reached."""
     INSTALL = "install"
     """The agent program cannot be installed or configured."""
     CRASH = "crash"
@@ -135,6 +137,7 @@ HANDLING: dict[Cause, Handling] = {
     Cause.INIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
     Cause.WAIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None),
     Cause.ENGINE: Handling(Boundary.ENGINE, 0),
+    Cause.ENGINE_LOST: Handling(Boundary.ENGINE, None, elsewhere=True),
     Cause.INSTALL: Handling(Boundary.HARNESS, 1, elsewhere=True),
     Cause.CRASH: Handling(Boundary.HARNESS, 1),
     Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, evaluated=True),
@@ -158,11 +161,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class SpentLimit(StrEnum):
-    """Budget of `Limits` that was spent when a session ended."""
+    """Budget that was spent when a session ended: one of `Limits`, or the recording's size."""
 
     MAX_TURNS = "max_turns"
     MAX_SAMPLED_TOKENS = "max_sampled_tokens"
     CALLS_S = "calls_s"
+    MAX_RECORDING = "max_recording"
 
 
 # --------------------------------------------------------------------------- results

@@ -18,7 +18,7 @@ import uvicorn
 import zstandard
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tugline.errors import ClientGone, RequestError, TooLarge, UsageError
+from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
 
 try:
     import uvloop
@@ -33,6 +33,12 @@ HEADERS_S = 10.0
 """Deadline for the headers of a request."""
 MAX_HEADERS = 64 << 10
 """Bytes of request line and headers."""
+_DRAIN_S, _DRAIN_BYTES = 5.0, 256 << 20
+"""How much of a refused body is read and dropped, so that its sender reads the refusal."""
+_REQUEST_BYTES = 4 << 10
+"""Memory of a request beside its body."""
+_ZSTD_WINDOW = 8 << 20
+"""Memory that decompression may take, as RFC 9659 has it."""
 KEEP_ALIVE_S = 75
 """Lifetime of an idle connection: agents run tools between their calls."""
 
@@ -228,21 +234,46 @@ class Http:
         self.sent: list[bytes] | None = None
         """Collects the reply's body if set to a list."""
         self._complete = False
+        self._more = True
+        """Whether a part of the request's body is still to come."""
         self._receive, self._send = receive, send
 
-    async def body(self, limit: int, timeout_s: float) -> bytes:
-        """The decoded body. Raises `RequestError` if it is too large, too slow or malformed."""
+    async def body(
+        self, limit: int, timeout_s: float, take: Callable[[int], None] = lambda _size: None
+    ) -> bytes:
+        """The decoded body. Raises `RequestError` if it is too large, too slow or malformed.
+
+        `take` gets the size of each part, and may raise `EngineError` if there is no room for it.
+        The rest of a refused body is dropped as it comes, for a bounded time.
+        """
+        parts: list[bytes] = []
+
+        def keep(part: bytes) -> None:
+            take(len(part))
+            parts.append(part)
+
         declared = self.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
-            raise _too_large(int(declared), limit)
         try:
+            take(_REQUEST_BYTES)
+            if declared.isdigit() and int(declared) > limit:
+                raise _too_large(int(declared), limit)
             async with asyncio.timeout(timeout_s):
-                raw = await self._read(limit)
+                await self._read(limit, keep)
         except TimeoutError as error:
             msg = f"the request body did not arrive within {timeout_s:.0f} s"
             raise _Timeout(msg) from error
+        except (TooLarge, EngineError):
+            with contextlib.suppress(TimeoutError, TooLarge):
+                async with asyncio.timeout(_DRAIN_S):
+                    await self._read(_DRAIN_BYTES, len)
+            raise
+        raw = b"".join(parts)
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
-        return raw if encoding in {"identity", ""} else _decompress(raw, encoding, limit)
+        if encoding in {"identity", ""}:
+            return raw
+        data = _decompress(raw, encoding, limit)
+        take(len(data))
+        return data
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a whole JSON reply."""
@@ -279,10 +310,9 @@ class Http:
         encoded = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _read(self, limit: int) -> bytes:
-        parts: list[bytes] = []
+    async def _read(self, limit: int, keep: Callable[[bytes], object]) -> None:
         size = 0
-        while True:
+        while self._more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
@@ -290,11 +320,10 @@ class Http:
                 raise ClientGone(msg)
             part: bytes = message.get("body", b"")
             size += len(part)
+            self._more = message.get("more_body", False)
             if size > limit:
                 raise _too_large(size, limit)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            keep(part)
 
 
 async def lifespan(receive: Receive, send: Send) -> None:
@@ -312,7 +341,9 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
     """Decompress `raw`, never beyond the limit."""
     try:
         if encoding == "zstd":
-            with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
+            with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(
+                raw
+            ) as reader:
                 data = reader.read(limit + 1)
         elif encoding in {"gzip", "x-gzip", "deflate"}:
             inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)

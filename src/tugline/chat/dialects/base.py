@@ -9,9 +9,11 @@ dialect's name. A field that changes the response and cannot be honoured is refu
 
 from __future__ import annotations
 
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from importlib import resources
 from typing import Any, ClassVar, TypeVar, cast
@@ -156,26 +158,18 @@ Step = Callable[[list[Message], Any, int], None]
 
 It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
 """
-
-_CACHED = 4
+_CACHED, _MAX_ITEMS = 4, 10_000
 _ANY = msgspec.json.Decoder()
 
 
+@dataclass(slots=True)
 class _Parsed:
     """One parsed request: its raw items and, after each item, the state of the messages."""
 
-    __slots__ = ("ends", "items", "messages")
-
-    def __init__(
-        self,
-        items: list[msgspec.Raw],
-        messages: list[Message],
-        ends: list[tuple[int, Message | None]],
-    ) -> None:
-        self.items = items
-        self.messages = messages
-        self.ends = ends
-        """After each item: the number of messages, and the last of them."""
+    items: list[msgspec.Raw]
+    messages: list[Message]
+    ends: list[tuple[int, Message | None]]
+    """After each item: the number of messages, and the last of them."""
 
     def count_shared(self, items: Sequence[msgspec.Raw]) -> int:
         for index, (old, new) in enumerate(zip(self.items, items, strict=False)):
@@ -208,6 +202,8 @@ class ParseCache:
 
         The messages of the shared prefix are the same objects as before.
         """
+        if len(items) > _MAX_ITEMS:
+            raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
         best, shared = None, 0
         for known in self._requests:
             count = known.count_shared(items)
@@ -376,25 +372,29 @@ class ContentBuilder:
     """
 
     def __init__(self) -> None:
-        self.text = ""
         self.images: list[Image] = []
         self.empty = True
+        self._text, self._last = io.StringIO(), ""
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._text.getvalue()
 
     def add_text(self, text: str) -> None:
         """Append one text part."""
-        if text and self.text and not (self.text[-1].isspace() or text[0].isspace()):
-            self.text += "\n"
-        self.text += text
+        if text and self._last and not (self._last.isspace() or text[0].isspace()):
+            self._text.write("\n")
+        self._text.write(text)
+        self._last = text[-1:] or self._last
         self.empty = False
 
     def add_image(self, url: str, detail: str | None = None) -> None:
         """Put an image behind the text so far."""
-        self.images.append(Image(url, len(self.text), detail))
+        self.images.append(Image(url, self._text.tell(), detail))
         self.empty = False
 
-    def build(
-        self, role: Role, tool_call_id: str | None = None, *, failed: bool = False
-    ) -> Message:
-        """Build a message of this content."""
+    def build(self, role: Role, call_id: str | None = None, *, failed: bool = False) -> Message:
+        """Build a message of this content; `call_id` is of the call that it answers."""
         images = tuple(self.images)
-        return Message(role, self.text, tool_call_id=tool_call_id, images=images, failed=failed)
+        return Message(role, self.text, tool_call_id=call_id, images=images, failed=failed)

@@ -105,14 +105,12 @@ class Rendering:
         key = hashlib.blake2b(
             msgspec.json.encode((list(tools), list(messages))), digest_size=16
         ).digest()
-        ids = self._renders.get(key)
+        ids = self._renders.pop(key, None)
         if ids is None:
             ids = self._render_ids(messages, tools)
-            self._renders[key] = ids
-            if len(self._renders) > _CACHED:
-                self._renders.popitem(last=False)
-        else:
-            self._renders.move_to_end(key)
+        self._renders[key] = ids
+        if len(self._renders) > _CACHED:
+            self._renders.popitem(last=False)
         return ids
 
     def render_answers(
@@ -228,12 +226,13 @@ class Rendering:
                 break
             place -= 1
         opening = tuple(ids[max(place - 1, 0) :])
-        if opening not in self._openings:
+        known = self._openings.get(opening)
+        if known is None:
             parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
             if len(self._openings) >= _CACHED:
                 self._openings.clear()
-            self._openings[opening] = parsed.reasoning_content is not None
-        return self._openings[opening]
+            known = self._openings[opening] = parsed.reasoning_content is not None
+        return known
 
     def _parse(
         self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
@@ -347,9 +346,11 @@ class Rendering:
 
     def _serialize_tools(self, tools: Sequence[Tool]) -> list[JsonObject] | None:
         """Serialize the tools, once while they stay the same object."""
-        if tools is not self._tools[0]:
-            self._tools = (tools, [serialize_tool(tool) for tool in tools] or None)
-        return self._tools[1]
+        known, serialized = self._tools  # large requests are rendered in threads
+        if tools is not known:
+            serialized = [serialize_tool(tool) for tool in tools] or None
+            self._tools = (tools, serialized)
+        return serialized
 
 
 def _check_name(field: str, name: str, known: Sequence[str]) -> None:

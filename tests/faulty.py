@@ -1,0 +1,258 @@
+"""A session in front of an engine that fails, spoken to in every dialect in raw HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rig import RENDERING, ids
+from tugline.chat.engines.generate import Embedded
+from tugline.gateway.app import Gateway
+from tugline.gateway.policy import CallSettings
+from tugline.gateway.replicas import Upstream
+from tugline.types import Limits, PluginSpec, Session, Task
+from tugline.web.serve import serve
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one of the four is spoken to, and how it says that something is wrong."""
+
+    name: str
+    path: str
+    key: str
+    """Name of the header that carries the secret."""
+    body: Callable[[str], dict[str, Any]]
+    problem: Callable[[Any], tuple[str, str]]
+    """Kind and message of an error body."""
+    end: str
+    """What a stream that was cut short holds before it ends properly."""
+
+
+DIALECTS = [
+    Dialect(
+        "anthropic",
+        "/v1/messages",
+        "x-api-key",
+        lambda text: {
+            "model": "m",
+            "max_tokens": 500,
+            "messages": [{"role": "user", "content": text}],
+        },
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"stop_reason":"max_tokens"',
+    ),
+    Dialect(
+        "chat",
+        "/v1/chat/completions",
+        "authorization",
+        lambda text: {"model": "m", "messages": [{"role": "user", "content": text}]},
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"finish_reason":"length"',
+    ),
+    Dialect(
+        "responses",
+        "/v1/responses",
+        "authorization",
+        lambda text: {"model": "m", "input": text},
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"reason":"max_output_tokens"',
+    ),
+    Dialect(
+        "google",
+        "/v1beta/models/m:generateContent",
+        "x-goog-api-key",
+        lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+        lambda reply: (reply["error"]["status"], reply["error"]["message"]),
+        '"finishReason":"MAX_TOKENS"',
+    ),
+]
+each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+
+
+# --------------------------------------------------------------------------- an engine that fails
+@dataclass
+class Faulty:
+    """An engine that answers as `answer` says, and counts."""
+
+    answer: Callable[[Request], Any]
+    requests: int = 0
+
+    async def models(self, _: Request) -> Response:
+        """One model with a small window."""
+        return JSONResponse({"data": [{"id": "m", "max_model_len": 4000}]})
+
+    async def generate(self, request: Request) -> Response:
+        """The fault."""
+        self.requests += 1
+        response: Response = await self.answer(request)
+        return response
+
+    @property
+    def app(self) -> Starlette:
+        """To be served."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+            ]
+        )
+
+
+def status(code: int, **headers: str) -> Callable[[Request], Any]:
+    """Refuses everything."""
+
+    async def answer(_: Request) -> Response:
+        error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+        return JSONResponse(
+            error, code, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
+
+    return answer
+
+
+def chunk(tokens: list[int], finish: str | None = None, at: int = 0) -> bytes:
+    """One event of a generation, whose first token is the answer's token `at`."""
+    content = [{"logprob": -0.5} for _ in tokens]
+    spans = [{"version": "0", "start": at, "end": at + len(tokens)}]
+    choice = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "weight_versions": spans if tokens else None,
+    }
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+async def whole(request: Request) -> Response:
+    """A good answer, streamed or not."""
+    tokens = ids("Done.")
+    if json.loads(await request.body())["stream"]:
+        return Response(chunk(tokens, "stop") + b"data: [DONE]\n\n", media_type="text/event-stream")
+    return Response(chunk(tokens, "stop")[6:].strip(), media_type="application/json")
+
+
+async def garbage(_: Request) -> Response:
+    """Not JSON."""
+    return Response(b"<html>busy</html>", media_type="text/html")
+
+
+async def cut(request: Request) -> Response:
+    """Ten tokens, and then nothing but the end of the connection."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield chunk(ids("Half an answer")[:10])
+
+    if not json.loads(await request.body())["stream"]:
+        return Response(chunk(ids("Half an answer")[:10])[6:-20], media_type="application/json")
+    return StreamingResponse(body(), media_type="text/event-stream")
+
+
+# --------------------------------------------------------------------------- the rig
+@dataclass
+class Client:
+    """An open session, spoken to in every dialect."""
+
+    gateway: Gateway
+    upstream: Upstream
+    engine: Faulty
+    url: str
+    key: str
+    http: aiohttp.ClientSession
+
+    def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
+        """The secret where this dialect's clients put it."""
+        secret = self.key if key is None else key
+        value = f"Bearer {secret}" if dialect.key == "authorization" else secret
+        more = {"anthropic-version": "2023-06-01"} if dialect.name == "anthropic" else {}
+        return {dialect.key: value, "content-type": "application/json", **more}
+
+    async def send(
+        self, dialect: Dialect, body: bytes | None = None, key: str | None = None, **headers: str
+    ) -> tuple[int, Mapping[str, str], Any]:
+        """Status, headers and JSON of the reply."""
+        data = json.dumps(dialect.body("Mend it.")).encode() if body is None else body
+        head = {
+            **self.headers(dialect, key),
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
+        sent = io.BytesIO(data)
+        async with self.http.post(self.url + dialect.path, data=sent, headers=head) as response:
+            return response.status, response.headers, await response.json()
+
+    async def stream(self, dialect: Dialect) -> tuple[int, str]:
+        """Status and text of a streamed reply."""
+        body, path = dialect.body("Mend it."), dialect.path
+        if dialect.name == "google":
+            path = path.replace("generateContent", "streamGenerateContent") + "?alt=sse"
+        else:
+            body["stream"] = True
+        async with self.http.post(
+            self.url + path, json=body, headers=self.headers(dialect)
+        ) as response:
+            return response.status, await response.text()
+
+
+@contextlib.asynccontextmanager
+async def client(
+    folder: Path,
+    answer: Callable[[Request], Any] = whole,
+    *,
+    limits: Limits | None = None,
+    idle_s: float = 300.0,
+    **tuning: Any,
+) -> AsyncIterator[Client]:
+    """A session in front of a faulty engine."""
+    engine = Faulty(answer)
+    settings = CallSettings(backoff_s=0.001, grace_s=0.01, **tuning)
+    task = Task(
+        id="t",
+        instruction="",
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
+        limits=limits or Limits(),
+    )
+    session = Session(id="s1", task="t", sample=0)
+    async with serve(engine.app) as url:
+        upstream = Upstream(url, Embedded(), idle_s=idle_s, settings=settings)
+        async with (
+            Gateway(upstream, RENDERING, folder, settings=settings) as gateway,
+            gateway.open(session, task) as opened,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+        ):
+            yield Client(gateway, upstream, engine, opened.base_url, opened.key, http)
+
+
+KINDS = {
+    400: {"invalid_request_error", "INVALID_ARGUMENT"},
+    401: {"authentication_error", "invalid_request_error", "UNAUTHENTICATED"},
+    404: {"not_found_error", "invalid_request_error", "NOT_FOUND"},
+    408: {"invalid_request_error", "timeout_error", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"},
+    413: {"request_too_large", "invalid_request_error", "INVALID_ARGUMENT"},
+    415: {"invalid_request_error", "INVALID_ARGUMENT"},
+    429: {"rate_limit_error", "RESOURCE_EXHAUSTED", "rate_limit_exceeded"},
+    500: {"api_error", "server_error", "INTERNAL"},
+    502: {"api_error", "server_error", "INTERNAL", "UNAVAILABLE"},
+    503: {"overloaded_error", "server_error", "UNAVAILABLE", "service_unavailable_error"},
+    529: {"overloaded_error"},
+}
+
+
+def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
+    """The dialect's own shape, a kind that goes with the status, and a message that helps."""
+    kind, message = dialect.problem(reply)
+    assert kind in KINDS[code], f"{dialect.name}: {kind} with {code}"
+    assert words in message, message

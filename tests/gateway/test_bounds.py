@@ -1,0 +1,261 @@
+"""What one session may take: sizes, counts and amounts in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from starlette.requests import Request
+from starlette.responses import Response
+
+from faulty import Dialect, check, client, each_dialect, whole
+from rig import ASK, rig, says, until
+from tugline.gateway.policy import CallSettings, InFlight
+from tugline.gateway.session import LiveSession
+from tugline.types import Limits, SpentLimit
+
+WINDOW = 4000
+"""Of `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of its tokens."""
+ROOM = (1 << 20) + 16 * WINDOW
+
+
+@each_dialect
+async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialect: Dialect) -> None:
+    """Plain, or as a bomb; it is neither parsed nor rendered, and the session goes on."""
+    plain = json.dumps(dialect.body("x" * ROOM)).encode()
+    async with client(tmp_path) as it:
+        for encoding, pack in (
+            ("identity", bytes),
+            ("gzip", gzip.compress),
+            ("zstd", zstandard.compress),
+        ):
+            code, _, reply = await it.send(dialect, pack(plain), content_encoding=encoding)
+            assert code == 400
+            check(dialect, 400, reply, f"bound is {ROOM}")
+        assert it.engine.requests == 0
+        assert (await it.send(dialect))[0] == 200
+
+
+@each_dialect
+async def test_an_oversized_request_is_answered_and_not_reset(
+    tmp_path: Path, dialect: Dialect
+) -> None:
+    """Its sender writes all of it before it reads, as many clients do."""
+    data = b'{"a": "' + b"x" * (3 << 20) + b'"}'
+    async with client(tmp_path, max_body=100_000) as it:
+        port = int(it.url.split(":")[2].split("/")[0])
+        lines = [f"POST {it.url.split(str(port))[1]}{dialect.path} HTTP/1.1", "host: x"]
+        lines += [f"{name}: {value}" for name, value in it.headers(dialect).items()]
+
+        def talk(*more: str) -> bytes:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as one:
+                one.sendall("\r\n".join([*lines, *more, "", ""]).encode())
+                if "chunked" in more[-1]:
+                    one.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+                else:
+                    one.sendall(data)
+                return one.recv(1 << 16)
+
+        for header in (f"content-length: {len(data)}", "transfer-encoding: chunked"):
+            reply = await asyncio.to_thread(talk, header)
+            assert reply.startswith(b"HTTP/1.1 413 ")
+            check(dialect, 413, json.loads(reply.partition(b"\r\n\r\n")[2]), "100000")
+
+
+NESTED = "[" * 5000 + "]" * 5000
+
+
+@each_dialect
+@pytest.mark.parametrize("kind", ["messages", "arguments", "schema"])
+async def test_what_is_too_many_or_too_deep_is_400(
+    tmp_path: Path, dialect: Dialect, kind: str
+) -> None:
+    """Messages beyond any conversation's, and JSON that recursion cannot read."""
+    body = dialect.body("Mend it.")
+    field = {"google": "contents", "responses": "input"}.get(dialect.name, "messages")
+    if kind == "messages":
+        turn = {"role": "user", "content": "a"}
+        body[field] = [{"role": "user", "parts": [{"text": "a"}]} if field == "contents" else turn]
+        body[field] *= 10_001
+    elif kind == "schema":
+        body["tools"] = "@"
+    else:
+        calls = {
+            "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
+            "google": {"role": "model", "parts": [{"functionCall": {"name": "f", "args": "@"}}]},
+            "chat": {
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": NESTED}}
+                ]
+            },
+            "responses": {
+                "type": "function_call",
+                "name": "f",
+                "call_id": "1",
+                "arguments": NESTED,
+            },
+        }
+        first = body[field] if isinstance(body[field], list) else [{"role": "user", "content": "a"}]
+        made: dict[str, Any] = calls[dialect.name]
+        role = {} if dialect.name == "responses" else {"role": "assistant"}
+        body[field] = [*first, {**role, **made}, *first]
+    async with client(tmp_path) as it:
+        data = json.dumps(body).replace('"@"', NESTED).encode()
+        code, _, reply = await it.send(dialect, data)
+        assert code == 400
+        check(dialect, 400, reply, "bound is 10000" if kind == "messages" else "")
+
+
+@each_dialect
+async def test_many_parts_cost_what_their_text_costs(tmp_path: Path, dialect: Dialect) -> None:
+    """Joining them copies each once: 30,000 parts are one text of as many lines."""
+    body = dialect.body("")
+    kind = "input_text" if dialect.name == "responses" else "text"
+    part = {"text": "a"} if dialect.name == "google" else {"type": kind, "text": "a"}
+    message = {"role": "user", "parts" if dialect.name == "google" else "content": [part] * 30_000}
+    body[{"google": "contents", "responses": "input"}.get(dialect.name, "messages")] = [message]
+    async with client(tmp_path) as it:
+        code, _, reply = await it.send(dialect, json.dumps(body).encode())
+        assert code == 400
+        check(dialect, 400, reply, "4000")
+
+
+async def test_a_large_request_is_rendered_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another session's call is answered while a large one is parsed."""
+    threads = {}
+    prepare = LiveSession._prepare
+
+    def traced(self: LiveSession, dialect: Any, incoming: Any) -> Any:
+        threads[len(incoming.body) > 1000] = threading.current_thread()
+        return prepare(self, dialect, incoming)
+
+    monkeypatch.setattr(LiveSession, "_prepare", traced)
+    async with rig(tmp_path, says("Hi."), tuning=CallSettings(large_body=1000)) as it:
+        assert (await it.ask())["status"] == 200
+        assert (await it.ask([{"role": "user", "content": "word " * 400}]))["status"] == 200
+    assert threads[False] is threading.main_thread()
+    assert threads[True] is not threading.main_thread()
+
+
+# --------------------------------------------------------------------------- in flight
+@each_dialect
+@pytest.mark.parametrize("who", ["session", "gateway"])
+async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who: str) -> None:
+    """The refusal names the bound and says when to ask again; what is taken comes back."""
+    going = asyncio.Event()
+
+    async def wait(request: Request) -> Response:
+        await going.wait()
+        return await whole(request)
+
+    async with client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as it:
+        large = json.dumps(dialect.body("a" * 3000)).encode()
+        engine = it.gateway._engine
+        first = asyncio.create_task(it.send(dialect, large))
+        await until(lambda: it.engine.requests)
+        code, headers, reply = await it.send(dialect, large)
+        codes = {"anthropic": 529, "google": 503}
+        assert code == codes.get(dialect.name, 429 if who == "session" else 503)
+        assert headers["retry-after"] == "1"
+        check(dialect, code, reply, f"the {who} may have 10000 request bytes in flight")
+        going.set()
+        assert (await first)[0] == 200
+        await until(lambda: engine.bytes_in_flight.used == 0)
+        assert (await it.send(dialect, large))[0] == 200
+
+
+async def test_a_slow_sender_holds_what_it_sent(tmp_path: Path) -> None:
+    """Bytes count as they arrive, and a sender that leaves gives them back."""
+    async with rig(tmp_path, says("Hi.")) as it:
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b" " * 10_000
+            await asyncio.Event().wait()
+
+        sending = asyncio.create_task(
+            it.http.post(f"{it.url}/v1/messages", data=slowly()).__aenter__()
+        )
+        used = it.session.bytes_in_flight
+        await until(lambda: used.used > 10_000)
+        sending.cancel()
+        await until(lambda: used.used == 0)
+
+
+async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
+    """As many as a session may have are sampled; one more is refused until they end."""
+    tuning = CallSettings(session_answers=3)
+    async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
+        chat = {"model": "m", "messages": ASK}
+        headers = {"authorization": f"Bearer {it.key}"}
+
+        async def ask(n: int) -> tuple[int, Any]:
+            url = f"{it.url}/v1/chat/completions"
+            async with it.http.post(url, json={**chat, "n": n}, headers=headers) as response:
+                return response.status, await response.json()
+
+        first = asyncio.create_task(ask(2))
+        await until(lambda: it.session.running)
+        status, reply = await ask(2)
+        assert status == 429
+        assert reply["error"]["code"] == "rate_limit_exceeded"
+        status, reply = await ask(4)
+        assert (status, reply["error"]["param"]) == (400, "n")
+        assert (await first)[0] == 200
+        assert (await ask(3))[0] == 200
+        assert len(it.calls) == 5
+
+
+def test_what_a_total_refuses_counts_nowhere() -> None:
+    """Neither the session nor the gateway counts an amount that one of them has no room for."""
+    total = InFlight("bytes", 10)
+    one, other = InFlight("bytes", 8, total), InFlight("bytes", 8, total)
+    with one.hold() as take:
+        take(8)
+        with pytest.raises(Exception, match="gateway may have 10 bytes"), other.hold() as also:
+            also(3)
+        assert (one.used, other.used, total.used) == (8, 0, 8)
+    assert (one.used, total.used) == (0, 0)
+
+
+# --------------------------------------------------------------------------- a session's whole
+async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> None:
+    """Forty calls share ten tokens: what a running call may sample is reserved."""
+    limits = Limits(max_sampled_tokens=10)
+    async with rig(tmp_path, says("one two three four five six"), limits=limits) as it:
+        asks = [it.ask([{"role": "user", "content": f"No. {n}"}], max_tokens=4) for n in range(40)]
+        replies = await asyncio.gather(*asks)
+        sampled = sum(len(call.sampled_ids) for call in it.calls)
+    assert sampled == 10
+    assert sorted({reply["status"] for reply in replies}) == [200, 400]
+    refused = next(reply for reply in replies if reply["status"] == 400)
+    assert "10 sampled tokens" in refused["error"]["message"]
+
+
+async def test_a_full_recording_is_the_end_of_its_session(tmp_path: Path) -> None:
+    """Padding is recorded up to the bound; the session's result has its name."""
+    tuning = CallSettings(max_recording=200_000)
+    limits = Limits(max_turns=100)
+    async with rig(tmp_path, says("Hi."), tuning=tuning, limits=limits) as it:
+        for number in range(100):
+            padding = {"metadata": {"user_id": random.Random(number).randbytes(20_000).hex()}}
+            reply = await it.ask([{"role": "user", "content": f"No. {number}"}], **padding)
+            if reply["status"] != 200:
+                break
+        assert reply["status"] == 400
+        assert "recording" in reply["error"]["message"]
+        size = it.session.transcript.writer.size
+        for _ in range(20):
+            await it.ask()
+        assert it.session.transcript.writer.size == size, "refusals are not recorded any more"
+    assert it.gateway.find_spent_limit("s1") is SpentLimit.MAX_RECORDING

@@ -1,0 +1,144 @@
+"""An engine that hangs: another replica goes on, and no agent pays for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rig import RENDERING, text_of, until
+from tugline.chat.engines.generate import Embedded
+from tugline.gateway.app import Gateway
+from tugline.gateway.policy import CallSettings
+from tugline.gateway.replicas import Upstream
+from tugline.types import Cause, PluginSpec, Session, Task
+from tugline.web.engine_http import ModelCard
+
+QUICK = CallSettings(
+    silent_s=0.2, probe_every_s=0.05, probe_timeout_s=0.5, backoff_s=0.01, grace_s=0.01
+)
+ENGINE = """
+import asyncio
+from rig import RENDERING, says
+from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import ScriptedEngine
+from tugline.web.serve import serve
+
+async def main():
+    play = says("one two three four five six seven eight", delay_s=0.01)
+    engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
+    async with serve(create_app(engine, model_name="scripted")) as url:
+        print(url, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+TASK = Task(
+    id="t",
+    instruction="",
+    harness=PluginSpec("shell"),
+    evaluator=PluginSpec("tests"),
+)
+BODY = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
+
+
+@contextlib.asynccontextmanager
+async def engine() -> AsyncIterator[tuple[str, int]]:
+    """A scripted engine in a process of its own: its URL and process id."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENGINE, stdout=asyncio.subprocess.PIPE, env=env
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        yield line.decode().strip(), process.pid
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
+    """SIGSTOP: a second replica answers, the time is given back, and the first is probed."""
+    lost: list[float] = []
+    async with engine() as (one, first), engine() as (two, second):
+        upstream = Upstream([one, two], Embedded(), settings=QUICK)
+        processes = {one: first, two: second}
+        async with (
+            Gateway(upstream, RENDERING, tmp_path, settings=QUICK) as gateway,
+            gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=lost.append) as opened,
+            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
+        ):
+            url = f"{opened.base_url}/v1/messages"
+            hung = upstream.choose("s")
+            for stream in (False, True):
+                os.kill(processes[hung.url], signal.SIGSTOP)
+                async with http.post(url, json={**BODY, "stream": stream}) as response:
+                    assert response.status == 200
+                    text = await response.text()
+                    assert "eight" in (text_of(text) if stream else text)
+                assert hung.ejected
+                assert upstream.choose("s") is not hung
+                os.kill(processes[hung.url], signal.SIGCONT)
+                await until(lambda: not hung.ejected)
+            assert gateway.engine_failure("s") is None
+    assert len(lost) == 2
+    assert min(lost) > QUICK.silent_s
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
+    tmp_path: Path,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    """Its time may be over before the hang is noticed: the failure is retried all the same."""
+    asked, over = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await over.wait()
+        writer.close()
+
+    slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1, partial_answer_s=0.01)
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=slow)
+    async with server, Gateway(upstream, RENDERING, tmp_path, settings=slow) as gateway:
+        async with (
+            gateway.open(Session(id="s", task="t", sample=0), TASK) as opened,
+            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
+        ):
+            messages = f"{opened.base_url}/v1/messages"
+            asking = asyncio.create_task(http.post(messages, json={**BODY, "stream": stream}))
+            await asyncio.wait_for(asked.wait(), 10)
+            await asyncio.sleep(2 * slow.silent_s)
+            asking.cancel()
+        failure = gateway.engine_failure("s")
+        over.set()
+    assert failure is not None
+    assert failure.cause is Cause.ENGINE_LOST
+
+
+async def test_time_lost_by_parallel_calls_is_given_back_once(tmp_path: Path) -> None:
+    """Only what no other call has given back already."""
+    now = [100.0]
+    lost: list[float] = []
+    upstream = Upstream("http://127.0.0.1:9", Embedded(), card=ModelCard("m", 4000))
+    async with (
+        Gateway(upstream, RENDERING, tmp_path, clock=lambda: now[0]) as gateway,
+        gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=lost.append),
+    ):
+        now[0] = 110.0
+        upstream.on_hang("s", 8.0)
+        upstream.on_hang("s", 7.0)
+        now[0] = 112.0
+        upstream.on_hang("s", 3.0)
+        upstream.on_hang("unknown", 3.0)
+    assert lost == [8.0, 0.0, 2.0]
