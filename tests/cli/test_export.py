@@ -25,7 +25,16 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         tags = {"level": "hard" if i < 6 else "easy"}
         record(tmp_path / "in", f"s{i}", task=f"t{i // 2}", sample=i % 2, reward=i % 2, tags=tags)
     out = tmp_path / "out"
-    filters = ["--tag", "level=hard", "--best", "--min-reward", "0.5", "--kind", "main,subagent"]
+    filters = [
+        "--tag",
+        "level=hard",
+        "--best-of",
+        "1",
+        "--min-reward",
+        "0.5",
+        "--kind",
+        "main,subagent",
+    ]
     more = ["--status", "completed", "--exact-only", "--max-length", "9", "--one-per-task"]
     split = ["--split", "train=0.7,test=0.3", "--stratify", "level", "--seed", "1", "--dedupe"]
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")

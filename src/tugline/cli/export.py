@@ -44,7 +44,6 @@ MinReward = Annotated[float | None, typer.Option(help="Only sessions that earned
 BestOf = Annotated[
     int | None, typer.Option(min=1, help="Only this many of the best sessions of each task.")
 ]
-Best = Annotated[bool, typer.Option("--best", help="The same as --best-of 1.")]
 OnePerTask = Annotated[
     bool, typer.Option("--one-per-task", help="One session of each task, drawn by --seed.")
 ]
@@ -83,7 +82,6 @@ def export(  # noqa: PLR0913 - each is a flag
     tag: Tag = None,
     min_reward: MinReward = None,
     best_of: BestOf = None,
-    best: Best = False,
     one_per_task: OnePerTask = False,
     dedupe: Dedupe = False,
     kind: Kinds = None,
@@ -101,7 +99,7 @@ def export(  # noqa: PLR0913 - each is a flag
         tags=parse_pairs(tag, "--tag"),
         min_reward=min_reward,
         dedupe=dedupe,
-        best_of=1 if best else best_of,
+        best_of=best_of,
         one_per_task=one_per_task,
         seed=seed,
     )

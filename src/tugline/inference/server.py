@@ -21,32 +21,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tugline.errors import EngineError, NotFound, RequestError
-from tugline.inference.base import (
-    CutError,
-    EngineStats,
-    GenerateRequest,
-    GenerationEngine,
-    Mode,
-    SampledChunk,
-    check,
-    join,
-)
-from tugline.inference.wire import (
-    AbortBody,
-    GenerateBody,
-    error_body,
-    error_response,
-    parse,
-    prompt_logprobs,
-    to_request,
-)
+from tugline.inference import base, wire
 from tugline.web import sse
 from tugline.web.sse import encode_event
 
 DONE = encode_event(sse.DONE)
 
 
-def create_app(engine: GenerationEngine, *, model_name: str) -> Starlette:
+def create_app(engine: base.GenerationEngine, *, model_name: str) -> Starlette:
     """Create the ASGI app that serves `engine` as the model `model_name`."""
     routes = _Routes(engine, model_name)
     return Starlette(
@@ -72,20 +54,20 @@ def _answer_errors(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except (RequestError, EngineError) as error:
-            return error_response(error)
+            return wire.error_response(error)
 
     return guarded
 
 
 class _Routes:
-    def __init__(self, engine: GenerationEngine, model_name: str) -> None:
+    def __init__(self, engine: base.GenerationEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 
     # ----------------------------------------------------------------- answers
     async def generate(self, request: Request) -> Response:
         """Sample an answer to prompt ids."""
-        body = parse(await request.body(), GenerateBody)
+        body = wire.parse(await request.body(), wire.GenerateBody)
         if body.model is not None and body.model != self._model:
             msg = f"The model `{body.model}` does not exist. Valid aliases: {self._model}."
             raise NotFound(msg, param="model")
@@ -94,21 +76,21 @@ class _Routes:
             raise RequestError(msg, param="prompt_logprobs")
         window = self._engine.max_model_len
         name = body.request_id or uuid.uuid4().hex
-        generation = to_request(body, window=window, request_id=name)
-        check(generation, max_model_len=window, vocab_size=self._engine.vocab_size)
+        generation = wire.to_request(body, window=window, request_id=name)
+        base.check(generation, max_model_len=window, vocab_size=self._engine.vocab_size)
         pieces = self._stream_events if body.stream else self._whole_answer
         return _Pieces(pieces(generation, body), stream=body.stream)
 
     async def _whole_answer(
-        self, generation: GenerateRequest, body: GenerateBody
+        self, generation: base.GenerateRequest, body: wire.GenerateBody
     ) -> AsyncGenerator[bytes, None]:
         params = body.sampling_params
         scores = None
         if params.prompt_logprobs is not None:
             values = await self._engine.score(generation.prompt_ids, generation.temperature)
-            scores = prompt_logprobs(body.token_ids, values)
+            scores = wire.prompt_logprobs(body.token_ids, values)
         async with aclosing(self._engine.generate(generation)) as chunks:
-            whole = join([chunk async for chunk in chunks])
+            whole = base.join([chunk async for chunk in chunks])
         yield msgspec.json.encode(
             self._head(generation)
             | {
@@ -121,7 +103,7 @@ class _Routes:
         )
 
     async def _stream_events(
-        self, generation: GenerateRequest, body: GenerateBody
+        self, generation: base.GenerateRequest, body: wire.GenerateBody
     ) -> AsyncGenerator[bytes, None]:
         head = self._head(generation)
         with_logprobs = body.sampling_params.logprobs is not None
@@ -133,7 +115,7 @@ class _Routes:
         yield _event(head | {"choices": [], "usage": _usage(generation, count)})
         yield DONE
 
-    def _head(self, generation: GenerateRequest) -> dict[str, object]:
+    def _head(self, generation: base.GenerateRequest) -> dict[str, object]:
         return {"request_id": f"generate-tokens-{generation.id}", "model": self._model}
 
     # ----------------------------------------------------------------- about the engine
@@ -161,10 +143,10 @@ class _Routes:
     async def pause(self, request: Request) -> Response:
         """Hold new requests; `mode` is as in vLLM, and so is its default."""
         mode = request.query_params.get("mode", "abort")
-        if mode not in get_args(Mode):
-            msg = f"mode={mode!r} must be one of {', '.join(get_args(Mode))}"
+        if mode not in get_args(base.Mode):
+            msg = f"mode={mode!r} must be one of {', '.join(get_args(base.Mode))}"
             raise RequestError(msg, param="mode")
-        await self._engine.pause(cast("Mode", mode))
+        await self._engine.pause(cast("base.Mode", mode))
         return _json({"status": "paused"})
 
     async def resume(self, _: Request) -> Response:
@@ -178,7 +160,7 @@ class _Routes:
 
     async def abort(self, request: Request) -> Response:
         """End requests by their `request_id`."""
-        body = parse(await request.body(), AbortBody)
+        body = wire.parse(await request.body(), wire.AbortBody)
         return _json({"status": "aborted", "aborted": await self._engine.abort(body.request_ids)})
 
 
@@ -190,7 +172,7 @@ def _event(value: object) -> bytes:
     return encode_event(msgspec.json.encode(value))
 
 
-def _choice(chunk: SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
+def _choice(chunk: base.SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
     pairs = zip(chunk.ids.tolist(), chunk.logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
     versions = [
@@ -207,7 +189,7 @@ def _choice(chunk: SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
     }
 
 
-def _usage(generation: GenerateRequest, count: int) -> dict[str, int]:
+def _usage(generation: base.GenerateRequest, count: int) -> dict[str, int]:
     prompt = len(generation.prompt_ids)
     return {
         "prompt_tokens": prompt,
@@ -216,7 +198,7 @@ def _usage(generation: GenerateRequest, count: int) -> dict[str, int]:
     }
 
 
-def metrics_text(stats: EngineStats, model: str) -> str:
+def metrics_text(stats: base.EngineStats, model: str) -> str:
     """Render the counters as Prometheus text, with vLLM's names and the prefix ``tugline:``."""
     label = f'model_name="{model}"'
     rows: list[tuple[str, str, str, float]] = [
@@ -277,16 +259,16 @@ class _Pieces(Response):
             async with aclosing(self._pieces):
                 async for piece in self._pieces:
                     await self._send(send, piece)
-        except CutError:
+        except base.CutError:
             if not self._started:
                 await self._start(send, length=_NEVER_REACHED)
             await send({"type": "http.response.body", "body": b" ", "more_body": True})
             return  # unfinished: the server drops the connection
         except (EngineError, RequestError) as error:
             if not self._started:
-                await error_response(error)(scope, receive, send)
+                await wire.error_response(error)(scope, receive, send)
                 return
-            await self._send(send, encode_event(error_body(error, 500)))
+            await self._send(send, encode_event(wire.error_body(error, 500)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, send: Send, length: str | None = None) -> None:

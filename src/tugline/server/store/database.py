@@ -84,14 +84,10 @@ class Hub:
         """Wake everybody: something may have been missed."""
         self.notify(tuple(self._topics))
 
-    def has_subscribers(self, topic: str) -> bool:
-        """Whether anybody waits for this topic."""
-        return topic in self._topics
-
     @property
-    def subscriptions(self) -> int:
-        """How many there are, counted once for each topic."""
-        return sum(map(len, self._topics.values()))
+    def topics(self) -> frozenset[str]:
+        """Topics that somebody is subscribed to."""
+        return frozenset(self._topics)
 
 
 _READERS = 2
