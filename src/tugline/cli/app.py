@@ -80,7 +80,9 @@ def make_app(called: str) -> typer.Typer:
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=called)
     else:
-        app.command(called)(command)
+        # The options of a benchmark are those of a program of its own.
+        settings = {"ignore_unknown_options": called == "bench"}
+        app.command(called, context_settings=settings)(command)
     return app
 
 

@@ -15,15 +15,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from tugline import protocol
-from tugline.client.streams import (
-    GroupResults,
-    Result,
-    ResultFilter,
-    stream_events,
-    stream_log,
-    stream_results,
-    unpack,
-)
+from tugline.client import streams
 from tugline.client.transport import Transport, find_server, quote_id
 from tugline.errors import ServerError, UsageError
 from tugline.types import Status, Task, Trajectory
@@ -35,7 +27,7 @@ ACK_EVERY_S = 1.0
 """Interval of acknowledgements while results are read without waiting."""
 
 
-R = TypeVar("R", Result, GroupResults)
+R = TypeVar("R", streams.Result, streams.GroupResults)
 
 
 class Client:
@@ -167,14 +159,14 @@ class Client:
         tasks: Sequence[str] = (),
         follow: bool = True,
         auto_ack: bool = False,
-    ) -> AsyncGenerator[Result, None]:
+    ) -> AsyncGenerator[streams.Result, None]:
         """Yield results with their trajectories in order of commit, from the `consumer`'s position.
 
         With `auto_ack`, a result is acknowledged when the next one is requested; else call `ack`.
         Without `follow` the stream ends at the newest result.
         """
-        query = ResultFilter(consumer, after, tuple(tasks), groups=False, follow=follow)
-        return self._read(query, Result, auto_ack=auto_ack)
+        query = streams.ResultFilter(consumer, after, tuple(tasks), groups=False, follow=follow)
+        return self._read(query, streams.Result, auto_ack=auto_ack)
 
     def groups(
         self,
@@ -184,10 +176,10 @@ class Client:
         tasks: Sequence[str] = (),
         follow: bool = True,
         auto_ack: bool = False,
-    ) -> AsyncGenerator[GroupResults, None]:
+    ) -> AsyncGenerator[streams.GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
-        return self._read(query, GroupResults, auto_ack=auto_ack)
+        query = streams.ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
+        return self._read(query, streams.GroupResults, auto_ack=auto_ack)
 
     async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""
@@ -208,7 +200,7 @@ class Client:
 
     async def trajectory(self, session: str) -> Trajectory:
         """Read the trajectory of a session. Raises `Missing` for one that never ran."""
-        return unpack(
+        return streams.unpack(
             await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}/trajectory", bytes)
         )
 
@@ -217,13 +209,13 @@ class Client:
         self, *, after: int | None = None, task: str | None = None
     ) -> AsyncGenerator[protocol.Event, None]:
         """Follow events from a position, or from now on."""
-        return stream_events(self._http, after, task)
+        return streams.stream_events(self._http, after, task)
 
     def log(
         self, session: str, *, tail: int | None = None, follow: bool = False
     ) -> AsyncGenerator[bytes, None]:
         """Read the output of a session's agent, or its last `tail` bytes."""
-        return stream_log(self._http, session, tail=tail, follow=follow)
+        return streams.stream_log(self._http, session, tail=tail, follow=follow)
 
     async def status(self) -> protocol.Counts:
         """Read the counts of sessions, tasks and nodes."""
@@ -311,7 +303,7 @@ class Client:
         return await self._http.ask("POST", url, protocol.Barrier, body=body, wait_s=wait_s)
 
     async def _read(
-        self, query: ResultFilter, kind: type[R], *, auto_ack: bool
+        self, query: streams.ResultFilter, kind: type[R], *, auto_ack: bool
     ) -> AsyncGenerator[R, None]:
         """Items of this kind; with `auto_ack` one is done when the next is requested."""
         if auto_ack and query.consumer is None:
@@ -321,7 +313,7 @@ class Client:
         clock = asyncio.get_running_loop().time
         done, acked_at = 0, clock()
         try:
-            async with aclosing(stream_results(self._http, query)) as items:
+            async with aclosing(streams.stream_results(self._http, query)) as items:
                 async for item in items:
                     if isinstance(item, kind):
                         yield item

@@ -13,15 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
-from tugline.sandbox.base import (
-    MAX_READ_BYTES,
-    Content,
-    Exit,
-    PausableTimeout,
-    Runtime,
-    Sandbox,
-    SandboxSpec,
-)
+from tugline.sandbox import base
 from tugline.sandbox.patch import Patch, PatchLimits
 
 Prefix = tuple[tuple[str, ...], tuple[str, ...]]
@@ -61,16 +53,16 @@ def _works(prefix: Prefix, old: Path) -> bool:
     return done.returncode == 0
 
 
-class MountedRuntime(Runtime):
+class MountedRuntime(base.Runtime):
     """A runtime whose programs find their folder at `old`; `prefix` comes from `find_prefix`."""
 
-    def __init__(self, inner: Runtime, old: Path, prefix: Prefix) -> None:
+    def __init__(self, inner: base.Runtime, old: Path, prefix: Prefix) -> None:
         self._inner, self._old, self._prefix = inner, old, prefix
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[Sandbox]:
+        self, directory: Path, spec: base.SandboxSpec | None = None
+    ) -> AsyncIterator[base.Sandbox]:
         """Open a sandbox in `directory`, which its programs see at the old path."""
         async with self._inner.open(directory, spec) as sandbox:
             yield _MountedSandbox(sandbox, self._old, self._prefix)
@@ -88,10 +80,10 @@ class MountedRuntime(Runtime):
         return self._inner.list_weaknesses()
 
 
-class _MountedSandbox(Sandbox):
+class _MountedSandbox(base.Sandbox):
     """Its own paths are the new ones; programs get the old ones."""
 
-    def __init__(self, inner: Sandbox, old: Path, prefix: Prefix) -> None:
+    def __init__(self, inner: base.Sandbox, old: Path, prefix: Prefix) -> None:
         self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
         self._inner, self._old, self._prefix = inner, old, prefix
         self._folder = Path(inner.workdir).parent
@@ -99,7 +91,7 @@ class _MountedSandbox(Sandbox):
             msg = f"{inner.workdir} and {inner.home} are not in one folder"
             raise UsageError(msg)
 
-    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
+    async def put(self, root: PurePath, files: Mapping[str, base.Content]) -> None:
         """Put `files` under `root`, with old paths in their texts."""
         translated = {
             name: self._translate(content) if isinstance(content, str) else content
@@ -107,7 +99,7 @@ class _MountedSandbox(Sandbox):
         }
         await self._inner.put(root, translated)
 
-    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = base.MAX_READ_BYTES) -> bytes | None:
         """Read from the inner sandbox."""
         return await self._inner.get(path, max_bytes=max_bytes)
 
@@ -124,9 +116,9 @@ class _MountedSandbox(Sandbox):
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | PausableTimeout,
+        timeout_s: float | base.PausableTimeout,
         log_name: str = "agent",
-    ) -> Exit:
+    ) -> base.Exit:
         """Run a program that finds its folder at the old path."""
         before, after = self._prefix
         new, old = str(self._folder), str(self._old)

@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from tugline import log
-from tugline.errors import (
-    CaptureError,
-    DiskFull,
-    EngineError,
-    EvaluatorError,
-    HarnessError,
-    SandboxError,
-    UsageError,
-)
+from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway, Opened
 from tugline.harnesses.base import Launch, LaunchContext
@@ -183,7 +174,9 @@ class _Rollout:
         """Account for what was sampled before an end ahead of BUILD (I2)."""
         if not self.recording or Status.BUILD.value in self.seconds:
             return
-        with contextlib.suppress(CaptureError, EngineError, OSError):  # the end has its failure
+        with contextlib.suppress(
+            errors.CaptureError, errors.EngineError, OSError
+        ):  # the end has its failure
             self.calls, self.built = await asyncio.to_thread(self._build)
 
     def check_engine_and_harness(self) -> None:
@@ -210,7 +203,7 @@ class _Rollout:
         async with self._stage(Status.EVAL):
             try:
                 self.verdict = await self._evaluate_once()
-            except (EvaluatorError, SandboxError, TimeoutError) as error:
+            except (errors.EvaluatorError, errors.SandboxError, TimeoutError) as error:
                 _log.warning("evaluation repeated", session=self.session.id, error=str(error))
                 self.verdict = await self._evaluate_once()
 
@@ -231,7 +224,7 @@ class _Rollout:
         )
         try:
             await self.gateway.write_result(self.session.id, result)
-        except CaptureError as error:
+        except errors.CaptureError as error:
             failure = classify(Status.BUILD, error, recorded=False)
             return self._make_trajectory(_EarlyEnd(failure))
         return trajectory
@@ -273,8 +266,10 @@ class _Rollout:
     async def _install(self) -> None:
         try:
             await self.harness.install()
-        except UsageError as error:  # such as a missing Node: the node's failure, not the task's
-            raise HarnessError(str(error)) from error
+        except (
+            errors.UsageError
+        ) as error:  # such as a missing Node: the node's failure, not the task's
+            raise errors.HarnessError(str(error)) from error
 
     def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Opened]:
         return self.gateway.open(
@@ -290,20 +285,22 @@ class _Rollout:
     def _agent_sandbox(self) -> Sandbox:
         if self.sandbox is None:
             msg = "the agent's sandbox was not opened"
-            raise SandboxError(msg)
+            raise errors.SandboxError(msg)
         return self.sandbox
 
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:
             calls = self.gateway.read_calls(self.session.id)
-        except CaptureError as error:  # the file is the node's; what is in it is the engine's
+        except (
+            errors.CaptureError
+        ) as error:  # the file is the node's; what is in it is the engine's
             raise OSError(str(error)) from error
         return calls, self.builder.build(calls)
 
     async def _evaluate_once(self) -> Verdict:
         if self.agent_run is None:
             msg = "an agent that did not run cannot be evaluated"
-            raise EvaluatorError(msg)
+            raise errors.EvaluatorError(msg)
         timeout_s = self.task.limits.eval_s
         outcome = SessionOutcome(
             task=self.task,
@@ -350,4 +347,4 @@ def _check_disk(folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < _MIN_FREE:
         msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"
-        raise DiskFull(msg)
+        raise errors.DiskFull(msg)

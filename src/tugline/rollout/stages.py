@@ -12,18 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from tugline.errors import (
-    CaptureError,
-    DiskFull,
-    EngineError,
-    HarnessError,
-    ImageError,
-    SandboxError,
-    SandboxNetworkError,
-    TuglineError,
-    UsageError,
-    WorkspaceError,
-)
+from tugline import errors
 from tugline.sandbox.base import PausableTimeout
 from tugline.types import HANDLING, Cause, Failure, Status
 
@@ -107,13 +96,13 @@ class StageSlots:
 
 # --------------------------------------------------------------------------- failures
 _CAUSES: tuple[tuple[type[Exception], Cause], ...] = (
-    (EngineError, Cause.ENGINE),
-    (DiskFull, Cause.DISK),
-    (SandboxNetworkError, Cause.NETWORK),
-    (ImageError, Cause.IMAGE),
-    (WorkspaceError, Cause.WORKSPACE),
-    (SandboxError, Cause.SANDBOX),
-    (HarnessError, Cause.INSTALL),
+    (errors.EngineError, Cause.ENGINE),
+    (errors.DiskFull, Cause.DISK),
+    (errors.SandboxNetworkError, Cause.NETWORK),
+    (errors.ImageError, Cause.IMAGE),
+    (errors.WorkspaceError, Cause.WORKSPACE),
+    (errors.SandboxError, Cause.SANDBOX),
+    (errors.HarnessError, Cause.INSTALL),
 )
 """Causes that follow from the error alone; the first match counts."""
 _TIMEOUT_CAUSES = {
@@ -149,7 +138,9 @@ def classify(status: Status, error: Exception, *, recorded: bool = True) -> Fail
 
 def describe(error: BaseException) -> str:
     """The error's message, with its type unless it is one of ours."""
-    return str(error) if isinstance(error, TuglineError) else f"{type(error).__name__}: {error}"
+    return (
+        str(error) if isinstance(error, errors.TuglineError) else f"{type(error).__name__}: {error}"
+    )
 
 
 def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:
@@ -158,8 +149,8 @@ def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:
     for kind, cause in _CAUSES:
         if isinstance(error, kind):
             return cause
-    if isinstance(error, CaptureError) and status is Status.BUILD and recorded:
+    if isinstance(error, errors.CaptureError) and status is Status.BUILD and recorded:
         return Cause.ENGINE
-    if isinstance(error, UsageError) and status is Status.INIT:
+    if isinstance(error, errors.UsageError) and status is Status.INIT:
         return Cause.TASK
     return Cause.EVALUATOR if status is Status.EVAL else Cause.NODE

@@ -20,16 +20,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tugline import log
-from tugline.errors import (
-    Conflict,
-    FencedError,
-    Invalid,
-    Missing,
-    StoreError,
-    TuglineError,
-    UsageError,
-)
+from tugline import errors, log
 from tugline.protocol import Problem
 
 PROBLEMS: dict[str, tuple[int, str]] = {
@@ -55,19 +46,19 @@ PROBLEMS: dict[str, tuple[int, str]] = {
 PREFIX = "urn:tugline:problem:"
 MEDIA = "application/problem+json"
 
-_NAMES: dict[type[TuglineError], str] = {
-    Invalid: "invalid",
-    Missing: "missing",
-    Conflict: "conflict",
-    FencedError: "fenced",
-    UsageError: "invalid",
-    StoreError: "unavailable",
+_NAMES: dict[type[errors.TuglineError], str] = {
+    errors.Invalid: "invalid",
+    errors.Missing: "missing",
+    errors.Conflict: "conflict",
+    errors.FencedError: "fenced",
+    errors.UsageError: "invalid",
+    errors.StoreError: "unavailable",
 }
 _log = log.get("server.http")
 T = TypeVar("T")
 
 
-class Refusal(TuglineError):
+class Refusal(errors.TuglineError):
     """A request that does not reach the control plane; `name` is a key of `PROBLEMS`."""
 
     def __init__(
