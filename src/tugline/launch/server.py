@@ -14,7 +14,6 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -42,15 +41,8 @@ OTHER_FOLDER = "choose another --dir"
 _DAY_S = 86_400.0
 _TOKEN_BYTES = 32
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-T = TypeVar("T")
 Echo = Callable[[str], None]
 """Prints a line for people."""
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Content of ``server.json``."""
-
-    url: str
 
 
 @contextlib.contextmanager
@@ -97,7 +89,7 @@ def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 def write_address(folder: Path, url: str) -> None:
     """Write the server's URL for clients on this machine."""
-    _write(folder / SERVER, msgspec.json.encode(Address(url)), 0o644)
+    _write(folder / SERVER, msgspec.json.encode({"url": url}), 0o644)
 
 
 def load_tokens(folder: Path) -> Tokens:
@@ -106,7 +98,11 @@ def load_tokens(folder: Path) -> Tokens:
     if not path.exists():
         tokens = Tokens(*(secrets.token_urlsafe(_TOKEN_BYTES) for _ in Tokens.__struct_fields__))
         _write(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
-    return _read(path, Tokens)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Tokens)
+    except (OSError, msgspec.DecodeError) as error:
+        msg = f"{path} cannot be read: {error}; delete it to have it made again"
+        raise UsageError(msg) from error
 
 
 def load_callback_key(folder: Path) -> bytes:
@@ -126,14 +122,6 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def _read(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
-        msg = f"{path} cannot be read: {error}; delete it to have it made again"
-        raise UsageError(msg) from error
 
 
 @contextlib.asynccontextmanager

@@ -187,10 +187,13 @@ class WebhookSender:
         headers = {"webhook-id": name, "webhook-timestamp": str(now)}
         if self._secret:
             headers["webhook-signature"] = sign(self._secret, name, now, body)
-        answer = await client.post(delivery.url, body, headers)
-        if answer.error:
-            return _Try(delivery, answer.error)
-        return self._read_answer(delivery, answer.status, answer.retry_after)
+        try:
+            answer = await client.post(delivery.url, body, headers)
+        except TimeoutError:
+            return _Try(delivery, f"no answer within {self._retries.timeout_s:g} s")
+        except (client.error, ValueError) as error:  # the latter for an invalid URL
+            return _Try(delivery, str(error) or type(error).__name__)
+        return self._read_answer(delivery, *answer)
 
     def _read_answer(self, delivery: Delivery, status: int, retry_after: str) -> _Try:
         if 200 <= status < 300:
@@ -246,14 +249,6 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
 
 
 # --------------------------------------------------------------------------- HTTP
-class _Response(NamedTuple):
-    """A receiver's answer, or why there is none."""
-
-    status: int = 0
-    retry_after: str = ""
-    error: str = ""
-
-
 class _Client:
     """Posts without redirects or cookies; each try ends within `timeout_s`.
 
@@ -262,7 +257,7 @@ class _Client:
     """
 
     def __init__(self, aiohttp: Any, timeout_s: float) -> None:
-        self._timeout_s, self._error = timeout_s, aiohttp.ClientError
+        self.error = aiohttp.ClientError
         self._client = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver()),
@@ -270,17 +265,12 @@ class _Client:
             headers={"User-Agent": "tugline", "Content-Type": "application/json"},
         )
 
-    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> _Response:
-        """Send a delivery; no answer is read beyond its headers."""
-        try:
-            async with self._client.post(
-                url, data=body, headers=headers, allow_redirects=False
-            ) as answer:
-                return _Response(answer.status, answer.headers.get("Retry-After", ""))
-        except TimeoutError:
-            return _Response(error=f"no answer within {self._timeout_s:g} s")
-        except (self._error, ValueError) as error:  # the latter for an invalid URL
-            return _Response(error=str(error) or type(error).__name__)
+    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        """Send a delivery; status and ``Retry-After`` of the answer, of which no more is read."""
+        async with self._client.post(
+            url, data=body, headers=headers, allow_redirects=False
+        ) as answer:
+            return answer.status, answer.headers.get("Retry-After", "")
 
     async def close(self) -> None:
         """Close its connections."""

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ from tugline.types import (
     TraceKind,
     VersionSpan,
 )
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TurnDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,29 +227,21 @@ def _view_turn(
 ) -> TurnView:
     times, answer = call.timings, call.answer
     continuation, shared, reasons = trace_lineage(call, parent)
-    return TurnView(
+    return _copy_fields(
+        TurnView,
+        call,
         call=call.number,
-        kind=call.kind,
-        thread=call.thread,
-        parent=call.parent,
         continuation=continuation,
         reasons=reasons,
         prompt=len(call.prompt_ids),
         shared=shared,
         sampled=len(call.sampled_ids) + call.unreported_tokens,
         mean_logprob=finite_mean(call.logprobs.tolist()),
-        finish=call.finish,
-        stop=call.stop,
-        outcome=call.outcome,
-        versions=call.versions,
         at=times.received - start,
         first_token_s=None if times.first_token is None else times.first_token - times.received,
         total_s=None if times.last_token is None else times.last_token - times.received,
         tools=tuple(tool.name for tool in answer.tool_calls) if answer else (),
         images=sum(len(message.images) for message in call.messages),
-        replicas=call.replicas,
-        constrained=call.constrained,
-        replayed=call.replayed,
         trace=trace,
         ledger=ledger,
     )
@@ -261,30 +255,20 @@ def finite_mean(values: Sequence[float]) -> float | None:
 
 def add_detail(turn: TurnView, call: Call) -> TurnView:
     """Return `turn` with its messages."""
-    detail = TurnDetail(
-        messages=call.messages,
-        answer=call.answer,
-        sampling=call.sampling,
-        requested=call.requested,
-        offered=tuple(tool.name for tool in call.tools),
-    )
-    return replace(turn, detail=detail)
+    offered = tuple(tool.name for tool in call.tools)
+    return replace(turn, detail=_copy_fields(TurnDetail, call, offered=offered))
+
+
+def _copy_fields(kind: type[S], source: object, **others: object) -> S:
+    """Make a struct of the fields that `source` has under the same names, and of `others`."""
+    same = {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
+    return kind(**{**same, **others})
 
 
 # --------------------------------------------------------------------------- traces
 def _view_trace(index: int, trace: Trace) -> TraceView:
-    return TraceView(
-        index=index,
-        kind=trace.kind,
-        parent=trace.parent,
-        shared=trace.shared,
-        thread=trace.thread,
-        exact=trace.exact,
-        length=len(trace.ids),
-        trained=int(trace.mask.sum()),
-        spans=trace.spans,
-        images=trace.images,
-    )
+    trained = int(trace.mask.sum())
+    return _copy_fields(TraceView, trace, index=index, length=len(trace.ids), trained=trained)
 
 
 def _add_tokens(view: TraceView, trace: Trace) -> TraceView:
