@@ -11,17 +11,15 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 
 from tugline.cli.options import Folder, Json, Server, Token, connect, make_bar
 from tugline.cli.status import make_tasks_table
 from tugline.cli.task import Paths, read_checked
-from tugline.client.api import BATCH, Client
+from tugline.client.api import Client
 from tugline.protocol import Accepted, Event, EventKind, TaskState, TaskView
-from tugline.types import TERMINAL, Task
+from tugline.types import TERMINAL
 
-_SHOW_PROGRESS = 5 * BATCH
-"""Tasks from which on progress of the submission is shown."""
 _LISTED = 40
 """Tasks that are listed at the end."""
 
@@ -58,7 +56,8 @@ def submit(
         nonlocal released
         async with connect(server, token, folder) as client:
             before = (await client.status()).position
-            accepted = await _send(client, tasks, console)
+            with console.status(f"submitting {len(tasks)} tasks"):
+                accepted = await client.submit(tasks)
             _print_accepted(console, accepted)
             if wait:
                 released = await _follow(client, accepted, before, console)
@@ -75,16 +74,6 @@ def submit(
         _print_released(released)
     if any(task.missing and task.reason != "min_usable" for task in released or ()):
         raise typer.Exit(1)
-
-
-async def _send(client: Client, tasks: Sequence[Task], console: Console) -> list[Accepted]:
-    accepted: list[Accepted] = []
-    with Progress(console=console, transient=True, disable=len(tasks) < _SHOW_PROGRESS) as progress:
-        bar = progress.add_task("submitting", total=len(tasks))
-        for start in range(0, len(tasks), BATCH):
-            accepted += await client.submit(tasks[start : start + BATCH])
-            progress.update(bar, completed=len(accepted))
-    return accepted
 
 
 def _print_accepted(console: Console, accepted: Sequence[Accepted]) -> None:

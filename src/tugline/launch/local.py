@@ -20,10 +20,11 @@ from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.node import open_node
 from tugline.launch.server import folder_lock, handle_signals, open_control_plane
 from tugline.launch.settings import Settings
-from tugline.protocol import Control, ResultView, SessionView
+from tugline.protocol import Control, ResultView
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, sessions
+from tugline.server.store.sessions import SessionRow
 from tugline.types import TERMINAL, Session, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
@@ -99,18 +100,10 @@ class LocalServer:
                     packed.append(await self.control.trajectory(session.id))
         return await asyncio.to_thread(lambda: [unpack(one) for one in packed])
 
-    async def list_sessions(self, tasks: Sequence[str]) -> list[SessionView]:
+    async def list_sessions(self, tasks: Sequence[str]) -> list[SessionRow]:
         """The sessions of these tasks, in their order and that of their samples."""
-        views: list[SessionView] = []
-        for task in tasks:
-            after, more = None, True
-            while more:
-                page = await self.control.database.read(
-                    sessions.page, task=task, after=after, limit=_BATCH
-                )
-                views += page.sessions
-                after, more = page.next, page.next is not None
-        return views
+        read, where = self.control.database.read, "task = :task ORDER BY sample"
+        return [row for task in tasks for row in await read(sessions.select, where, task=task)]
 
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """Session to the recording of its last attempt, if it made any calls."""
