@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from commands import run_command
 from training_run import write_config
 from tugline.recording.trajectories import RESULTS
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+TESTS = Path(__file__).parents[1]
 
 
 def measure(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     """Run the command; its JSON, and what it said on the way."""
-    options = ("--model", "model", "--renderer", "qwen3", "--json", *words)
-    done = run_command("eval", "set.json", *options, cwd=folder, timeout=100)
+    done = subprocess.run(
+        [TUGLINE, "eval", "set.json", "--model", "model", "--renderer", "qwen3", "--json", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return msgspec.json.decode(done.stdout, type=dict[str, Any]), done.stderr
 
