@@ -24,6 +24,7 @@ from tugline.protocol import Control, ResultView
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, sessions
+from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.types import TERMINAL, Session, Task, Trajectory
 from tugline.web.serve import freeze_gc
@@ -102,8 +103,12 @@ class LocalServer:
 
     async def list_sessions(self, tasks: Sequence[str]) -> list[SessionRow]:
         """The sessions of these tasks, in their order and that of their samples."""
-        read, where = self.control.database.read, "task = :task ORDER BY sample"
-        return [row for task in tasks for row in await read(sessions.select, where, task=task)]
+
+        def read(tx: Tx) -> list[SessionRow]:
+            order = "task = :task ORDER BY sample"
+            return [row for task in tasks for row in sessions.select(tx, order, task=task)]
+
+        return await self.control.database.read(read)
 
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """Session to the recording of its last attempt, if it made any calls."""
