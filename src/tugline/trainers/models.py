@@ -9,6 +9,7 @@ process has one node; one elsewhere has any number, and outlives the trainer.
 import asyncio
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -55,39 +56,44 @@ class TrainerGroup:
 
     def __init__(self, trainer: Grpo) -> None:
         self._trainer = trainer
+        self._busy = threading.Lock()
         self._rank, world = rank_and_world()
         self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
 
     def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
         """See `Grpo.step`, which gathers what the ranks bring: the others bring nothing."""
-        self._announce("step", (), version)
-        return self._trainer.step(trajectories, version=version)
+        with self._on_all_ranks("step", (), version):
+            return self._trainer.step(trajectories, version=version)
 
     def score(self, ids: Ids) -> Logprobs:
         """See `Grpo.score`."""
-        self._announce("score", ids)
-        return self._trainer.score(ids)
+        with self._on_all_ranks("score", ids):
+            return self._trainer.score(ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights to serve, whole, by the names of the model without an adapter."""
-        self._announce("weights")
-        return _merge_adapter(self._trainer.model)
+        with self._on_all_ranks("weights"):
+            return _merge_adapter(self._trainer.model)
 
     def save(self, folder: Path, step: int, version: int, extra: dict[str, Any], keep: int) -> None:
         """See `checkpoint.save`."""
-        self._announce("save", folder, step, version, extra, keep)
-        checkpoint.save(
-            folder, self._trainer, step=step, version=version, extra=extra, keep=keep
-        )  # fmt: skip
+        with self._on_all_ranks("save", folder, step, version, extra, keep):
+            checkpoint.save(
+                folder, self._trainer, step=step, version=version, extra=extra, keep=keep
+            )  # fmt: skip
 
     def load(self, path: Path) -> checkpoint.CheckpointState:
         """See `checkpoint.load`; all ranks must be able to read `path`."""
-        self._announce("load", path)
-        return checkpoint.load(path, self._trainer)
+        with self._on_all_ranks("load", path):
+            return checkpoint.load(path, self._trainer)
 
-    def _announce(self, *call: object) -> None:
-        if self._calls is not None and self._rank == 0:
-            dist.broadcast_object_list([call], src=0, group=self._calls)
+    @contextlib.contextmanager
+    def _on_all_ranks(self, *call: object) -> Iterator[None]:
+        """Announce a call; another one, or the end, waits until it is over."""
+        with self._busy:
+            if self._calls is not None and self._rank == 0:
+                dist.broadcast_object_list([call], src=0, group=self._calls)
+            yield
 
     def follow(self) -> None:
         """Run what rank 0 announces until it closes the group; for the other ranks."""
@@ -101,8 +107,8 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Let the other ranks end, as far as they are still there."""
-        with contextlib.suppress(RuntimeError):
-            self._announce()
+        with contextlib.suppress(RuntimeError), self._on_all_ranks():
+            pass
 
 
 @torch.no_grad()
