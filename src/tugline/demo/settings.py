@@ -20,13 +20,13 @@ class DemoSettings(Config, frozen=True):
     """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
-    steps: PositiveInt = 5
+    steps: PositiveInt = 6
     """GRPO steps."""
     tasks_per_step: PositiveInt = 6
     """Groups in one step."""
     samples: Annotated[int, Meta(ge=2)] = 8
     """Sessions in one group."""
-    heldout: PositiveInt = 96
+    heldout: PositiveInt = 92
     """Held-out tasks, each attempted once before and once after training."""
     minutes: PositiveFloat = 9.5
     """Training ends early if the run would otherwise take longer than this."""
