@@ -182,7 +182,7 @@ class Responses(OpenAi):
     """OpenAI Responses."""
 
     name = "responses"
-    echoes = ("verbatim", "without ids", "sealed", "references")
+    echoes = ("verbatim", "without ids", "sealed", "references", "as text")
 
     def parts(self, text: str) -> list[Any]:
         url = f"data:image/png;base64,{PIXEL}"
@@ -243,6 +243,13 @@ class Responses(OpenAi):
         results = [{"type": "function_call_output", "call_id": i, "output": "x = 1"} for i in ids]
         if how == "references":  # the AI SDK, unless it is told to store nothing
             items = [{"type": "item_reference", "id": item["id"]} for item in items]
+        if how == "as text":  # pydantic-ai, for a model that it does not know
+            items = [
+                {"role": "assistant", "content": f"<think>\n{item['summary'][0]['text']}\n</think>"}
+                if item["type"] == "reasoning"
+                else {name: value for name, value in item.items() if name != "id"}
+                for item in items
+            ]
         return items + results
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:

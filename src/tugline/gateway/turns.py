@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,13 +26,17 @@ MessageDigest = bytes
 """Digest of one message's meaning."""
 
 _LONGEST_EXACT_INTEGER = 2**53
+_INLINE_REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+"""Reasoning as the text that some clients, such as pydantic-ai, make of it when they echo it."""
 
 
 def digest_message(message: Message, positions: Mapping[str, int]) -> MessageDigest:
     """Digest `message`; `positions` maps ids of the preceding answer's calls to their places."""
     role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
     answers = positions.get(message.tool_call_id or "", message.tool_call_id)
-    text = message.content.strip() if role is Role.ASSISTANT else message.content
+    text = message.content
+    if role is Role.ASSISTANT:
+        text = _INLINE_REASONING.sub("", text).strip()
     calls = [_canonical_call(call) for call in message.tool_calls]
     images = [(image.at, image.url) for image in message.images]
     meaning = [role.value, text, calls, answers, images, message.failed]
