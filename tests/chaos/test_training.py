@@ -136,7 +136,7 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_kill_9_of_anybody_costs_training_nothing(training: Training) -> None:
     """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
     for step in range(1, STEPS + 1):

@@ -80,6 +80,12 @@ async def test_a_run_trains_every_batch_within_its_staleness(
     assert all(row["rollout/sessions"] == 4 for row in steps)
     oldest = max(row["rollout/staleness_max"] for row in steps)
     assert oldest <= staleness
+    if staleness == 0:  # all tokens are of the version that is compared with
+        assert all(
+            row["update/mismatch/total/max_abs"] < 1e-4
+            for row in steps
+            if "update/mismatch/total/max_abs" in row
+        )
     published = rows(tmp_path / "run", "publish/version")
     assert [row["publish/version"] for row in published] == [1, 2, 3]
     assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in published)
