@@ -7,18 +7,20 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from rig import RENDERING, text_of, until
+from faulty import chunk
+from rig import RENDERING, ids, text_of, until
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.replicas import Upstream
-from tugline.types import Cause, PluginSpec, Session, Task
+from tugline.types import CallOutcome, Cause, PluginSpec, Session, Task
 from tugline.web.engine_http import ModelCard
 
 QUICK = CallSettings(
@@ -65,6 +67,25 @@ async def engine() -> AsyncIterator[tuple[str, int]]:
         await process.wait()
 
 
+@contextlib.asynccontextmanager
+async def raw_engine(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """A server that answers each connection so, and then keeps it open; yields its URL."""
+    over, handlers = asyncio.Event(), set[asyncio.Task[None] | None]()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handlers.add(asyncio.current_task())
+        with contextlib.closing(writer):
+            await answer(reader, writer)
+            await over.wait()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        over.set()
+        await asyncio.gather(*(handler for handler in handlers if handler))
+
+
 async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
     """SIGSTOP: a second replica answers, the time is given back, and the first is probed."""
     lost: list[float] = []
@@ -99,31 +120,62 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     stream: bool,  # noqa: FBT001
 ) -> None:
     """Its time may be over before the hang is noticed: the failure is retried all the same."""
-    asked, over = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
 
-    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         asked.set()
-        await over.wait()
-        writer.close()
 
     slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1, partial_answer_s=0.01)
-    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=slow)
-    async with server, Gateway(upstream, RENDERING, tmp_path, settings=slow) as gateway:
+    async with raw_engine(say_nothing) as url:
+        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=slow)
+        async with Gateway(upstream, RENDERING, tmp_path, settings=slow) as gateway:
+            async with (
+                gateway.open(Session(id="s", task="t", sample=0), TASK) as opened,
+                aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
+            ):
+                messages = f"{opened.base_url}/v1/messages"
+                asking = asyncio.create_task(http.post(messages, json={**BODY, "stream": stream}))
+                await asyncio.wait_for(asked.wait(), 10)
+                await asyncio.sleep(2 * slow.silent_s)
+                asking.cancel()
+            failure = gateway.engine_failure("s")
+    assert failure is not None
+    assert failure.cause is Cause.ENGINE_LOST
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])
+async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest: bytes) -> None:
+    """The replica answers probes and keeps the connection open; the answer ends as truncated."""
+
+    async def serve_broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if request.startswith(b"GET"):
+            body = b'{"data": [{"id": "m"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        else:
+            event = chunk(ids("Half an answer")[:5])
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"%x\r\n%s\r\n%s" % (len(event), event, rest))
+        await writer.drain()
+
+    quick = replace(QUICK, stalled_s=0.3, failovers=0, probe_timeout_s=10.0)
+    async with raw_engine(serve_broken) as url:
+        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=quick)
         async with (
+            Gateway(upstream, RENDERING, tmp_path, settings=quick) as gateway,
             gateway.open(Session(id="s", task="t", sample=0), TASK) as opened,
             aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
         ):
             messages = f"{opened.base_url}/v1/messages"
-            asking = asyncio.create_task(http.post(messages, json={**BODY, "stream": stream}))
-            await asyncio.wait_for(asked.wait(), 10)
-            await asyncio.sleep(2 * slow.silent_s)
-            asking.cancel()
-        failure = gateway.engine_failure("s")
-        over.set()
-    assert failure is not None
-    assert failure.cause is Cause.ENGINE_LOST
+            async with http.post(messages, json={**BODY, "stream": True}) as response:
+                text = await asyncio.wait_for(response.text(), 20)
+            calls, failure = gateway.read_calls("s"), gateway.engine_failure("s")
+    if failure is None:
+        assert '"stop_reason":"max_tokens"' in text
+    else:  # what came in one piece with broken framing is not read
+        assert failure.cause is Cause.ENGINE_LOST
+    for call in calls:
+        assert (call.outcome, len(call.sampled_ids)) == (CallOutcome.ENGINE_LOST, 5)
 
 
 async def test_time_lost_by_parallel_calls_is_given_back_once(tmp_path: Path) -> None:

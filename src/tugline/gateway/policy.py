@@ -70,6 +70,8 @@ class CallSettings:
     probe_timeout_s: float = 5.0
     silent_s: float = 30.0
     """Time without a token after which a replica is probed; one that does not answer hangs."""
+    stalled_s: float = 120.0
+    """Time without a token after which a stream that has begun is lost, whatever a probe says."""
 
 
 DEFAULTS = CallSettings()

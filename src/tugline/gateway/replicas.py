@@ -61,6 +61,8 @@ class _Wait:
     scope: asyncio.Timeout
     since: float = field(default_factory=time.monotonic)
     """When the engine sent something, or was asked."""
+    streams: bool = False
+    """Whether it is a stream whose first token has come."""
 
 
 class TokenSource(ABC):
@@ -134,6 +136,7 @@ class Upstream(TokenSource):
         self._client: aiohttp.ClientSession | None = None
         self._probes: asyncio.Task[None] | None = None
         self._waits: set[_Wait] = set()
+        self._idle_s = idle_s
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
@@ -184,7 +187,7 @@ class Upstream(TokenSource):
                     contextlib.aclosing(reply) as deltas,
                 ):
                     async for delta in deltas:
-                        reading.since = time.monotonic()
+                        reading.since, reading.streams = time.monotonic(), ask.stream
                         if not began:
                             began = True
                             used.append(replica.url)
@@ -258,11 +261,14 @@ class Upstream(TokenSource):
             await self._fetch_card(replica)
         except TuglineError:
             replica.count_fault()
-            for wait in self._silent(replica) if replica.ejected else ():
-                wait.scope.reschedule(asyncio.get_running_loop().time())
         else:
             if replica.ejected:
                 replica.mark_healthy()
+        now = time.monotonic()
+        for wait in self._silent(replica):
+            most = self._settings.stalled_s if wait.streams else self._idle_s
+            if replica.ejected or now - wait.since > most:
+                wait.scope.reschedule(asyncio.get_running_loop().time())
 
     def _silent(self, replica: Replica) -> list[_Wait]:
         bound = time.monotonic() - self._settings.silent_s
