@@ -12,7 +12,6 @@ Everything is a function of its arguments and a seed.
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import RepairProblem, generate
+from tugline.trainers.grpo.batch import plain_sample
+from tugline.trainers.sft import Sft, SftConfig
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 
 
@@ -224,42 +225,58 @@ def _place(rng: random.Random) -> str:
 
 
 # --------------------------------------------------------------------------- learning
+class _MuonAndAdamW:
+    """Muon for the matrices inside the layers, AdamW for the rest, as one optimizer."""
+
+    def __init__(self, model: Qwen3ForCausalLM, phase: Phase) -> None:
+        matrices = [p for name, p in model.model.named_parameters() if _is_matrix(name, p)]
+        inside = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in inside]
+        self._optimizers = (
+            torch.optim.Muon(matrices, lr=phase.matrix_lr, weight_decay=0.05),
+            torch.optim.AdamW(rest, lr=phase.lr, betas=(0.9, 0.95), weight_decay=0.05),
+        )
+        self.param_groups = [group for one in self._optimizers for group in one.param_groups]
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    def step(self) -> None:
+        """Update all parameters."""
+        for one in self._optimizers:
+            one.step()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradient."""
+        for one in self._optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+
+class _PhaseTrainer(Sft):
+    """One phase; its learning rates fall from the first step on, also during the warm-up."""
+
+    def __init__(self, model: Qwen3ForCausalLM, phase: Phase) -> None:
+        super().__init__(model, SftConfig(tree_packing=False), _MuonAndAdamW(model, phase))
+        self._steps = phase.steps
+
+    @property
+    def learning_rate_share(self) -> float:
+        """Share of the highest learning rates that the next step has."""
+        return min(1.0, (self.updates + 1) / WARMUP) * (
+            1 - (1 - FINAL_LR) * self.updates / self._steps
+        )
+
+
 def learn(model: Qwen3ForCausalLM, examples: Iterator[Example], phase: Phase) -> Iterator[float]:
     """Train `model` in place; yields each step's loss in nats per id that the policy says."""
-    matrices = [p for name, p in model.model.named_parameters() if _is_matrix(name, p)]
-    inside = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in inside]
-    optimizers = (
-        torch.optim.Muon(matrices, lr=phase.matrix_lr, weight_decay=0.05),
-        torch.optim.AdamW(rest, lr=phase.lr, betas=(0.9, 0.95), weight_decay=0.05),
-    )
+    trainer = _PhaseTrainer(model, phase)
     for step in range(phase.steps):
-        share = min(1.0, (step + 1) / WARMUP) * (1 - (1 - FINAL_LR) * step / phase.steps)
-        loss = _loss(model, list(islice(examples, phase.batch)))
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, top in zip(optimizers, (phase.matrix_lr, phase.lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = top * share
-            optimizer.step()
-            optimizer.zero_grad()
-        if not math.isfinite(loss.item()):
-            msg = f"the loss of step {step} is {loss.item()}; lower the phase's learning rates"
+        batch = islice(examples, phase.batch)
+        done = trainer.update([plain_sample(one.ids, one.mask) for one in batch])
+        if done.culprits:
+            msg = f"the loss of step {step} is not finite; lower the phase's learning rates"
             raise FloatingPointError(msg)
-        yield loss.item()
+        yield done.loss
 
 
 def _is_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
     return parameter.ndim > 1 and "embed" not in name
-
-
-def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
-    """Mean negative log likelihood of the masked ids; the head is applied only there."""
-    longest = max(len(one.ids) for one in batch)
-    ids = np.full((len(batch), longest), PAD, np.int64)
-    mask = np.zeros((len(batch), longest), np.bool_)
-    for row, one in enumerate(batch):
-        ids[row, : len(one.ids)], mask[row, : len(one.mask)] = one.ids, one.mask
-    inputs, trained = torch.from_numpy(ids), torch.from_numpy(mask)[:, 1:]
-    states = model.model(input_ids=inputs, use_cache=False).last_hidden_state[:, :-1][trained]
-    return torch.nn.functional.cross_entropy(model.lm_head(states), inputs[:, 1:][trained])
