@@ -178,19 +178,20 @@ def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mas
 
 def _render(rendering: Rendering, row: dict[str, Any], where: str) -> tuple[Ids, Mask]:
     """Render a conversation in the form of the OpenAI API, or of Hugging Face templates."""
-    messages = row.get("messages") or [*row["prompt"], *row["completion"]]
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            arguments = call["function"].get("arguments")
-            if not isinstance(arguments, str):
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    body = {"model": "", "messages": messages, "tools": row.get("tools") or None}
-    request = HttpRequest("POST", "v1", "/chat/completions", "", {}, msgspec.json.encode(body))
+    messages = row.get("messages") or [*(row.get("prompt") or ()), *(row.get("completion") or ())]
     try:
+        messages = msgspec.convert(messages, list[dict[str, Any]])
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                function = call.get("function", {})
+                if not isinstance(function.get("arguments"), str):
+                    function["arguments"] = json.dumps(function.get("arguments", {}))
+        body = {"model": "", "messages": messages, "tools": row.get("tools") or None}
+        request = HttpRequest("POST", "v1", "/chat/completions", "", {}, msgspec.json.encode(body))
         parsed = OpenAIChat().parse(request, ParseCache())
         return rendering.render_answers(parsed.messages, parsed.tools)
-    except RequestError as error:
-        msg = f"{where}: {error}"
+    except (RequestError, msgspec.ValidationError, AttributeError) as error:
+        msg = f"{where} is no conversation in the form of the OpenAI API: {error}"
         raise UsageError(msg) from error
 
 
