@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,7 @@ class StubGateway:
         offers_tools: bool = False,
         workdir: str = "",
         home: str = "",
+        on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Door]:
         """Take this session's calls until left."""
         self.open_now.add(session.id)
