@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,11 +16,10 @@ from engines.tool_model import Folders
 from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
 from tugline.trainers.publish import (
-    EmbeddedWeightUpdater,
+    RemoteWeightUpdater,
     Running,
     SglangWeightUpdater,
     VllmWeightUpdater,
-    WeightUpdater,
 )
 
 FURTHEST = "largest logprob difference"
@@ -34,6 +32,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == FURTHEST and report.when == "call":
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value:.1e}")
+
+
+class EmbeddedUpdater(RemoteWeightUpdater):
+    """The embedded engine's server of the tests, which pauses and resumes within a swap."""
+
+    _running: Running = "keep"
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Store the mode for `load`."""
+        self._running = running
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Swap the weights between two steps."""
+        body = {"folder": str(folder), "version": version, "running": self._running}
+        await self._post("/swap", body)
+
+    async def resume(self) -> None:
+        """Do nothing: `pause` held nothing."""
+
+
+UPDATERS = {
+    "embedded": EmbeddedUpdater,
+    "vllm": VllmWeightUpdater,
+    "sglang": SglangWeightUpdater,
+}
 
 
 @dataclass(slots=True)
@@ -57,22 +80,10 @@ class Served:
         return self.report[0]
 
     @asynccontextmanager
-    async def weights(self) -> AsyncIterator[WeightUpdater]:
+    async def weights(self) -> AsyncIterator[RemoteWeightUpdater]:
         """How this engine's weights are changed."""
-        if self.name == "embedded":
-            yield EmbeddedWeightUpdater(self._swap())
-        else:
-            remote = VllmWeightUpdater if self.name == "vllm" else SglangWeightUpdater
-            async with remote(self.url) as weights:
-                yield weights
-
-    def _swap(self) -> Callable[[Path, int, Running], Awaitable[None]]:
-        async def swap(folder: Path, version: int, running: Running) -> None:
-            body = {"folder": str(folder), "version": version, "running": running}
-            async with httpx.AsyncClient(timeout=60) as client:
-                (await client.post(f"{self.url}/swap", json=body)).raise_for_status()
-
-        return swap
+        async with UPDATERS[self.name](self.url) as weights:
+            yield weights
 
 
 @pytest.fixture(scope="session")

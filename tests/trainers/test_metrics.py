@@ -22,7 +22,7 @@ from tugline.server.store.database import open_database
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.metrics import find_alarms, measure_rollout
-from tugline.trainers.publish import EmbeddedWeightUpdater, Probe, Publication, Publisher, Running
+from tugline.trainers.publish import Probe, Publication, Publisher, Running
 from tugline.types import Call, Message, Role, Tool, ToolCall, Trajectory
 from tugline.web.serve import serve
 
@@ -105,8 +105,7 @@ async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Pat
         async def swap(_folder: Path, version: int, running: Running) -> None:
             await engine.swap(sent.state_dict(), version, running)
 
-        replicas = {url: EmbeddedWeightUpdater(swap)}
-        publisher = Publisher(Weights(database), replicas, mode=PauseMode.WAIT, within_s=60)
+        publisher = Publisher(Weights(database), {url: swap}, mode=PauseMode.WAIT, within_s=60)
         assert await publisher.find_outdated(VERSION + 1) == [url]
         publication = await publisher.publish(folder, VERSION + 1, probe)
         assert await publisher.find_outdated(VERSION + 1) == []

@@ -14,12 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tugline.errors import EngineError
-from tugline.trainers.publish import (
-    EmbeddedWeightUpdater,
-    Running,
-    SglangWeightUpdater,
-    VllmWeightUpdater,
-)
+from tugline.trainers.publish import SglangWeightUpdater, VllmWeightUpdater
 from tugline.web.serve import serve
 
 FOLDER = Path("model")
@@ -90,15 +85,10 @@ async def test_a_step_that_fails_is_an_error() -> None:
             await weights.load(FOLDER, 7)
 
 
-async def test_the_embedded_engine_swaps_in_place() -> None:
-    """Folder, version and what becomes of running answers reach the engine's own swap."""
-    seen: list[tuple[Path, int, Running]] = []
-
-    async def swap(folder: Path, version: int, running: Running) -> None:
-        seen.append((folder, version, running))
-
-    weights = EmbeddedWeightUpdater(swap)
-    await weights.pause("abort")
-    await weights.load(FOLDER, 7)
-    await weights.resume()
-    assert seen == [(FOLDER, 7, "abort")]
+async def test_an_engine_goes_on_whatever_happens_to_its_weights() -> None:
+    """A load that fails is an error, and does not leave the engine paused."""
+    async with engine(fails="/collective_rpc") as (url, seen), VllmWeightUpdater(url) as weights:
+        with pytest.raises(EngineError, match="cache is held"):
+            await weights.update(FOLDER, 7, "abort")
+    assert [path for path, _ in seen][:2] == ["/pause?mode=abort", "/collective_rpc"]
+    assert seen[-1] == ("/resume", {})

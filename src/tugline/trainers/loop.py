@@ -152,9 +152,7 @@ class TrainingLoop:
 
     async def run(self) -> TrainSummary:
         """Run what is missing: first weights, steps, evaluations."""
-        background: list[asyncio.Task[None]] = []
-        if self._config.engine.urls:
-            background = [asyncio.create_task(self._restore_replicas(), name="restore-replicas")]
+        restoring = asyncio.create_task(self._restore_replicas(), name="restore-replicas")
         try:
             await self._publish_first()
             self._start_evaluation()
@@ -164,9 +162,9 @@ class TrainingLoop:
             self._start_evaluation(last=True)
             await self._finish_evaluation()
         finally:
-            for task in (*background, self._evaluation):
-                if task is not None:
-                    task.cancel()
+            restoring.cancel()
+            if self._evaluation is not None:
+                self._evaluation.cancel()
             shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)
             self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)

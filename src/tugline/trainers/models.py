@@ -35,12 +35,7 @@ from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.publish import (
-    EmbeddedWeightUpdater,
-    Running,
-    WeightUpdater,
-    make_updater,
-)
+from tugline.trainers.publish import Running, Update, make_updater
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -190,7 +185,7 @@ class Replicas:
     """The engine, and how each of its replicas gets new weights, by URL."""
 
     connection: EngineConnection
-    updaters: Mapping[str, WeightUpdater]
+    updaters: Mapping[str, Update]
 
 
 @contextlib.asynccontextmanager
@@ -201,11 +196,10 @@ async def open_replicas(config: TrainConfig, models: Models) -> AsyncIterator[Re
             open_engine(config.engine, slots=config.node.slots) as connection,
             contextlib.AsyncExitStack() as stack,
         ):
-            updaters: dict[str, WeightUpdater] = {
-                url: await stack.enter_async_context(await make_updater(url))
-                for url in connection.urls
-            }
-            yield Replicas(connection, updaters)
+            remotes = [await make_updater(url) for url in connection.urls]
+            for each in remotes:
+                await stack.enter_async_context(each)
+            yield Replicas(connection, {each.url: each.update for each in remotes})
         return
     text = models.served.config.get_text_config()
     engine = Engine(
@@ -221,7 +215,7 @@ async def open_replicas(config: TrainConfig, models: Models) -> AsyncIterator[Re
 
     rendering = make_rendering(config.engine, models.tokenizer, str(text.model_type))
     async with engine, serve_engine(engine, rendering) as connection:
-        yield Replicas(connection, {connection.urls[0]: EmbeddedWeightUpdater(swap)})
+        yield Replicas(connection, {connection.urls[0]: swap})
 
 
 def write_model(models: Models, folder: Path) -> None:

@@ -11,10 +11,10 @@ and an error names the replica (I3). No torch here.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -33,51 +33,41 @@ Running = Literal["keep", "abort", "wait"]
 _TIMEOUT_S = 600.0
 
 
-class WeightUpdater(Protocol):
-    """Changes the weights of one engine."""
-
-    async def pause(self, running: Running = "keep") -> None:
-        """Hold new requests; returns once nothing is sampled any more."""
-        ...
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Serve the model in `folder`, which the engine can read, as `version`."""
-        ...
-
-    async def resume(self) -> None:
-        """Admit requests again."""
-        ...
+Update = Callable[[Path, int, Running], Awaitable[None]]
+"""Makes one engine serve the model in a folder, which it can read, as a version."""
 
 
-class _RemoteWeightUpdater:
+class RemoteWeightUpdater(EngineHttp, ABC):
     """Control routes of an engine behind HTTP; use it in an ``async with``."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._client: aiohttp.ClientSession | None = None
+    @abstractmethod
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; returns once nothing is sampled any more."""
 
-    async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
-        return self
+    @abstractmethod
+    async def load(self, folder: Path, version: int) -> None:
+        """Serve the model in `folder` as `version`."""
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._client is not None:
-            await self._client.close()
+    @abstractmethod
+    async def resume(self) -> None:
+        """Admit requests again."""
+
+    async def update(self, folder: Path, version: int, running: Running) -> None:
+        """Load new weights in a pause."""
+        await self.pause(running)
+        try:
+            await self.load(folder, version)
+        finally:
+            await self.resume()
 
     async def _post(self, path: str, body: object = None) -> dict[str, Any]:
         """Post to a route and return its reply. Raises `EngineError` unless it reports success."""
-        if self._client is None:
-            msg = "the engine's connection is not open; enter it with `async with`"
-            raise EngineError(msg)
         data = msgspec.json.encode({} if body is None else body)
-        headers = {"content-type": "application/json"}
+        headers, timeout = {"content-type": "application/json"}, aiohttp.ClientTimeout(_TIMEOUT_S)
         try:
-            async with self._client.post(self.url + path, data=data, headers=headers) as response:
+            async with self.client.post(
+                self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
                 status, text = response.status, await response.read()
             reply = msgspec.json.decode(text) if text.startswith(b"{") else {}
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -90,7 +80,7 @@ class _RemoteWeightUpdater:
         return dict(reply)
 
 
-class VllmWeightUpdater(_RemoteWeightUpdater):
+class VllmWeightUpdater(RemoteWeightUpdater):
     """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
 
     async def pause(self, running: Running = "keep") -> None:
@@ -109,12 +99,10 @@ class VllmWeightUpdater(_RemoteWeightUpdater):
         await self._post("/resume")
 
 
-class SglangWeightUpdater(_RemoteWeightUpdater):
+class SglangWeightUpdater(RemoteWeightUpdater):
     """An SGLang server."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._waits = False
+    _waits = False
 
     async def pause(self, running: Running = "keep") -> None:
         """Hold new requests; running ones go back to the queue, or end.
@@ -137,31 +125,10 @@ class SglangWeightUpdater(_RemoteWeightUpdater):
             await self._post("/continue_generation")
 
 
-class EmbeddedWeightUpdater:
-    """The embedded engine, which lives in the trainer's own process."""
-
-    def __init__(self, swap: Callable[[Path, int, Running], Awaitable[None]]) -> None:
-        """`swap` reads a folder and hands it to `Engine.swap`, which pauses and resumes itself."""
-        self._swap = swap
-        self._running: Running = "keep"
-
-    async def pause(self, running: Running = "keep") -> None:
-        """Store the mode for `load`; the engine pauses between two steps."""
-        self._running = running
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Swap the weights between two steps; older cached contexts are dropped."""
-        await self._swap(folder, version, self._running)
-
-    async def resume(self) -> None:
-        """Do nothing: `pause` held nothing."""
+_REMOTE = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
 
 
-Remote = VllmWeightUpdater | SglangWeightUpdater
-_REMOTE: dict[str, type[Remote]] = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
-
-
-async def make_updater(url: str) -> Remote:
+async def make_updater(url: str) -> RemoteWeightUpdater:
     """Make the updater for the engine at `url`. Raises `EngineError` for another kind of engine."""
     async with EngineHttp(url) as engine:
         owner = (await engine.card(None)).owned_by
@@ -204,7 +171,7 @@ class Publisher:
     def __init__(
         self,
         weights: Weights | Client,
-        updaters: Mapping[str, WeightUpdater],
+        updaters: Mapping[str, Update],
         *,
         mode: PauseMode,
         within_s: float,
@@ -250,14 +217,9 @@ class Publisher:
         return [url for url, other in versions.items() if other not in {None, version}]
 
     async def _load(self, url: str, folder: Path, version: int) -> None:
-        updater = self._updaters[url]
         try:
             async with asyncio.timeout(self._within_s):
-                await updater.pause(self._mode.value)
-                try:
-                    await updater.load(folder, version)
-                finally:
-                    await updater.resume()
+                await self._updaters[url](folder, version, self._mode.value)
         except TimeoutError as error:
             msg = f"the replica {url} did not load version {version} within {self._within_s:g} s"
             raise EngineError(msg) from error
