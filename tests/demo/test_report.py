@@ -13,33 +13,45 @@ from rich.console import Console
 
 from tugline.demo.report import closing, picture
 from tugline.demo.summary import DemoSummary
-from tugline.trainers.evaluation import wilson
+from tugline.trainers.evaluation import Estimate, Evaluation, wilson
+from tugline.trainers.state import TrainState, VersionScore
 from tugline.types import Ledger, Reason
 
+
+def _score(step: int, passed: int, unrewarded: int) -> VersionScore:
+    rate = Estimate(passed / 96, *wilson(passed, 96), 96)
+    evaluation = Evaluation(
+        pass_at={1: rate}, reward=rate.value, attempts=96 - unrewarded, unrewarded=unrewarded
+    )
+    return VersionScore(
+        step=step, version=step, evaluation=evaluation, mixed=0, sampled=9, seconds=60.0
+    )
+
+
+SCORES = (_score(0, 31, 0), _score(30, 77, 1))
 SUMMARY = DemoSummary(
     harness="pi",
     harness_version="0.87.1",
-    model="Qwen3 architecture, 1.1 M parameters",
     seed=0,
-    pass_before=31 / 96,
-    pass_after=77 / 96,
-    ci_before=wilson(31, 96),
-    ci_after=wilson(77, 96),
-    held_out=96,
-    sessions=2112,
-    failed_sessions=2,
-    steps=30,
-    updates=30,
-    seconds=455.0,
-    training_seconds=60.0,
+    before=SCORES[0].evaluation.pass_at[1],
+    after=SCORES[1].evaluation.pass_at[1],
+    state=TrainState(
+        step=30,
+        sessions=1920,
+        failed=1,
+        updates=30,
+        elapsed_s=455.0,
+        training_s=60.0,
+        scores=SCORES,
+        ledger=Ledger(
+            sampled=73_920,
+            trained=70_000,
+            masked={Reason.CLIENT_GONE: 3_900},
+            dropped={Reason.NO_SIGNAL: 18, Reason.OVER_LENGTH: 2},
+        ),
+    ),
     cpu_seconds=160.2,
     cpu_seconds_sessions=640.9,
-    ledger=Ledger(
-        sampled=73_920,
-        trained=70_000,
-        masked={Reason.CLIENT_GONE: 3_900},
-        dropped={Reason.HELD_OUT: 18, Reason.OVER_LENGTH: 2},
-    ),
     replay_max_abs_dlogprob=2e-6,
     builders=(),
 )
@@ -92,9 +104,8 @@ def test_picture_is_a_png_of_any_run(tmp_path: Path, rewards: list[float]) -> No
 
 def test_picture_of_an_evaluation_that_did_not_happen(tmp_path: Path) -> None:
     """Without held-out attempts the bars say of 0 and claim nothing."""
-    none = (0.0, 1.0)
-    summary = replace(SUMMARY, pass_before=0.0, pass_after=0.0, ci_before=none, ci_after=none)
-    picture({1: 0.5}, replace(summary, held_out=0), tmp_path / "a.png")
+    none = Estimate(0.0, 0.0, 1.0, 0)
+    picture({1: 0.5}, replace(SUMMARY, before=none, after=none), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
@@ -105,11 +116,11 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         "32% (31 of 96; interval 24% to 42%)",
         "80% (77 of 96; interval 71% to 87%)",
         "73,920 sampled = 70,000 trained + 3,900 masked + 20 dropped",
-        "masked: 3,900 client_gone; dropped: 18 held_out, 2 over_length",
+        "masked: 3,900 client_gone; dropped: 18 no_signal, 2 over_length",
         "differ by 2.0e-06 nats at most",
-        "2,112 (4.6/s), 2 failed",
+        "2,112, 2 failed",
         "641 s in agents and tests, 160 s in server",
-        "30 steps, 30 updates; 7 min 35 s in all",
+        "30 steps, 30 updates; 7.6 min in all, 1.0 of them",
         "runs/demo/learning.png",
     ):
         assert part in text

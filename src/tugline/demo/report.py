@@ -10,7 +10,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -18,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tugline.demo.summary import DemoSummary
+from tugline.trainers.evaluation import Estimate
 from tugline.types import Reason
 
 _INK = "#1f2933"
@@ -30,12 +30,11 @@ _LINE = "#0072b2"
 
 def picture(rewards: Mapping[int, float], summary: DemoSummary, path: Path) -> None:
     """Draw the reward per step beside held-out pass@1 before and after, as a PNG at `path`."""
-    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.03)
-    figure = Figure(figsize=(10, 4.6), dpi=150, layout=layout, facecolor="white")
+    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained", facecolor="white")
     curve, bars = figure.subplots(1, 2, width_ratios=(2.3, 1))
     _draw_curve(curve, rewards)
     _draw_bars(bars, summary)
-    title = f"{summary.model}, trained by GRPO through {_harness(summary)}"
+    title = f"A tiny model, trained by GRPO through {_harness(summary)}"
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
@@ -55,42 +54,39 @@ def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
 
 # --------------------------------------------------------------------------- summary
 def _headline(summary: DemoSummary) -> Text:
-    style = "bold green" if summary.pass_after > summary.pass_before else "bold red"
+    style = "bold green" if summary.after.value > summary.before.value else "bold red"
     return Text.assemble(
         "held-out pass@1, before  ",
-        (f"{_share(summary.pass_before, summary.ci_before, summary.held_out)}\n", "bold"),
+        (f"{_share(summary.before)}\n", "bold"),
         "held-out pass@1, after   ",
-        (_share(summary.pass_after, summary.ci_after, summary.held_out), style),
+        (_share(summary.after), style),
     )
 
 
-def _share(rate: float, interval: tuple[float, float], n: int) -> str:
-    low, high = interval
-    return f"{rate:.0%} ({round(rate * n)} of {n}; interval {low:.0%} to {high:.0%})"
+def _share(rate: Estimate) -> str:
+    passed = f"{round(rate.value * rate.tasks)} of {rate.tasks}"
+    return f"{rate.value:.0%} ({passed}; interval {rate.low:.0%} to {rate.high:.0%})"
 
 
 def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
-    per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
-    ledger = summary.ledger
+    state, ledger = summary.state, summary.state.ledger
+    held_out = [score.evaluation for score in state.scores]
+    sessions = state.sessions + sum(one.attempts + one.unrewarded for one in held_out)
+    failed = state.failed + sum(one.unrewarded for one in held_out)
     masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
     tokens = f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
     cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
     facts = [
-        ("model", summary.model),
         ("harness", f"{_harness(summary)}, unmodified"),
         (
             "training",
             (
-                f"{summary.steps} steps, {summary.updates} updates;"
-                f" {_format_duration(summary.seconds)} in all,"
-                f" {_format_duration(summary.training_seconds)} of them in the trainer"
+                f"{state.step} steps, {state.updates} updates; {state.elapsed_s / 60:.1f} min in"
+                f" all, {state.training_s / 60:.1f} of them in the trainer"
             ),
         ),
         ("CPU", f"{cpu} in server, gateway, engine and trainer"),
-        (
-            "sessions",
-            f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
-        ),
+        ("sessions", f"{sessions:,}, {failed:,} failed"),
         ("tokens", f"{tokens} + {masked:,} masked + {dropped:,} dropped"),
         ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
         ("logprobs", _logprob_difference(summary)),
@@ -121,47 +117,36 @@ def _harness(summary: DemoSummary) -> str:
     return f"{summary.harness} {summary.harness_version}".rstrip()
 
 
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
 # --------------------------------------------------------------------------- plot
 def _draw_curve(axes: Axes, by_step: Mapping[int, float]) -> None:
     numbers, rewards = list(by_step), list(by_step.values())
     axes.plot(numbers, rewards, color=_LINE, linewidth=2.6, marker="o")
-    _title(axes, "Training reward, mean of each step")
     axes.set_xlabel("step", color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(0.5, max([1, *numbers]) + 0.5)
     low, high = min([0.0, *rewards]), max([1.0, *rewards])
     axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
-    _tidy(axes)
+    _finish(axes, "Training reward, mean of each step")
 
 
 def _draw_bars(axes: Axes, summary: DemoSummary) -> None:
-    bars = (
-        (summary.pass_before, summary.ci_before, _BEFORE),
-        (summary.pass_after, summary.ci_after, _AFTER),
+    for x, (rate, colour) in enumerate(((summary.before, _BEFORE), (summary.after, _AFTER))):
+        axes.bar(x, rate.value, width=0.62, color=colour)
+        axes.vlines(x, rate.low, rate.high, color=_INK, linewidth=1.6)
+        height, label = rate.high + 0.025, f"{rate.value:.0%}"
+        axes.text(x, height, label, ha="center", color=_INK, fontweight="bold")
+    axes.set_xticks(
+        [0, 1], [f"before\nof {summary.before.tasks}", f"after\nof {summary.after.tasks}"]
     )
-    for x, (rate, (low, high), colour) in enumerate(bars):
-        axes.bar(x, rate, width=0.62, color=colour)
-        axes.vlines(x, low, high, color=_INK, linewidth=1.6)
-        axes.text(x, high + 0.025, f"{rate:.0%}", ha="center", color=_INK, fontweight="bold")
-    axes.set_xticks([0, 1], [f"{name}\nof {summary.held_out}" for name in ("before", "after")])
     axes.set_xlim(-0.6, 1.6)
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    _title(axes, "Held-out pass@1, 95 % intervals")
-    _tidy(axes)
+    _finish(axes, "Held-out pass@1, 95 % intervals")
 
 
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=10.5, color=_INK)
-
-
-def _tidy(axes: Axes) -> None:
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
     axes.grid(axis="y", color=_FAINT, linewidth=0.7)

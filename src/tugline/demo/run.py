@@ -3,7 +3,6 @@
 The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its files.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 from rich.console import Console
-from safetensors import safe_open
 
 from tugline.demo.report import picture
 from tugline.demo.settings import DemoSettings
@@ -23,13 +21,13 @@ from tugline.plugins import make
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings, parse_name
 from tugline.rollout.parts import Parts
-from tugline.traces.base import Builder, sum_ledgers
+from tugline.traces.base import Builder
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
 from tugline.trainers.evaluation import Estimate
 from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, make_report, make_sinks, read_lines
-from tugline.types import Ledger, PluginSpec, Reason
+from tugline.types import PluginSpec
 
 BUILDERS = ("per_request", "prefix_merging")
 """Builders compared at the end."""
@@ -91,30 +89,18 @@ async def run_demo(
     await harness.install()
     sinks = make_sinks((), console)
     state = (await train(config, batches, folder, sinks, make_report(console))).state
-    first, last = state.scores[0], state.scores[-1]
-    before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in (first, last))
+    ends = (state.scores[0], state.scores[-1])
+    before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)
     rows, cpu = read_lines(folder / METRICS), os.times()
-    held_out = first.sampled + last.sampled
-    ledger = sum_ledgers([state.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})])
     summary = DemoSummary(
         harness=harness.name,
         harness_version=harness.version or "",
-        model=describe_model(WARM_START),
         seed=settings.seed,
-        pass_before=before.value,
-        pass_after=after.value,
-        ci_before=(before.low, before.high),
-        ci_after=(after.low, after.high),
-        held_out=settings.heldout,
-        sessions=state.sessions + 2 * settings.heldout,
-        failed_sessions=state.failed + first.evaluation.unrewarded + last.evaluation.unrewarded,
-        steps=state.step,
-        updates=state.updates,
-        seconds=state.elapsed_s,
-        training_seconds=state.training_s,
+        before=before,
+        after=after,
+        state=state,
         cpu_seconds=cpu.user + cpu.system,
         cpu_seconds_sessions=cpu.children_user + cpu.children_system,
-        ledger=ledger,
         replay_max_abs_dlogprob=max(
             (row[_MISMATCH] for row in rows if _MISMATCH in row), default=None
         ),
@@ -124,15 +110,6 @@ async def run_demo(
     rewards = {row["step"]: row["rollout/reward"] for row in rows if "rollout/reward" in row}
     picture(rewards, summary, folder / PICTURE)
     return summary
-
-
-def describe_model(folder: Path) -> str:
-    """Return architecture and size as text."""
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        size = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - no mapping
-    name = config["architectures"][0].removesuffix("ForCausalLM")
-    return f"{name} architecture, {size / 1e6:.1f} M parameters"
 
 
 NOTHING = Estimate(0.0, 0.0, 1.0, 0)

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from tugline.types import Ledger
+from tugline.trainers.evaluation import Estimate
+from tugline.trainers.state import TrainState
 
 
 class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,28 +22,17 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     harness: str
     harness_version: str
-    model: str
-    """Architecture and size, as text."""
     seed: int
-    pass_before: float
-    pass_after: float
-    ci_before: tuple[float, float]
-    ci_after: tuple[float, float]
-    held_out: int
-    """Tasks, each attempted once before and once after training."""
-    sessions: int
-    """All sessions, evaluations included."""
-    failed_sessions: int
-    steps: int
-    updates: int
-    seconds: float
-    training_seconds: float
+    before: Estimate
+    """pass@1 on the held-out tasks, each attempted once."""
+    after: Estimate
+    """The same after training."""
+    state: TrainState
+    """Steps, sessions, token ledger and evaluations of the training run."""
     cpu_seconds: float
     """CPU time of this process: server, gateway, engine, trainer; of the last start only."""
     cpu_seconds_sessions: float
     """CPU time of the processes that it started: agents and tests; of the last start only."""
-    ledger: Ledger
-    """All sampled tokens; those of evaluations are dropped as `held_out`."""
     replay_max_abs_dlogprob: float | None
     """Largest distance between a captured and a recomputed logprob over all steps, nats."""
     builders: tuple[BuilderCost, ...]

@@ -31,8 +31,6 @@ class Reason(StrEnum):
     """The update was skipped: its loss or gradient was not finite."""
     UNREPRODUCIBLE = "unreproducible"
     """No forward pass reproduces its logprob; see `Distribution.forward_temperature`."""
-    HELD_OUT = "held_out"
-    """Sampled to measure the policy, not to train it."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine reported text only."""
     SIDE_CALL = "side_call"
