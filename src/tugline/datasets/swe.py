@@ -13,15 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tugline.datasets import swe_rows
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.datasets.rows import RowSource
-from tugline.datasets.swe_rows import (
-    TEST_COMMANDS,
-    SweRow,
-    list_files,
-    make_eval_script,
-    read_row,
-)
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
@@ -113,12 +107,12 @@ class SweTaskSet(TaskSet):
             home={_PATCH: patch if patch.endswith("\n") else f"{patch}\n"}, argv=("sh", "-c", apply)
         )
 
-    def _read_rows(self) -> Iterator[tuple[SweRow, str | None]]:
+    def _read_rows(self) -> Iterator[tuple[swe_rows.SweRow, str | None]]:
         for where, raw, split in self._source.rows():
-            row = read_row(raw, where, test_command=self._command, log_parser=self._parser)
+            row = swe_rows.read_row(raw, where, test_command=self._command, log_parser=self._parser)
             yield row, split
 
-    def _make_instruction(self, row: SweRow) -> str:
+    def _make_instruction(self, row: swe_rows.SweRow) -> str:
         return self._prompt.format(
             problem_statement=row.problem.strip(),
             hints_text=row.hints.strip(),
@@ -127,10 +121,10 @@ class SweTaskSet(TaskSet):
             instance_id=row.instance,
         )
 
-    def _select_image(self, row: SweRow) -> str | None:
+    def _select_image(self, row: swe_rows.SweRow) -> str | None:
         if self._images is None and (row.image or self._repos):
             return row.image if self._repos is None else None
-        published = "swe-gym" if row.repo.lower() in TEST_COMMANDS else "swebench"
+        published = "swe-gym" if row.repo.lower() in swe_rows.TEST_COMMANDS else "swebench"
         name = row.instance.lower()
         return (self._images or IMAGES[published]).format(
             instance_id=row.instance,
@@ -139,14 +133,14 @@ class SweTaskSet(TaskSet):
             repo=row.repo,
         )
 
-    def _make_workspace(self, row: SweRow, image: str | None) -> Workspace:
+    def _make_workspace(self, row: swe_rows.SweRow, image: str | None) -> Workspace:
         if self._repos is None:
             return Workspace(image=image, commit=row.commit or "HEAD", path=self._folder)
         repo = self._repos.format(instance_id=row.instance, repo=row.repo)
         return Workspace(image=image, repo=repo, commit=row.commit, path=self._folder)
 
-    def _make_evaluator(self, row: SweRow) -> PluginSpec:
-        script = row.eval_script or make_eval_script(row, self._folder, self._setup)
+    def _make_evaluator(self, row: swe_rows.SweRow) -> PluginSpec:
+        script = row.eval_script or swe_rows.make_eval_script(row, self._folder, self._setup)
         options = {
             "instance": row.instance,
             "repo": row.repo,
@@ -156,8 +150,8 @@ class SweTaskSet(TaskSet):
             "eval_type": row.eval_type,
             "fail_to_pass": list(row.fail_to_pass),
             "pass_to_pass": list(row.pass_to_pass),
-            "protected_files": [*list_files(row.test_patch).paths, *row.protected_files],
-            "editable": list(list_files(row.solution).paths),
+            "protected_files": [*swe_rows.list_files(row.test_patch).paths, *row.protected_files],
+            "editable": list(swe_rows.list_files(row.solution).paths),
             "hides": list(row.hides),
             **self._evaluation,
         }

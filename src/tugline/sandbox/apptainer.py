@@ -25,18 +25,11 @@ import msgspec
 import psutil
 
 from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, UsageError
-from tugline.sandbox import limits
+from tugline.sandbox import host, limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.files import replace_file
 from tugline.sandbox.hardening import ApptainerHardening
-from tugline.sandbox.host import (
-    HostRuntime,
-    IsolatedSandbox,
-    Layout,
-    resolve_workdir,
-    try_command,
-)
 from tugline.sandbox.limits import Cgroup, ProgramLimits
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
@@ -57,7 +50,7 @@ _INSTALL = (
 )
 
 
-class Apptainer(HostRuntime):
+class Apptainer(host.HostRuntime):
     """Opens Apptainer containers.
 
     `image` is for workspaces without one; `network` is "none", or "host" where Apptainer may create
@@ -99,7 +92,7 @@ class Apptainer(HostRuntime):
         mounts = [
             one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
         ]
-        layout = Layout(directory, workspace, workdir, mounts)
+        layout = host.Layout(directory, workspace, workdir, mounts)
         allow = self._allow if self._network == "none" else None
         parent = await asyncio.to_thread(limits.find_cgroup_parent)
         return ApptainerSandbox(layout, self._limits, allow, parent, image, self._hardening)
@@ -108,7 +101,7 @@ class Apptainer(HostRuntime):
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
     ) -> tuple[Path, PurePosixPath, Path | None]:
         """Hold the image and the base of the workdir: a repository, a folder, or the image's."""
-        workdir = resolve_workdir(workspace)
+        workdir = host.resolve_workdir(workspace)
         image = await self._get_image(workspace, stack)
         base: Path | None = await super()._prepare(workspace, stack)
         image_folder = image / workdir.relative_to("/")
@@ -154,7 +147,7 @@ class Apptainer(HostRuntime):
         """Return why ``apptainer --version`` does not work, if it does not."""
         if shutil.which("apptainer") is None:
             return _INSTALL
-        problem = try_command(["apptainer", "--version"])
+        problem = host.try_command(["apptainer", "--version"])
         return f"apptainer does not run here: {problem}" if problem else None
 
     def list_weaknesses(self) -> Sequence[str]:
@@ -166,12 +159,12 @@ class Apptainer(HostRuntime):
         return lines
 
 
-class ApptainerSandbox(IsolatedSandbox):
+class ApptainerSandbox(host.IsolatedSandbox):
     """One Apptainer container."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: host.Layout,
         bounds: ProgramLimits,
         allow: AllowList | None,
         cgroup_parent: Cgroup,

@@ -26,17 +26,10 @@ import psutil
 
 from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox import bubblewrap_view as view
-from tugline.sandbox import files
+from tugline.sandbox import files, host
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
-from tugline.sandbox.host import (
-    HostRuntime,
-    IsolatedSandbox,
-    Layout,
-    resolve_workdir,
-    try_command,
-)
 from tugline.sandbox.limits import (
     RECORD,
     Cgroup,
@@ -79,7 +72,7 @@ class _Machine(msgspec.Struct, frozen=True):
     cgroup_parent: Cgroup
 
 
-class Bubblewrap(HostRuntime):
+class Bubblewrap(host.HostRuntime):
     """Opens bubblewrap sandboxes.
 
     `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
@@ -124,7 +117,7 @@ class Bubblewrap(HostRuntime):
         base = await self._prepare(spec.workspace, stack)
         workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
         mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
-        layout = Layout(directory, workspace, workdir, mounts)
+        layout = host.Layout(directory, workspace, workdir, mounts)
         return BubblewrapSandbox(layout, self._limits, self._allow, machine)
 
     def reap(self, directory: Path) -> int:
@@ -143,7 +136,7 @@ class Bubblewrap(HostRuntime):
         except SandboxError as error:
             return f"bwrap cannot be used here: {error}"
         argv = ["bwrap", *machine.first_arguments, *machine.visible_folders]
-        problem = try_command([*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"])
+        problem = host.try_command([*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"])
         return f"bwrap cannot make a sandbox here ({problem}); {_HINT}" if problem else None
 
     def list_weaknesses(self) -> Sequence[str]:
@@ -173,12 +166,12 @@ class Bubblewrap(HostRuntime):
         return self._machine
 
 
-class BubblewrapSandbox(IsolatedSandbox):
+class BubblewrapSandbox(host.IsolatedSandbox):
     """One bubblewrap sandbox."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: host.Layout,
         limits: ProgramLimits,
         allow: AllowList,
         machine: _Machine,
@@ -307,7 +300,7 @@ def _check(spec: SandboxSpec) -> PurePosixPath:
         name = "image" if workspace.image else "build"
         msg = f"runtime 'bubblewrap' has no container images (workspace.{name}); take 'container'"
         raise UsageError(msg)
-    workdir = resolve_workdir(workspace)
+    workdir = host.resolve_workdir(workspace)
     if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
         msg = f"workspace.path is {workspace.path!r}, must be absolute and no folder of the system"
         raise UsageError(msg)

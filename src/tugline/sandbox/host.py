@@ -14,19 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 from tugline.errors import TuglineError, UsageError
-from tugline.sandbox import files
-from tugline.sandbox.base import (
-    HOME,
-    MAX_READ_BYTES,
-    WORKDIR,
-    Content,
-    Exit,
-    Mount,
-    PausableTimeout,
-    Runtime,
-    Sandbox,
-    SandboxSpec,
-)
+from tugline.sandbox import base, files
 from tugline.sandbox.cache import WorkspaceCache
 from tugline.sandbox.limits import Cgroup, OomKills, ProgramLimits, SandboxCgroup, set_rlimits
 from tugline.sandbox.network import AllowList, PortForwards
@@ -46,10 +34,10 @@ class Layout(NamedTuple):
     directory: Path
     workspace: OverlayWorkspace
     workdir: PurePosixPath
-    mounts: Sequence[Mount]
+    mounts: Sequence[base.Mount]
 
 
-class HostSandbox(Sandbox):
+class HostSandbox(base.Sandbox):
     """A sandbox whose files and logs are in `directory` on this machine."""
 
     def __init__(
@@ -77,12 +65,12 @@ class HostSandbox(Sandbox):
         finally:
             await asyncio.to_thread(self._clean_up)
 
-    async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
+    async def put(self, root: PurePath, contents: Mapping[str, base.Content]) -> None:
         """Write files under the workdir or the home."""
         folder, _ = files.resolve_path(root, await self._locate(root), is_root=True)
         await asyncio.to_thread(files.write_files, folder, contents)
 
-    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = base.MAX_READ_BYTES) -> bytes | None:
         """Read a regular file."""
         folder, rest = files.resolve_path(path, await self._locate(path))
         return await asyncio.to_thread(files.read_file, folder, rest, max_bytes)
@@ -132,7 +120,7 @@ class IsolatedSandbox(HostSandbox):
     with the same files for the next program.
     """
 
-    home = HOME
+    home = base.HOME
 
     def __init__(
         self,
@@ -146,7 +134,7 @@ class IsolatedSandbox(HostSandbox):
         writable = [mount.target for mount in mounts if mount.source is None]
         folders = {
             PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - its own
-            HOME: directory / "home",
+            base.HOME: directory / "home",
             workdir: workspace.work,
             **{PurePosixPath(to): directory / "mounts" / str(n) for n, to in enumerate(writable)},
         }
@@ -185,9 +173,9 @@ class IsolatedSandbox(HostSandbox):
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | PausableTimeout,
+        timeout_s: float | base.PausableTimeout,
         log_name: str = "agent",
-    ) -> Exit:
+    ) -> base.Exit:
         """Run a program by the sandbox's shell, one at a time."""
         async with self._in_use:
             runner = await self._ensure_started()
@@ -235,7 +223,7 @@ class IsolatedSandbox(HostSandbox):
     async def _kill_processes(self) -> None:
         """Kill everything in the sandbox, if it was started; return when nothing is left."""
 
-    async def _run_monitored(self, program: Callable[[], Awaitable[Exit]]) -> Exit:
+    async def _run_monitored(self, program: Callable[[], Awaitable[base.Exit]]) -> base.Exit:
         return await self._monitor.run(program, self._pid)
 
     def _writable_folders(self) -> list[Path]:
@@ -297,7 +285,7 @@ class IsolatedSandbox(HostSandbox):
         self._runner, self._pid = None, 0
 
 
-class HostRuntime(Runtime):
+class HostRuntime(base.Runtime):
     """Opens sandboxes over workspaces from a cache of at most `cache_gb`."""
 
     def __init__(self, cache_gb: float) -> None:
@@ -305,11 +293,11 @@ class HostRuntime(Runtime):
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
+        self, directory: Path, spec: base.SandboxSpec | None = None
     ) -> AsyncIterator[HostSandbox]:
         """Open a sandbox under `directory` and close it on leaving, also when cancelled."""
         async with contextlib.AsyncExitStack() as stack:
-            sandbox = await self._create(Path.cwd() / directory, spec or SandboxSpec(), stack)
+            sandbox = await self._create(Path.cwd() / directory, spec or base.SandboxSpec(), stack)
             try:
                 await sandbox.start()
                 yield sandbox
@@ -329,7 +317,7 @@ class HostRuntime(Runtime):
 
     @abstractmethod
     async def _create(
-        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+        self, directory: Path, spec: base.SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> HostSandbox:
         """Check `spec`, prepare its workspace and return a sandbox that is not started yet."""
 
@@ -348,10 +336,16 @@ def try_command(argv: Sequence[str]) -> str:
     return (output or f"exit status {done.returncode}") if done.returncode else ""
 
 
-def resolve_workdir(workspace: Workspace, default: PurePosixPath = WORKDIR) -> PurePosixPath:
+def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR) -> PurePosixPath:
     """Return where programs see the workspace. Raises `UsageError` for an unusable path."""
     workdir = PurePosixPath(workspace.path) if workspace.path else default
-    if not workdir.is_absolute() or ".." in workdir.parts or workdir in {HOME, *HOME.parents}:
-        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {HOME}"
+    if (
+        not workdir.is_absolute()
+        or ".." in workdir.parts
+        or workdir in {base.HOME, *base.HOME.parents}
+    ):
+        msg = (
+            f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {base.HOME}"
+        )
         raise UsageError(msg)
     return workdir

@@ -12,14 +12,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from tugline.traces.base import (
-    Builder,
-    Built,
-    TraceMeta,
-    count_session,
-    count_shared_tokens,
-    make_trace,
-)
+from tugline.traces import base
 from tugline.traces.lineage import Answer, build_chains
 from tugline.types import (
     Call,
@@ -34,13 +27,13 @@ from tugline.types import (
 )
 
 
-class PerRequest(Builder):
+class PerRequest(base.Builder):
     """One trace per model call: its prompt as context, its answer to train on.
 
     Traces are in the order of the calls; a trace's parent is that of the call before.
     """
 
-    def build(self, calls: Sequence[Call]) -> Built:
+    def build(self, calls: Sequence[Call]) -> base.Built:
         """Give every call a trace of its own."""
         answers: list[tuple[Answer, TraceKind, int | None]] = []
         for chain in build_chains(calls):
@@ -53,12 +46,12 @@ class PerRequest(Builder):
         traces: list[Trace] = []
         for answer, kind, previous in answers:
             ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
-            meta = TraceMeta(kind, None if previous is None else index.get(previous))
-            traces.append(make_trace(ids, [answer], meta, self.max_length, traces))
-        return Built(tuple(traces), count_session(calls, traces))
+            meta = base.TraceMeta(kind, None if previous is None else index.get(previous))
+            traces.append(base.make_trace(ids, [answer], meta, self.max_length, traces))
+        return base.Built(tuple(traces), base.count_session(calls, traces))
 
 
-class PrefixMerging(Builder):
+class PrefixMerging(base.Builder):
     """One trace per exact chain of calls, in the order of their first calls.
 
     The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the prompt and
@@ -67,10 +60,10 @@ class PrefixMerging(Builder):
     context of a fork is not trained a second time: it has mask False, logprob 0 and no span.
     """
 
-    def build(self, calls: Sequence[Call]) -> Built:
+    def build(self, calls: Sequence[Call]) -> base.Built:
         """Give every chain of calls a trace."""
         traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
-        return Built(tuple(traces), count_session(calls, traces))
+        return base.Built(tuple(traces), base.count_session(calls, traces))
 
 
 def merge_prefixes(
@@ -83,9 +76,9 @@ def merge_prefixes(
     for chain in chains:
         last, after = chain.calls[-1], chain.forked_after
         ids = np.concatenate([last.prompt_ids, last.sampled_ids])
-        meta = TraceMeta(chain.kind, None if after is None else index.get(after))
+        meta = base.TraceMeta(chain.kind, None if after is None else index.get(after))
         answers = chain.place_answers(train_side=train_side)
-        traces.append(make_trace(ids, answers, meta, max_length, traces))
+        traces.append(base.make_trace(ids, answers, meta, max_length, traces))
     return traces
 
 
@@ -176,7 +169,7 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
             above = self.branches[first].parent
             parent = None if above is None else index.get(view_of[above])
             trace = self._make_view(branch, of_source, parent)
-            shared = 0 if parent is None else count_shared_tokens(own[parent], trace)
+            shared = 0 if parent is None else base.count_shared_tokens(own[parent], trace)
             index[branch] = len(own)
             own.append(msgspec.structs.replace(trace, shared=shared))
         return {session: tuple(made) for session, made in traces.items()}
@@ -355,7 +348,7 @@ def _make_branch(session: str, first: int, trace: Trace, leaf: _GrowingNode) -> 
     )
 
 
-class PrefixTree(Builder):
+class PrefixTree(base.Builder):
     """The traces are the branches of the session's tree; `tree` gives the tree itself."""
 
     def tree(self, calls: Sequence[Call]) -> Tree:
@@ -364,7 +357,7 @@ class PrefixTree(Builder):
         traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
         return build_tree({session: traces})
 
-    def build(self, calls: Sequence[Call]) -> Built:
+    def build(self, calls: Sequence[Call]) -> base.Built:
         """Make a trace per branch; without forks, the same as `prefix_merging`."""
         traces = self.tree(calls).views().get(calls[0].session, ()) if calls else ()
-        return Built(tuple(traces), count_session(calls, traces))
+        return base.Built(tuple(traces), base.count_session(calls, traces))

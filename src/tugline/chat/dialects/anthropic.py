@@ -19,30 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.anthropic_messages import (
-    MessageStream,
-    build_blocks,
-    build_usage,
-    find_stop_reason,
-    fold_message,
-)
-from tugline.chat.dialects.base import (
-    ABSENT,
-    CLIENT_TOOLS,
-    Action,
-    Dialect,
-    HttpRequest,
-    ParseCache,
-    bearer,
-    decode,
-    encode,
-    invalid,
-    is_refused_by_engine,
-    optional_text,
-    require,
-    session_thread,
-    unsupported,
-)
+from tugline.chat.dialects import anthropic_messages, base
 from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
@@ -83,7 +60,7 @@ class _ToolChoiceBody(msgspec.Struct):
 
 class _Format(msgspec.Struct):
     type: str
-    schema: Raw = ABSENT
+    schema: Raw = base.ABSENT
 
 
 class _Thinking(msgspec.Struct):
@@ -110,8 +87,8 @@ class _MessagesBody(msgspec.Struct):
 
     model: str
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    system: Raw = ABSENT
-    tools: Raw = ABSENT
+    system: Raw = base.ABSENT
+    tools: Raw = base.ABSENT
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
@@ -130,29 +107,29 @@ class _MessagesBody(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_MessagesBody)
 
 
-class Anthropic(Dialect):
+class Anthropic(base.Dialect):
     """``POST /v1/messages``, its token count, and the list of models."""
 
     name = "anthropic"
-    posts: ClassVar = {"/messages": Action.ANSWER, "/messages/count_tokens": Action.COUNT}
+    posts: ClassVar = {"/messages": base.Action.ANSWER, "/messages/count_tokens": base.Action.COUNT}
 
-    def owns_models(self, request: HttpRequest) -> bool:
+    def owns_models(self, request: base.HttpRequest) -> bool:
         """By the header that all of its clients send."""
         return "anthropic-version" in request.headers
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-api-key``, or a bearer token."""
-        return headers.get("x-api-key") or bearer(headers)
+        return headers.get("x-api-key") or base.bearer(headers)
 
-    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        counting = self.match(request) is Action.COUNT
-        body = decode(request.body, _decoder, "the request body")
+        counting = self.match(request) is base.Action.COUNT
+        body = base.decode(request.body, _decoder, "the request body")
         _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
-        messages = cache.fold([body.system, *body.messages], fold_message)
+        messages = cache.fold([body.system, *body.messages], anthropic_messages.fold_message)
         tools = cache.parse_tools(body.tools, _parse_tool)
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)
@@ -187,23 +164,25 @@ class Anthropic(Dialect):
         """A ``message`` object."""
         response = responses[0]
         thinking = request.echo != _HIDE_THINKING
-        return encode(
+        return base.encode(
             {
                 "id": f"msg_{response.id}",
                 "type": "message",
                 "role": "assistant",
                 "model": response.model,
-                "content": build_blocks(response.message, thinking=thinking),
-                "stop_reason": find_stop_reason(response),
+                "content": anthropic_messages.build_blocks(response.message, thinking=thinking),
+                "stop_reason": anthropic_messages.find_stop_reason(response),
                 "stop_sequence": response.stop,
-                "usage": build_usage(response.usage),
+                "usage": anthropic_messages.build_usage(response.usage),
             }
         )
 
-    def stream(self, request: Request, response_id: str, created: int) -> MessageStream:
+    def stream(
+        self, request: Request, response_id: str, created: int
+    ) -> anthropic_messages.MessageStream:
         """Server-sent events from ``message_start`` to ``message_stop``."""
         thinking = request.echo != _HIDE_THINKING
-        return MessageStream(
+        return anthropic_messages.MessageStream(
             request.model, response_id, lambda error: self.encode_error(error)[2], thinking=thinking
         )
 
@@ -211,7 +190,7 @@ class Anthropic(Dialect):
         """One page that holds them all."""
         data = [self.build_model(name, window, created) for name in names]
         first, last = (names[0], names[-1]) if names else (None, None)
-        return encode({"data": data, "has_more": False, "first_id": first, "last_id": last})
+        return base.encode({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
         """A ``model`` object."""
@@ -232,7 +211,7 @@ class Anthropic(Dialect):
         if isinstance(error, RequestError):
             status = error.status
             headers["x-should-retry"] = "false"
-        elif is_refused_by_engine(error):
+        elif base.is_refused_by_engine(error):
             headers["x-should-retry"] = "false"
         elif isinstance(error, EngineError):
             status = _OVERLOADED
@@ -246,19 +225,25 @@ class Anthropic(Dialect):
         fields["message"] = text
         if isinstance(error, RequestError) and error.param == _PREVIOUS:
             fields["details"] = {"error_code": "thread_not_found"}  # the SDK sends it all again
-        return status, headers, encode({"type": "error", "error": fields, "request_id": request_id})
+        return (
+            status,
+            headers,
+            base.encode({"type": "error", "error": fields, "request_id": request_id}),
+        )
 
 
 # --------------------------------------------------------------------------- the envelope
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        raise unsupported(body.mcp_servers, "mcp_servers", ": no servers are called; leave it out")
+        raise base.unsupported(
+            body.mcp_servers, "mcp_servers", ": no servers are called; leave it out"
+        )
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (re.match("clear_thinking_", str(kind)) and keep == "all"):
             place = f"context_management.edits[{index}]"
             advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
-            raise unsupported(edit, place, advice)
+            raise base.unsupported(edit, place, advice)
 
 
 def _parse_constraint(body: _MessagesBody) -> Constraint | None:
@@ -275,22 +260,22 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
 def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        raise invalid(choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}")
+        raise base.invalid(choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}")
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 
 def _parse_tool(item: Any, where: str) -> Tool:
-    name = require(item, "name", str, where)
+    name = base.require(item, "name", str, where)
     kind = item.get("type")
     strict = item.get("strict") is True
-    if isinstance(kind, str) and kind.rpartition("_")[0] in CLIENT_TOOLS:
-        tool = CLIENT_TOOLS[kind.rpartition("_")[0]]
+    if isinstance(kind, str) and kind.rpartition("_")[0] in base.CLIENT_TOOLS:
+        tool = base.CLIENT_TOOLS[kind.rpartition("_")[0]]
         return msgspec.structs.replace(tool, name=name, strict=strict)
     if kind is not None and kind != "custom":
         advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
-        raise unsupported(kind, f"{where}.type", advice)
-    schema = require(item, "input_schema", dict, where)
-    return Tool(name, optional_text(item, "description") or "", schema, strict=strict)
+        raise base.unsupported(kind, f"{where}.type", advice)
+    schema = base.require(item, "input_schema", dict, where)
+    return Tool(name, base.optional_text(item, "description") or "", schema, strict=strict)
 
 
 def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:
@@ -299,4 +284,4 @@ def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:
     if agent:
         parent = headers.get("x-claude-code-parent-agent-id") or session
         return ThreadInfo(agent, parent, TraceKind.SUBAGENT)
-    return ThreadInfo(session) if session else session_thread(headers)
+    return ThreadInfo(session) if session else base.session_thread(headers)

@@ -11,14 +11,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects.base import (
-    ContentBuilder,
-    Stream,
-    decode_object,
-    encode,
-    invalid,
-    require,
-)
+from tugline.chat.dialects import base
 from tugline.chat.model_call import Piece, ReasoningDelta, Response, TextDelta, Usage, join_messages
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
@@ -76,20 +69,20 @@ def _sign(digest: hashlib.blake2b) -> str:
 def _build_input(call: ToolCall) -> bytes:
     """The arguments as the JSON object that clients rely on, in the model's own spelling."""
     arguments = call.arguments.strip() or "{}"
-    if decode_object(arguments) is not None:
+    if base.decode_object(arguments) is not None:
         return arguments.encode()
-    return encode({_UNPARSED: {"raw": call.arguments, "len": len(call.arguments)}})
+    return base.encode({_UNPARSED: {"raw": call.arguments, "len": len(call.arguments)}})
 
 
 def _parse_input(value: dict[str, Any]) -> str:
     unparsed = value.get(_UNPARSED)
     if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
         return str(unparsed["raw"])
-    return encode(value).decode()
+    return base.encode(value).decode()
 
 
 # --------------------------------------------------------------------------- streamed responses
-class MessageStream(Stream):
+class MessageStream(base.Stream):
     """One response as server-sent events: numbered blocks between start and stop.
 
     Claude Code merges turns whose ``message.id`` is missing or repeated, and asks again without
@@ -184,7 +177,7 @@ class MessageStream(Stream):
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:
-    body = encode({"type": kind, **data})
+    body = base.encode({"type": kind, **data})
     return encode_event(body, kind)
 
 
@@ -197,7 +190,7 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         return
     where = f"messages[{index - 1}]"
     role, content, place = (
-        require(item, "role", str, where),
+        base.require(item, "role", str, where),
         item.get("content"),
         f"{where}.content",
     )
@@ -212,7 +205,7 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         else:
             messages.append(turn)
     else:
-        raise invalid(role, f"{where}.role", "must be user, assistant or system")
+        raise base.invalid(role, f"{where}.role", "must be user, assistant or system")
 
 
 def _list_blocks(content: Any, where: str) -> list[Any]:
@@ -220,17 +213,17 @@ def _list_blocks(content: Any, where: str) -> list[Any]:
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
         return content
-    raise invalid(content, where, "must be text or a list of blocks")
+    raise base.invalid(content, where, "must be text or a list of blocks")
 
 
 def _parse_system(content: Any, where: str) -> str:
     """A system prompt without Claude Code's billing block, which differs in every request."""
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     for i, block in enumerate(_list_blocks(content, where)):
         place = f"{where}[{i}]"
-        if require(block, "type", str, place) != "text":
+        if base.require(block, "type", str, place) != "text":
             raise _unknown(block, place, "only text blocks stand in a system prompt")
-        text = require(block, "text", str, place)
+        text = base.require(block, "text", str, place)
         if not text.startswith(_BILLING):
             builder.add_text(text)
     return builder.text
@@ -238,13 +231,13 @@ def _parse_system(content: Any, where: str) -> str:
 
 def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
     """Tool results and the content between them, in the order given."""
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
-        if require(block, "type", str, place) == "tool_result":
+        if base.require(block, "type", str, place) == "tool_result":
             if not builder.empty:
                 yield builder.build(Role.USER)
-                builder = ContentBuilder()
+                builder = base.ContentBuilder()
             yield _parse_result(block, place)
         else:
             _add_block(builder, block, place)
@@ -253,38 +246,40 @@ def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
 
 
 def _parse_result(block: dict[str, Any], where: str) -> Message:
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     place = f"{where}.content"
     for i, part in enumerate(_list_blocks(block.get("content") or [], place)):
         _add_block(builder, part, f"{place}[{i}]")
-    call_id = require(block, "tool_use_id", str, where)
+    call_id = base.require(block, "tool_use_id", str, where)
     return builder.build(Role.TOOL, call_id, failed=block.get("is_error") is True)
 
 
-def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
+def _add_block(builder: base.ContentBuilder, block: Any, where: str) -> None:
     """Add a block of a user, or of a tool result."""
-    kind = require(block, "type", str, where)
+    kind = base.require(block, "type", str, where)
     source = block.get("source")
     if kind == "text":
-        builder.add_text(require(block, "text", str, where))
+        builder.add_text(base.require(block, "text", str, where))
     elif kind == "image":
-        builder.add_image(_parse_image(require(block, "source", dict, where), f"{where}.source"))
+        builder.add_image(
+            _parse_image(base.require(block, "source", dict, where), f"{where}.source")
+        )
     elif kind == "tool_reference":  # Claude Code's search for tools it did not declare at first
-        builder.add_text(f"Tool found: {require(block, 'tool_name', str, where)}")
+        builder.add_text(f"Tool found: {base.require(block, 'tool_name', str, where)}")
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        builder.add_text(require(source, "data", str, f"{where}.source"))
+        builder.add_text(base.require(source, "data", str, f"{where}.source"))
     else:
         raise _unknown(block, where, "text, images and plain-text documents are understood")
 
 
 def _parse_image(source: dict[str, Any], where: str) -> str:
-    kind = require(source, "type", str, where)
+    kind = base.require(source, "type", str, where)
     if kind == "base64":
-        media_type = require(source, "media_type", str, where)
-        return f"data:{media_type};base64,{require(source, 'data', str, where)}"
+        media_type = base.require(source, "media_type", str, where)
+        return f"data:{media_type};base64,{base.require(source, 'data', str, where)}"
     if kind == "url":
-        return require(source, "url", str, where)
-    raise invalid(kind, f"{where}.type", "must be base64 or url")
+        return base.require(source, "url", str, where)
+    raise base.invalid(kind, f"{where}.type", "must be base64 or url")
 
 
 def _parse_assistant(blocks: list[Any], where: str) -> Message:
@@ -293,15 +288,15 @@ def _parse_assistant(blocks: list[Any], where: str) -> Message:
     calls: list[ToolCall] = []
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
-        kind = require(block, "type", str, place)
+        kind = base.require(block, "type", str, place)
         if kind == "text":
-            text.append(require(block, "text", str, place))
+            text.append(base.require(block, "text", str, place))
         elif kind == "thinking":
-            reasoning.append(require(block, "thinking", str, place))
+            reasoning.append(base.require(block, "thinking", str, place))
         elif kind == "tool_use":
-            arguments = _parse_input(require(block, "input", dict, place))
-            name = require(block, "name", str, place)
-            calls.append(ToolCall(require(block, "id", str, place), name, arguments))
+            arguments = _parse_input(base.require(block, "input", dict, place))
+            name = base.require(block, "name", str, place)
+            calls.append(ToolCall(base.require(block, "id", str, place), name, arguments))
         else:
             raise _unknown(block, place, "text, thinking and tool_use are what was answered here")
     return Message(

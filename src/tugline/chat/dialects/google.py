@@ -17,31 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.base import (
-    ABSENT,
-    Action,
-    Dialect,
-    HttpRequest,
-    ParseCache,
-    Stream,
-    bearer,
-    decode,
-    encode,
-    invalid,
-    is_refused_by_engine,
-    require_object,
-    session_thread,
-    unsupported,
-)
-from tugline.chat.dialects.google_messages import (
-    build_call,
-    build_parts,
-    fold_content,
-    parse_tool_choice,
-    parse_tools,
-    to_camel,
-    to_json_schema,
-)
+from tugline.chat.dialects import base, google_messages
 from tugline.chat.model_call import (
     Constraint,
     ConstraintKind,
@@ -89,16 +65,16 @@ class _GenerateContentBody(msgspec.Struct, rename="camel"):
     """The envelope; fields that it does not name are accepted and change nothing."""
 
     contents: list[Raw] = []
-    system_instruction: Raw = ABSENT
-    tools: Raw = ABSENT
-    generation_config: Raw = ABSENT
-    tool_config: Raw = ABSENT
+    system_instruction: Raw = base.ABSENT
+    tools: Raw = base.ABSENT
+    generation_config: Raw = base.ABSENT
+    tool_config: Raw = base.ABSENT
     cached_content: str | None = None
-    generate_content_request: Raw = ABSENT
+    generate_content_request: Raw = base.ABSENT
     """The whole request, in the longer of the two forms of a count."""
-    system_snake: Raw = msgspec.field(default=ABSENT, name="system_instruction")
-    generation_snake: Raw = msgspec.field(default=ABSENT, name="generation_config")
-    choice_snake: Raw = msgspec.field(default=ABSENT, name="tool_config")
+    system_snake: Raw = msgspec.field(default=base.ABSENT, name="system_instruction")
+    generation_snake: Raw = msgspec.field(default=base.ABSENT, name="generation_config")
+    choice_snake: Raw = msgspec.field(default=base.ABSENT, name="tool_config")
     cached_snake: str | None = msgspec.field(default=None, name="cached_content")
 
 
@@ -124,60 +100,62 @@ _config = msgspec.json.Decoder(_Config)
 _any = msgspec.json.Decoder()
 
 
-class Google(Dialect):
+class Google(base.Dialect):
     """``POST /v1beta/models/{model}:generateContent`` and its siblings."""
 
     name = "google"
 
-    def match(self, request: HttpRequest) -> Action | None:
+    def match(self, request: base.HttpRequest) -> base.Action | None:
         """See `Dialect.match`; the model is part of the route."""
         if request.method != "POST":
             return super().match(request)
         route = _ROUTE.fullmatch(request.path)
         if route is None:
             return None
-        return Action.COUNT if route[2] == "countTokens" else Action.ANSWER
+        return base.Action.COUNT if route[2] == "countTokens" else base.Action.ANSWER
 
-    def owns_models(self, request: HttpRequest) -> bool:
+    def owns_models(self, request: base.HttpRequest) -> bool:
         """By the version of the API, or by the place of the key."""
         own = request.version.startswith(("v1alpha", "v1beta"))
         return own or self._find_key(request.headers, request.query) is not None
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-goog-api-key``, ``?key=``, or a bearer token."""
-        return self._find_key(headers, query) or bearer(headers)
+        return self._find_key(headers, query) or base.bearer(headers)
 
     def _find_key(self, headers: Mapping[str, str], query: str) -> str | None:
         return headers.get("x-goog-api-key") or parse_qs(query).get("key", [None])[0]
 
-    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
         route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
         counting = method == "countTokens"
-        body = decode(request.body, _body, "the request body")
-        if counting and body.generate_content_request != ABSENT:
-            body = decode(body.generate_content_request, _body, "generateContentRequest")
+        body = base.decode(request.body, _body, "the request body")
+        if counting and body.generate_content_request != base.ABSENT:
+            body = base.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
             msg = "contents=[] must hold at least one content"
             raise RequestError(msg, param="contents")
         if body.cached_content or body.cached_snake:
             advice = ": nothing is cached here; send the whole prompt"
-            raise unsupported(body.cached_content or body.cached_snake, "cachedContent", advice)
+            raise base.unsupported(
+                body.cached_content or body.cached_snake, "cachedContent", advice
+            )
         system = _either(body.system_instruction, body.system_snake)
-        messages = cache.fold([system, *body.contents], fold_content)
+        messages = cache.fold([system, *body.contents], google_messages.fold_content)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"contents[{len(body.contents) - 1}]"
             msg = f"{place} begins the answer (role 'model'); the last content must be a user's"
             raise RequestError(msg, param=place)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
-        choice = decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
-        thinking = to_camel(config.thinking_config or {})
+        choice = base.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
+        thinking = google_messages.to_camel(config.thinking_config or {})
         sse = _SSE if "sse" in parse_qs(request.query).get("alt", ()) else b""
         return Request(
             model=model,
             messages=messages,
-            tools=cache.parse_tool_groups(body.tools, parse_tools),
+            tools=cache.parse_tool_groups(body.tools, google_messages.parse_tools),
             sampling=Sampling(
                 temperature=config.temperature,
                 top_p=config.top_p,
@@ -189,9 +167,9 @@ class Google(Dialect):
             stream=method == "streamGenerateContent",
             usage_in_stream=True,
             n=config.candidate_count or 1,
-            tool_choice=parse_tool_choice(choice),
+            tool_choice=google_messages.parse_tool_choice(choice),
             constraint=_parse_constraint(config),
-            thread=session_thread(request.headers),
+            thread=base.session_thread(request.headers),
             echo=sse + (_HIDE_THOUGHTS if thinking.get("includeThoughts") is False else b""),
         )
 
@@ -200,12 +178,16 @@ class Google(Dialect):
         thoughts = _HIDE_THOUGHTS not in request.echo
         candidates = [
             _build_candidate(
-                index, build_parts(response.message, thoughts=thoughts), _find_reason(response)
+                index,
+                google_messages.build_parts(response.message, thoughts=thoughts),
+                _find_reason(response),
             )
             for index, response in enumerate(responses)
         ]
         head = {"modelVersion": responses[0].model, "responseId": responses[0].id}
-        return encode({"candidates": candidates, "usageMetadata": _build_usage(responses), **head})
+        return base.encode(
+            {"candidates": candidates, "usageMetadata": _build_usage(responses), **head}
+        )
 
     def stream(self, request: Request, response_id: str, created: int) -> ContentStream:
         """``data:`` lines with ``alt=sse``, else one JSON list that grows."""
@@ -215,11 +197,11 @@ class Google(Dialect):
 
     def encode_count(self, tokens: int) -> bytes:
         """The reply of ``countTokens``."""
-        return encode({"totalTokens": tokens})
+        return base.encode({"totalTokens": tokens})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
-        return encode({"models": [self.build_model(name, window, created) for name in names]})
+        return base.encode({"models": [self.build_model(name, window, created) for name in names]})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
         """A ``Model`` object."""
@@ -236,10 +218,10 @@ class Google(Dialect):
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object with its ``google.rpc`` status."""
         status, headers = _find_status(error)
-        return status, headers, encode(_build_error(error))
+        return status, headers, base.encode(_build_error(error))
 
 
-class ContentStream(Stream):
+class ContentStream(base.Stream):
     """One streamed response; every chunk is a whole one with the parts that are new."""
 
     def __init__(self, head: dict[str, Any], *, sse: bool, thoughts: bool) -> None:
@@ -256,7 +238,7 @@ class ContentStream(Stream):
     def add(self, piece: Piece, index: int = 0) -> bytes:
         """A chunk with one part; nothing for thoughts that the client does not want."""
         if isinstance(piece, ToolCall):
-            part = build_call(piece, first=index not in self._called)
+            part = google_messages.build_call(piece, first=index not in self._called)
             self._called.add(index)
         elif isinstance(piece, TextDelta):
             part = {"text": piece.text}
@@ -278,7 +260,7 @@ class ContentStream(Stream):
     def fail(self, error: TuglineError) -> bytes:
         """The bare error object: Gemini CLI takes one in a ``data:`` line for the end."""
         if self._sse:
-            return encode(_build_error(error)) + b"\n\n"
+            return base.encode(_build_error(error)) + b"\n\n"
         return self._last_chunk(_build_error(error))
 
     def keep_alive(self) -> bytes:
@@ -286,7 +268,7 @@ class ContentStream(Stream):
         return b""
 
     def _chunk(self, data: dict[str, Any]) -> bytes:
-        body = encode(data)
+        body = base.encode(data)
         self._chunks += 1
         if self._sse:
             return encode_event(body)
@@ -326,7 +308,7 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, int]:
 def _find_status(error: TuglineError) -> tuple[int, dict[str, str]]:
     if isinstance(error, RequestError):
         return error.status, {}
-    if not isinstance(error, EngineError) or is_refused_by_engine(error):
+    if not isinstance(error, EngineError) or base.is_refused_by_engine(error):
         return _INTERNAL, {}
     if error.retry_after is None:
         return _UNAVAILABLE, {}
@@ -355,21 +337,21 @@ def _build_error(error: TuglineError) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- requests
 def _either(camel: Raw, snake: Raw) -> Raw:
-    return snake if camel == ABSENT else camel
+    return snake if camel == base.ABSENT else camel
 
 
 def _parse_config(raw: Raw) -> _Config:
     """The generation config. Raises `Unsupported` for fields that cannot be honoured."""
-    given = decode(raw, _any, _CONFIG)
+    given = base.decode(raw, _any, _CONFIG)
     if given is None:
         return _Config()
-    fields = to_camel(require_object(given, _CONFIG))
-    config = decode(encode(fields), _config, _CONFIG, f"{_CONFIG}.")
+    fields = google_messages.to_camel(base.require_object(given, _CONFIG))
+    config = base.decode(base.encode(fields), _config, _CONFIG, f"{_CONFIG}.")
     modalities = [one for one in config.response_modalities or () if one != "TEXT"]
     refused = {name: fields.get(name) for name in _REFUSED} | {"responseModalities": modalities}
     for name, value in refused.items():
         if value:
-            raise unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
+            raise base.unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
     return config
 
 
@@ -378,12 +360,12 @@ def _parse_constraint(config: _Config) -> Constraint | None:
     media = config.response_mime_type or "text/plain"
     schema = config.response_json_schema
     if schema is None and config.response_schema is not None:
-        schema = to_json_schema(config.response_schema)
+        schema = google_messages.to_json_schema(config.response_schema)
     if media == "application/json":
         if schema is None:
             return Constraint(ConstraintKind.JSON_OBJECT)
-        return Constraint(ConstraintKind.JSON_SCHEMA, encode(schema).decode())
+        return Constraint(ConstraintKind.JSON_SCHEMA, base.encode(schema).decode())
     if media != "text/plain" or schema is not None:
         right = "must be 'text/plain', or 'application/json' (which a response schema needs)"
-        raise invalid(media, f"{_CONFIG}.responseMimeType", right)
+        raise base.invalid(media, f"{_CONFIG}.responseMimeType", right)
     return None

@@ -16,17 +16,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects.base import (
-    ContentBuilder,
-    decode_object,
-    encode,
-    invalid,
-    optional_text,
-    parse_list,
-    require,
-    require_object,
-    unsupported,
-)
+from tugline.chat.dialects import base
 from tugline.chat.model_call import ChoiceMode, ToolChoice, join_messages
 from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
@@ -74,8 +64,8 @@ def build_parts(message: Message, *, thoughts: bool) -> list[dict[str, Any]]:
 def build_call(call: ToolCall, *, first: bool) -> dict[str, Any]:
     """A function call; the first one of a response carries a signature, as in the original."""
     args = call.arguments.strip() or "{}"
-    if decode_object(args) is None:
-        args = encode({_UNPARSED: call.arguments}).decode()
+    if base.decode_object(args) is None:
+        args = base.encode({_UNPARSED: call.arguments}).decode()
     part: dict[str, Any] = {
         "functionCall": {"id": call.id, "name": call.name, "args": Raw(args.encode())}
     }
@@ -99,8 +89,8 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
     where = f"contents[{index - 1}]"
     role = item.get("role") or "user" if isinstance(item, dict) else None
     if role not in ("user", "model", "function"):  # it may be a list, which has no hash
-        raise invalid(role, f"{where}.role", "must be user, model or function")
-    parts = parse_list(require(item, "parts", list, where), f"{where}.parts", _parse_part)
+        raise base.invalid(role, f"{where}.role", "must be user, model or function")
+    parts = base.parse_list(base.require(item, "parts", list, where), f"{where}.parts", _parse_part)
     if role == "model":
         _add_answer(messages, parts, index)
     else:
@@ -110,12 +100,12 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
 def _parse_parts(item: Any, where: str) -> tuple[_Part, ...]:
     """The parts of a content; one alone may stand without a list around it."""
     alone = isinstance(item, dict) and isinstance(item.get("parts"), dict)
-    parts = [item["parts"]] if alone else require(item, "parts", list, where)
-    return parse_list(parts, f"{where}.parts", _parse_part)
+    parts = [item["parts"]] if alone else base.require(item, "parts", list, where)
+    return base.parse_list(parts, f"{where}.parts", _parse_part)
 
 
 def _parse_part(part: Any, where: str) -> _Part:
-    fields = to_camel(require_object(part, where))
+    fields = to_camel(base.require_object(part, where))
     kinds = [name for name, value in fields.items() if name not in _ASIDE and value is not None]
     if len(kinds) > 1:
         msg = f"{where} must hold one of {', '.join(sorted(kinds))}, not all"
@@ -129,23 +119,23 @@ def _parse_system(item: Any) -> str:
     """A system prompt: text, one part, or a content whose parts are text."""
     if isinstance(item, str):
         return item
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     part = isinstance(item, dict) and "text" in item
     for kind, fields, place in _parse_parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
             raise _unknown(kind, place, "only text stands in a system prompt")
-        builder.add_text(require(fields, "text", str, place))
+        builder.add_text(base.require(fields, "text", str, place))
     return builder.text
 
 
 def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
     """Append function responses and the content between them, in the order given."""
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     for kind, part, where in parts:
         if kind == "functionResponse":
             if not builder.empty:
                 messages.append(builder.build(Role.USER))
-                builder = ContentBuilder()
+                builder = base.ContentBuilder()
             messages.append(_parse_result(messages, part[kind], f"{where}.{kind}"))
         else:
             _add_part(builder, kind, part, where)
@@ -153,32 +143,32 @@ def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
         messages.append(builder.build(Role.USER))
 
 
-def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
+def _add_part(builder: base.ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
     if kind == "text":
-        builder.add_text(require(part, "text", str, where))
+        builder.add_text(base.require(part, "text", str, where))
         return
     if kind not in {"inlineData", "fileData"}:
         raise _unknown(kind, where, "a user's parts are text, images or functionResponse")
-    data = to_camel(require(part, kind, dict, where))
+    data = to_camel(base.require(part, kind, dict, where))
     media = str(data.get("mimeType") or "")
     where = f"{where}.{kind}"
     if not media.startswith("image/") and not (media == "" and kind == "fileData"):
         msg = f"{where}.mimeType={media!r} cannot be honoured; only images are understood"
         raise RequestError(msg, param=f"{where}.mimeType")
     if kind == "inlineData":
-        builder.add_image(f"data:{media};base64,{require(data, 'data', str, where)}")
+        builder.add_image(f"data:{media};base64,{base.require(data, 'data', str, where)}")
         return
-    uri = require(data, "fileUri", str, where)
+    uri = base.require(data, "fileUri", str, where)
     if not uri.startswith(("https://", "http://")):
         problem = "must be an https address; uploaded files are not kept"
-        raise invalid(uri, f"{where}.fileUri", problem)
+        raise base.invalid(uri, f"{where}.fileUri", problem)
     builder.add_image(uri)
 
 
 def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Message:
-    name = require(value, "name", str, where)
-    response = {} if value.get("response") is None else require(value, "response", dict, where)
-    builder = ContentBuilder()
+    name = base.require(value, "name", str, where)
+    response = {} if value.get("response") is None else base.require(value, "response", dict, where)
+    builder = base.ContentBuilder()
     builder.add_text(_find_output(response))
     for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
         _add_part(builder, kind, part, place)
@@ -192,7 +182,7 @@ def _find_output(response: dict[str, Any]) -> str:
         field, value = next(iter(response.items()))
         if isinstance(value, str) and field in _OUTPUT:
             return value
-    return encode(response).decode()
+    return base.encode(response).decode()
 
 
 def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -> str:
@@ -221,11 +211,11 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
     calls: list[ToolCall] = []
     for kind, part, where in parts:
         if kind == "text" and part.get("thought"):
-            thoughts += require(part, "text", str, where)
+            thoughts += base.require(part, "text", str, where)
         elif kind == "text":
-            text += require(part, "text", str, where)
+            text += base.require(part, "text", str, where)
         elif kind == "functionCall":
-            fields = to_camel(require(part, kind, dict, where))
+            fields = to_camel(base.require(part, kind, dict, where))
             substitute = f"call_{index}_{earlier + len(calls)}"
             calls.append(_parse_call(fields, substitute, f"{where}.{kind}"))
         else:
@@ -235,11 +225,11 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
 
 
 def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall:
-    args = require(fields, "args", dict, where) if fields.get("args") is not None else {}
+    args = base.require(fields, "args", dict, where) if fields.get("args") is not None else {}
     return ToolCall(
-        optional_text(fields, "id") or substitute,
-        require(fields, "name", str, where),
-        optional_text(args, _UNPARSED) or encode(args).decode(),
+        base.optional_text(fields, "id") or substitute,
+        base.require(fields, "name", str, where),
+        base.optional_text(args, _UNPARSED) or base.encode(args).decode(),
     )
 
 
@@ -251,24 +241,24 @@ def _unknown(kind: str, where: str, advice: str) -> RequestError:
 # --------------------------------------------------------------------------- tools
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     """The functions that one item declares; tools that run on Google's servers are refused."""
-    fields = to_camel(require_object(item, where))
+    fields = to_camel(base.require_object(item, where))
     for name in sorted(fields):
         if fields[name] is not None and name != "functionDeclarations":
             advice = ": Google's own servers run it; only functionDeclarations are understood"
-            raise unsupported(fields[name], f"{where}.{name}", advice)
+            raise base.unsupported(fields[name], f"{where}.{name}", advice)
     declared = fields.get("functionDeclarations")
-    return parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
+    return base.parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
 
 
 def _parse_tool(item: Any, where: str) -> Tool:
-    name = require(item, "name", str, where)
+    name = base.require(item, "name", str, where)
     fields = to_camel(item)
     schema = fields.get("parametersJsonSchema")
     if schema is not None:
-        require_object(schema, f"{where}.parametersJsonSchema")
+        base.require_object(schema, f"{where}.parametersJsonSchema")
     elif fields.get("parameters") is not None:
-        schema = to_json_schema(require(fields, "parameters", dict, where))
-    return Tool(name, optional_text(fields, "description") or "", schema or {})
+        schema = to_json_schema(base.require(fields, "parameters", dict, where))
+    return Tool(name, base.optional_text(fields, "description") or "", schema or {})
 
 
 def to_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -302,12 +292,14 @@ def parse_tool_choice(config: Any) -> ToolChoice:
     calling = to_camel(config).get("functionCallingConfig") if isinstance(config, dict) else None
     if calling is None:
         return ToolChoice()
-    fields = to_camel(require_object(calling, where))
+    fields = to_camel(base.require_object(calling, where))
     mode = _MODES.get(str(fields.get("mode") or "AUTO").upper())
     if mode is None:
-        raise invalid(fields.get("mode"), f"{where}.mode", f"must be one of {', '.join(_MODES)}")
+        raise base.invalid(
+            fields.get("mode"), f"{where}.mode", f"must be one of {', '.join(_MODES)}"
+        )
     place = f"{where}.allowedFunctionNames"
-    names = parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
+    names = base.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
     for name in names:
         if not isinstance(name, str):
             msg = f"{place} has {name!r:.60}; it must hold names"

@@ -11,17 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.base import (
-    ContentBuilder,
-    Dialect,
-    decode_object,
-    encode,
-    invalid,
-    is_refused_by_engine,
-    optional_text,
-    require,
-    unsupported,
-)
+from tugline.chat.dialects import base
 from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
@@ -43,7 +33,7 @@ _THREADS = ("session-id", "session_id", "x-session-id", "x-session-affinity")
 _PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
 
 
-class OpenAIDialect(Dialect):
+class OpenAIDialect(base.Dialect):
     """Models and errors of both APIs."""
 
     fields: ClassVar[Mapping[str, str]] = {}
@@ -52,7 +42,7 @@ class OpenAIDialect(Dialect):
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """The body of ``GET /models``."""
         data = [self.build_model(name, window, created) for name in names]
-        return encode({"object": "list", "data": data})
+        return base.encode({"object": "list", "data": data})
 
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
         """A ``model`` object."""
@@ -75,9 +65,9 @@ class OpenAIDialect(Dialect):
             status = 429 if error.status == 429 else status
             if error.retry_after is not None:
                 headers["retry-after"] = f"{error.retry_after:.0f}"
-        if isinstance(error, RequestError) or is_refused_by_engine(error):
+        if isinstance(error, RequestError) or base.is_refused_by_engine(error):
             headers["x-should-retry"] = "false"
-        return status, headers, encode({"error": build_error(error, self.fields)})
+        return status, headers, base.encode({"error": build_error(error, self.fields)})
 
 
 def build_error(error: TuglineError, names: Mapping[str, str]) -> dict[str, Any]:
@@ -115,7 +105,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 def find_thread(headers: Mapping[str, str]) -> ThreadInfo:
     """The thread, and the one that waits for it, as codex, opencode and pi name them."""
-    metadata = decode_object(headers.get("x-codex-turn-metadata", "")) or {}
+    metadata = base.decode_object(headers.get("x-codex-turn-metadata", "")) or {}
     about = {name: value for name, value in metadata.items() if isinstance(value, str) and value}
     thread = headers.get("thread-id") or about.get("thread_id") or _first(headers, _THREADS)
     parent = about.get("parent_thread_id") or _first(headers, _PARENTS)
@@ -134,27 +124,27 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 def parse_content(
     content: Any, where: str, texts: Mapping[str, str], image: str, advice: str
-) -> ContentBuilder:
+) -> base.ContentBuilder:
     """Text, or a list of parts.
 
     `texts` are the types of text parts with the field of their text, `image` is the type of image
     parts, and `advice` says what is right.
     """
-    builder = ContentBuilder()
+    builder = base.ContentBuilder()
     if isinstance(content, str):
         builder.add_text(content)
         return builder
     if not isinstance(content, list):
-        raise invalid(content, where, "must be text or a list of parts")
+        raise base.invalid(content, where, "must be text or a list of parts")
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        kind = require(part, "type", str, place)
+        kind = base.require(part, "type", str, place)
         if kind in texts:
-            builder.add_text(require(part, texts[kind], str, place))
+            builder.add_text(base.require(part, texts[kind], str, place))
         elif kind == image:
             builder.add_image(*_parse_image(part, place))
         else:
-            raise unsupported(kind, f"{place}.type", f"; it must be {advice}")
+            raise base.unsupported(kind, f"{place}.type", f"; it must be {advice}")
     return builder
 
 
@@ -162,16 +152,16 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
     """URL and detail, which stand beside each other in the part or in an object of its own."""
     image = part.get("image_url")
     if image is None:
-        raise invalid(image, f"{where}.image_url", "must be a URL")
+        raise base.invalid(image, f"{where}.image_url", "must be a URL")
     if isinstance(image, str):
-        return image, optional_text(part, "detail")
-    url = require(image, "url", str, f"{where}.image_url")
-    return url, optional_text(image, "detail")
+        return image, base.optional_text(part, "detail")
+    url = base.require(image, "url", str, f"{where}.image_url")
+    return url, base.optional_text(image, "detail")
 
 
 def parse_function(item: Any, where: str) -> Tool:
     """A function as both APIs describe it; `item` holds its name."""
-    parameters = require(item, "parameters", dict, where) if item.get("parameters") else {}
+    parameters = base.require(item, "parameters", dict, where) if item.get("parameters") else {}
     return Tool(
         _parse_name(item, where),
         _parse_description(item, where),
@@ -183,16 +173,16 @@ def parse_function(item: Any, where: str) -> Tool:
 def parse_custom(item: Any, where: str) -> Tool:
     """A tool that takes free text; a grammar for it cannot be enforced inside a response."""
     form = item.get("format") or {"type": "text"}
-    kind = require(form, "type", str, f"{where}.format")
+    kind = base.require(form, "type", str, f"{where}.format")
     if kind != "text":
         advice = ": a grammar cannot be enforced inside an answer; it must be 'text'"
-        raise unsupported(kind, f"{where}.format.type", advice)
+        raise base.unsupported(kind, f"{where}.format.type", advice)
     description = _parse_description(item, where)
     return Tool(_parse_name(item, where), description, CUSTOM_INPUT, ToolKind.CUSTOM)
 
 
 def _parse_name(item: Any, where: str) -> str:
-    name = require(item, "name", str, where)
+    name = base.require(item, "name", str, where)
     if not name:
         msg = f"{where}.name must not be empty"
         raise RequestError(msg, param=f"{where}.name")
@@ -202,7 +192,7 @@ def _parse_name(item: Any, where: str) -> str:
 def _parse_description(item: Any, where: str) -> str:
     if item.get("description") is None:
         return ""
-    return require(item, "description", str, where)
+    return base.require(item, "description", str, where)
 
 
 def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
@@ -211,32 +201,32 @@ def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice()
     if isinstance(choice, str):
         if choice not in {"none", "auto", "required"}:
-            raise invalid(choice, "tool_choice", "must be none, auto, required or an object")
+            raise base.invalid(choice, "tool_choice", "must be none, auto, required or an object")
         return ToolChoice(ChoiceMode(choice))
-    kind = require(choice, "type", str, "tool_choice")
+    kind = base.require(choice, "type", str, "tool_choice")
     if kind == "allowed_tools":
         return _parse_allowed(choice.get("allowed_tools") or choice, tools)
     if kind not in {"function", "custom", "local_shell"}:
         advice = "; it must be function, custom, local_shell or allowed_tools"
-        raise unsupported(kind, "tool_choice.type", advice)
+        raise base.unsupported(kind, "tool_choice.type", advice)
     return ToolChoice(ChoiceMode.NAMED, (_find_name(choice, "tool_choice"),))
 
 
 def _find_name(item: Any, where: str) -> str:
-    kind = require(item, "type", str, where)
+    kind = base.require(item, "type", str, where)
     if kind == "local_shell":
         return kind
     inner = item.get(kind)
-    name = require(inner if isinstance(inner, dict) else item, "name", str, where)
+    name = base.require(inner if isinstance(inner, dict) else item, "name", str, where)
     namespace = item.get("namespace")
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
 def _parse_allowed(item: Any, tools: Sequence[Tool]) -> ToolChoice:
-    mode = require(item, "mode", str, "tool_choice")
+    mode = base.require(item, "mode", str, "tool_choice")
     if mode not in {"auto", "required"}:
-        raise invalid(mode, "tool_choice.mode", "must be auto or required")
-    allowed = require(item, "tools", list, "tool_choice")
+        raise base.invalid(mode, "tool_choice.mode", "must be auto or required")
+    allowed = base.require(item, "tools", list, "tool_choice")
     names = tuple(_find_name(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed))
     if {tool.name for tool in tools} <= set(names):
         return ToolChoice(ChoiceMode(mode))
@@ -265,7 +255,7 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
     if form.type == "json_object":
         return Constraint(ConstraintKind.JSON_OBJECT)
     if form.type != "json_schema":
-        raise invalid(form.type, f"{field}.type", "must be text, json_object or json_schema")
+        raise base.invalid(form.type, f"{field}.type", "must be text, json_object or json_schema")
     named = form.json_schema or form
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):
@@ -278,12 +268,12 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
 # --------------------------------------------------------------------------- custom calls
 def wrap_input(text: str) -> str:
     """Free text as the arguments that the model would have written."""
-    return encode({"input": text}).decode()
+    return base.encode({"input": text}).decode()
 
 
 def unwrap_input(call: ToolCall) -> str | None:
     """The text of a call to a custom tool; None if the model did not keep to that form."""
-    arguments = decode_object(call.arguments)
+    arguments = base.decode_object(call.arguments)
     if arguments is None or arguments.keys() != {"input"}:
         return None
-    return optional_text(arguments, "input")
+    return base.optional_text(arguments, "input")

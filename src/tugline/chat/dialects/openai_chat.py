@@ -13,23 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import (
-    ABSENT,
-    Action,
-    ContentBuilder,
-    HttpRequest,
-    ParseCache,
-    Stream,
-    check_refusals,
-    decode,
-    decoder_with_refusals,
-    encode,
-    invalid,
-    parse_list,
-    require,
-    unsupported,
-)
+from tugline.chat.dialects import base, openai
 from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
@@ -75,7 +59,7 @@ class _StreamOptions(msgspec.Struct):
 class _ChatBody(openai.SamplingFields, kw_only=True):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     model: str = ""
-    tools: Raw = ABSENT
+    tools: Raw = base.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -87,23 +71,23 @@ class _ChatBody(openai.SamplingFields, kw_only=True):
     response_format: openai.ResponseFormat | None = None
 
 
-_decoder = decoder_with_refusals(_ChatBody, _REFUSALS)
+_decoder = base.decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
 class OpenAIChat(openai.OpenAIDialect):
     """``POST /chat/completions``, and ``GET /models`` for clients of no other dialect."""
 
     name = "openai_chat"
-    posts: ClassVar = {"/chat/completions": Action.ANSWER}
+    posts: ClassVar = {"/chat/completions": base.Action.ANSWER}
 
-    def owns_models(self, request: HttpRequest) -> bool:
+    def owns_models(self, request: base.HttpRequest) -> bool:
         """All that the other dialects leave."""
         return True
 
-    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = decode(request.body, _decoder, "the request body")
-        check_refusals(body, _REFUSALS)
+        body = base.decode(request.body, _decoder, "the request body")
+        base.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
         return Request(
@@ -133,7 +117,7 @@ class OpenAIChat(openai.OpenAIDialect):
             }
             for index, response in enumerate(responses)
         ]
-        return encode(
+        return base.encode(
             {
                 "id": f"chatcmpl-{first.id}",
                 "object": "chat.completion",
@@ -149,7 +133,7 @@ class OpenAIChat(openai.OpenAIDialect):
         return _ChatStream(request, response_id, created)
 
 
-class _ChatStream(Stream):
+class _ChatStream(base.Stream):
     """Responses as server-sent events; what all events share is encoded once."""
 
     def __init__(self, request: Request, response_id: str, created: int) -> None:
@@ -159,7 +143,7 @@ class _ChatStream(Stream):
             "created": created,
             "model": request.model,
         }
-        self._head = b"data: " + encode(head)[:-1]
+        self._head = b"data: " + base.encode(head)[:-1]
         self._tail = b',"usage":null}\n\n' if request.usage_in_stream else b"}\n\n"
         self._usage = request.usage_in_stream
         self._custom = _find_custom(request.tools)
@@ -171,9 +155,9 @@ class _ChatStream(Stream):
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
         if isinstance(piece, TextDelta):
-            return self._delta(b'{"content":' + encode(piece.text) + b"}", index)
+            return self._delta(b'{"content":' + base.encode(piece.text) + b"}", index)
         if isinstance(piece, ReasoningDelta):
-            return self._delta(b'{"reasoning_content":' + encode(piece.text) + b"}", index)
+            return self._delta(b'{"reasoning_content":' + base.encode(piece.text) + b"}", index)
         place = self._calls[index]
         self._calls[index] += 1
         call = _build_call(piece, self._custom)
@@ -182,7 +166,7 @@ class _ChatStream(Stream):
         start = {"index": place, **call, kind: {**call[kind], field: ""}}
         rest = {"index": place, kind: {field: call[kind][field]}}
         return b"".join(
-            self._delta(encode({"tool_calls": [part]}), index) for part in (start, rest)
+            self._delta(base.encode({"tool_calls": [part]}), index) for part in (start, rest)
         )
 
     def finish(self, responses: Sequence[Response]) -> bytes:
@@ -191,12 +175,12 @@ class _ChatStream(Stream):
             for index, response in enumerate(responses)
         )
         if self._usage:
-            end += self._head + b',"choices":[],"usage":' + encode(_build_usage(responses))
+            end += self._head + b',"choices":[],"usage":' + base.encode(_build_usage(responses))
             end += b"}\n\n"
         return end + encode_event(DONE)
 
     def fail(self, error: TuglineError) -> bytes:
-        return encode_event(encode({"error": openai.build_error(error, {})}))
+        return encode_event(base.encode({"error": openai.build_error(error, {})}))
 
     def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
         reason = b"null" if finish is None else b'"%b"' % finish.encode()
@@ -252,31 +236,33 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- requests
 def _fold_message(messages: list[Message], item: Any, index: int) -> None:
     where = f"messages[{index}]"
-    name = require(item, "role", str, where)
+    name = base.require(item, "role", str, where)
     if name not in _ROLES:
-        raise invalid(name, f"{where}.role", f"must be one of {', '.join(Role)}")
+        raise base.invalid(name, f"{where}.role", f"must be one of {', '.join(Role)}")
     role = Role(name)
     for field in ("function_call", "audio"):
         if item.get(field) is not None:
             msg = f"{where}.{field} is not supported here; use text and tool_calls"
             raise Unsupported(msg, param=f"{where}.{field}")
     content = _parse_content(item.get("content"), f"{where}.content")
-    calls = require(item, "tool_calls", list, where) if item.get("tool_calls") else None
+    calls = base.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
     messages.append(
         Message(
             role=role,
             content=content.text,
-            tool_calls=parse_list(calls, f"{where}.tool_calls", _parse_call),
-            tool_call_id=require(item, "tool_call_id", str, where) if role is Role.TOOL else None,
+            tool_calls=base.parse_list(calls, f"{where}.tool_calls", _parse_call),
+            tool_call_id=base.require(item, "tool_call_id", str, where)
+            if role is Role.TOOL
+            else None,
             reasoning=_find_reasoning(item) if role is Role.ASSISTANT else None,
             images=tuple(content.images),
         )
     )
 
 
-def _parse_content(content: Any, where: str) -> ContentBuilder:
+def _parse_content(content: Any, where: str) -> base.ContentBuilder:
     if content is None:
-        return ContentBuilder()
+        return base.ContentBuilder()
     return openai.parse_content(content, where, _TEXTS, "image_url", "text or image_url")
 
 
@@ -287,24 +273,24 @@ def _find_reasoning(item: Any) -> str | None:
 
 def _parse_call(call: Any, where: str) -> ToolCall:
     typed = isinstance(call, dict) and call.get("type") is not None
-    kind = require(call, "type", str, where) if typed else "function"
+    kind = base.require(call, "type", str, where) if typed else "function"
     if kind not in {"function", "custom"}:
-        raise invalid(kind, f"{where}.type", "must be function or custom")
-    inner, place = require(call, kind, dict, where), f"{where}.{kind}"
-    name = require(inner, "name", str, place)
+        raise base.invalid(kind, f"{where}.type", "must be function or custom")
+    inner, place = base.require(call, kind, dict, where), f"{where}.{kind}"
+    name = base.require(inner, "name", str, place)
     if kind == "custom":
-        arguments = openai.wrap_input(require(inner, "input", str, place))
+        arguments = openai.wrap_input(base.require(inner, "input", str, place))
     elif inner.get("arguments") is None:
         arguments = ""
     else:
-        arguments = require(inner, "arguments", str, place)
+        arguments = base.require(inner, "arguments", str, place)
     return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
 def _parse_tool(item: Any, where: str) -> Tool:
-    kind = require(item, "type", str, where)
+    kind = base.require(item, "type", str, where)
     if kind == "function":
-        return openai.parse_function(require(item, kind, dict, where), f"{where}.function")
+        return openai.parse_function(base.require(item, kind, dict, where), f"{where}.function")
     if kind == "custom":
-        return openai.parse_custom(require(item, kind, dict, where), f"{where}.custom")
-    raise unsupported(kind, f"{where}.type", "; it must be function or custom")
+        return openai.parse_custom(base.require(item, kind, dict, where), f"{where}.custom")
+    raise base.unsupported(kind, f"{where}.type", "; it must be function or custom")

@@ -16,18 +16,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Raw
 
-from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import (
-    ABSENT,
-    Action,
-    HttpRequest,
-    ParseCache,
-    check_refusals,
-    decode,
-    decoder_with_refusals,
-    encode,
-    unsupported,
-)
+from tugline.chat.dialects import base, openai
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
 from tugline.chat.dialects.responses_output import (
     Echo,
@@ -67,17 +56,17 @@ class _ResponsesBody(openai.SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Raw = ABSENT
+    tools: Raw = base.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tool_calls: int | None = None
     stop: str | list[str] | None = None
-    text: Raw = ABSENT
+    text: Raw = base.ABSENT
     include: list[str] | None = None
-    reasoning: Raw = ABSENT
-    metadata: Raw = ABSENT
+    reasoning: Raw = base.ABSENT
+    metadata: Raw = base.ABSENT
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -109,7 +98,7 @@ class _Message(msgspec.Struct):
     content: Any = None
 
 
-_decoder = decoder_with_refusals(_ResponsesBody, _REFUSALS)
+_decoder = base.decoder_with_refusals(_ResponsesBody, _REFUSALS)
 _text = msgspec.json.Decoder(_TextConfig | None)
 _message = msgspec.json.Decoder(_Message)
 
@@ -119,9 +108,9 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     name = "openai_responses"
     posts: ClassVar = {
-        "/responses": Action.ANSWER,
-        "/responses/compact": Action.ANSWER,
-        "/responses/input_tokens": Action.COUNT,
+        "/responses": base.Action.ANSWER,
+        "/responses/compact": base.Action.ANSWER,
+        "/responses/input_tokens": base.Action.COUNT,
     }
     fields: ClassVar = {
         "messages": "input",
@@ -129,18 +118,18 @@ class OpenAIResponses(openai.OpenAIDialect):
         "max_tokens": "max_output_tokens",
     }
 
-    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = decode(request.body, _decoder, "the request body")
-        check_refusals(body, _REFUSALS)
+        body = base.decode(request.body, _decoder, "the request body")
+        base.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
-                raise unsupported(name, f"include[{index}]", "; leave it out", param="include")
+                raise base.unsupported(name, f"include[{index}]", "; leave it out", param="include")
         compact = request.path == "/responses/compact"
         items, first = _list_items(body, compact=compact)
         all_tools = list_tools(body.tools, items, request.body)
         tools = () if compact else cache.parse_tool_groups(all_tools, parse_tools)
-        text = decode(body.text, _text, "text", "text.")
+        text = base.decode(body.text, _text, "text", "text.")
         thread = openai.find_thread(request.headers)
         if compact:
             thread = ThreadInfo(thread.id, thread.parent, TraceKind.COMPACTION)
@@ -177,7 +166,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def encode_count(self, tokens: int) -> bytes:
         """See `Dialect.encode_count`."""
-        return encode({"object": "response.input_tokens", "input_tokens": tokens})
+        return base.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]:
@@ -192,25 +181,25 @@ def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]
 
 
 def _encode_item(role: str, text: str) -> Raw:
-    return Raw(encode({"role": role, "content": text}))
+    return Raw(base.encode({"role": role, "content": text}))
 
 
 def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
     """The part of the request that the response repeats."""
     if compacted is not None:
-        return encode(Echo(compact=_find_user_items(compacted)))
+        return base.encode(Echo(compact=_find_user_items(compacted)))
     fields = {name: getattr(body, name) for name in _ECHOED} | {
-        "metadata": {} if body.metadata == ABSENT else body.metadata,
+        "metadata": {} if body.metadata == base.ABSENT else body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "store": body.store is not False,
-        "text": {"format": {"type": "text"}} if body.text == ABSENT else body.text,
+        "text": {"format": {"type": "text"}} if body.text == base.ABSENT else body.text,
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [] if body.tools == ABSENT else body.tools,
+        "tools": [] if body.tools == base.ABSENT else body.tools,
         "top_logprobs": 0,
         "truncation": "disabled",
     }
     sealed = _SEALED in (body.include or ())
-    return encode(Echo(fields=Raw(encode(fields)), sealed=sealed))
+    return base.encode(Echo(fields=Raw(base.encode(fields)), sealed=sealed))
 
 
 def _find_user_items(items: Sequence[Raw]) -> list[Raw]:
@@ -222,5 +211,5 @@ def _find_user_items(items: Sequence[Raw]) -> list[Raw]:
             if isinstance(parts, str):
                 parts = [{"type": "input_text", "text": parts}]
             item = {"id": f"msg_kept_{index}", "type": "message", "status": "completed"}
-            collected.append(Raw(encode({**item, "role": "user", "content": parts})))
+            collected.append(Raw(base.encode({**item, "role": "user", "content": parts})))
     return collected

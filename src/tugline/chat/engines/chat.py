@@ -12,39 +12,18 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.base import (
-    NEUTRAL,
-    CallDelta,
-    Delta,
-    DeltaBuilder,
-    EngineFormat,
-    EngineReply,
-    EngineRequest,
-    Feature,
-    Post,
-    Reader,
-    ReportedSpan,
-    parse_finish,
-)
+from tugline.chat import model_call
+from tugline.chat.engines import base
 from tugline.chat.engines.generate import build_structured
-from tugline.chat.model_call import (
-    ChoiceMode,
-    Constraint,
-    ConstraintKind,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-    ToolChoice,
-    serialize_message,
-    serialize_tool,
-)
 from tugline.errors import EngineError, Unsupported
 from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
-OPENAI_FEATURES = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
+OPENAI_FEATURES = frozenset(
+    {base.Feature.STRUCTURED, base.Feature.IMAGES, base.Feature.TOOL_CHOICE}
+)
 
 
-class ChatFormat(EngineFormat):
+class ChatFormat(base.EngineFormat):
     """Observed mode in vLLM's shape: ids and logprobs come with the text, event by event."""
 
     mode = Mode.OBSERVED
@@ -52,13 +31,13 @@ class ChatFormat(EngineFormat):
     """Field for the reasoning of past messages; None leaves it out."""
     advice = "it must know `return_token_ids` (vLLM from 0.10.2 on)"
 
-    def build_request(self, request: EngineRequest) -> Post:
+    def build_request(self, request: base.EngineRequest) -> base.Post:
         """Build the conversation and the fields of the server's own."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": request.model,
             "messages": [
-                serialize_message(message, reasoning_field=self.reasoning_field)
+                model_call.serialize_message(message, reasoning_field=self.reasoning_field)
                 for message in request.messages
             ],
             "temperature": sampling.temperature,
@@ -72,12 +51,12 @@ class ChatFormat(EngineFormat):
             **self.build_fields(request),
         }
         fields = {name: value for name, value in body.items() if value is not None}
-        return Post("/v1/chat/completions", msgspec.json.encode(fields))
+        return base.Post("/v1/chat/completions", msgspec.json.encode(fields))
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Build the fields that not every server knows."""
         constraint = request.constraint
-        return NEUTRAL | {
+        return base.NEUTRAL | {
             "logprobs": True,
             "return_token_ids": True,
             "request_id": request.request_id,
@@ -85,7 +64,7 @@ class ChatFormat(EngineFormat):
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return ObservedReader(f"{self.name} sent text without token ids; {self.advice}")
 
@@ -108,40 +87,42 @@ class TextChat(ChatFormat):
     reasoning_field = None
     default_meaning = LogprobMeaning.RAW
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Ask for structured output."""
         return {"response_format": build_response_format(request.constraint)}
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return TextReader()
 
 
-def _build_tools(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> dict[str, Any]:
+def _build_tools(
+    tools: Sequence[Tool], choice: model_call.ToolChoice, *, parallel: bool
+) -> dict[str, Any]:
     """Build the tools that may be called, and whether one must be."""
     if choice.names:
         tools = [tool for tool in tools if tool.name in choice.names]
     if not tools:
         return {}
-    fields: dict[str, Any] = {"tools": [serialize_tool(tool) for tool in tools]}
-    if choice.mode is ChoiceMode.NAMED and len(tools) == 1:
+    fields: dict[str, Any] = {"tools": [model_call.serialize_tool(tool) for tool in tools]}
+    if choice.mode is model_call.ChoiceMode.NAMED and len(tools) == 1:
         fields["tool_choice"] = {"type": "function", "function": {"name": tools[0].name}}
-    elif choice.mode is ChoiceMode.NAMED:
-        fields["tool_choice"] = ChoiceMode.REQUIRED.value
-    elif choice.mode is not ChoiceMode.AUTO:
+    elif choice.mode is model_call.ChoiceMode.NAMED:
+        fields["tool_choice"] = model_call.ChoiceMode.REQUIRED.value
+    elif choice.mode is not model_call.ChoiceMode.AUTO:
         fields["tool_choice"] = choice.mode.value
     if not parallel:
         fields["parallel_tool_calls"] = False
     return fields
 
 
-def build_response_format(constraint: Constraint | None) -> dict[str, Any] | None:
+def build_response_format(constraint: model_call.Constraint | None) -> dict[str, Any] | None:
     """Structured output as in the OpenAI API. Raises `Unsupported` for a grammar."""
     if constraint is None:
         return None
-    if constraint.kind is ConstraintKind.JSON_OBJECT:
+    if constraint.kind is model_call.ConstraintKind.JSON_OBJECT:
         return {"type": "json_object"}
-    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+    if constraint.kind is model_call.ConstraintKind.JSON_SCHEMA:
         schema = {
             "name": constraint.name or "answer",
             "schema": msgspec.json.decode(constraint.schema),
@@ -202,10 +183,10 @@ class _ChatIds(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
-    weight_versions: list[ReportedSpan] | None = None
+    weight_versions: list[base.ReportedSpan] | None = None
 
 
-class ChatReply(EngineReply):
+class ChatReply(base.EngineReply):
     """A reply, or one event of it; of every engine's own fields those that matter."""
 
     choices: list[ChatChoice] = msgspec.field(default_factory=list)
@@ -216,13 +197,13 @@ class ChatReply(EngineReply):
 
 
 # --------------------------------------------------------------------------- readers
-class ChatReader(Reader[ChatReply]):
+class ChatReader(base.Reader[ChatReply]):
     """Reads text and tool calls; a subclass says where tokens are."""
 
     decoder = msgspec.json.Decoder(ChatReply)
 
     @abstractmethod
-    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
         """Add tokens; `spoke` is whether the event had text, reasoning or calls.
 
         Raises `EngineError` where ids are missing.
@@ -236,12 +217,12 @@ class ChatReader(Reader[ChatReply]):
             last = self.deltas[-1]
             reasoning, calls = message.reasoning or message.reasoning_content, message.tool_calls
             if (reasoning and (last.text or last.calls)) or (message.content and last.calls):
-                last = DeltaBuilder()
+                last = base.DeltaBuilder()
                 self.deltas.append(last)
             last.reasoning += reasoning or ""
             last.text += message.content or ""
             last.calls += [_read_call(place, call) for place, call in enumerate(calls or ())]
-            last.finish = parse_finish(choice.finish_reason) or last.finish
+            last.finish = base.parse_finish(choice.finish_reason) or last.finish
             for stop in (choice.stop_reason, choice.matched_stop):
                 last.stop = stop if isinstance(stop, str) else last.stop
             spoke = bool(reasoning or message.content or calls)
@@ -256,7 +237,7 @@ class ObservedReader(ChatReader):
         super().__init__()
         self._error = error
 
-    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
         """Text without any token is of no use."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
@@ -272,7 +253,7 @@ class ObservedReader(ChatReader):
 class TextReader(ChatReader):
     """No ids at all: tokens are only counted."""
 
-    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
         """Count an event with text as one token until the server reports the true number."""
         delta.unreported_tokens += spoke
         self.count += spoke
@@ -285,10 +266,10 @@ class TextReader(ChatReader):
 _NO_MESSAGE = _ChatMessage()
 
 
-def _read_call(place: int, call: _ChatToolCall) -> CallDelta:
+def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:
     function = call.function or _ChatFunction()
     index = place if call.index is None else call.index
-    return CallDelta(index, call.id or "", function.name or "", function.arguments or "")
+    return base.CallDelta(index, call.id or "", function.name or "", function.arguments or "")
 
 
 def read_logprobs(choice: ChatChoice) -> list[float]:
@@ -322,18 +303,18 @@ class ToolCallAssembler:
         self._prefix, self._count = id_prefix, 0
         self._open: _OpenCall | None = None
 
-    def feed(self, delta: Delta) -> list[Piece]:
+    def feed(self, delta: base.Delta) -> list[model_call.Piece]:
         """The pieces that this part of the reply completes."""
-        pieces: list[Piece] = []
+        pieces: list[model_call.Piece] = []
         if delta.reasoning:
-            pieces.append(ReasoningDelta(delta.reasoning))
+            pieces.append(model_call.ReasoningDelta(delta.reasoning))
         if delta.text:
-            pieces.append(TextDelta(delta.text))
+            pieces.append(model_call.TextDelta(delta.text))
         for part in delta.calls:
             pieces += self._add(part)
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[model_call.Piece]:
         """The call that is still open."""
         if self._open is None:
             return []
@@ -342,8 +323,8 @@ class ToolCallAssembler:
         number = f"{self._prefix}{self._count - 1}"
         return [ToolCall(number, done.name, done.arguments or "{}")]
 
-    def _add(self, part: CallDelta) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _add(self, part: base.CallDelta) -> list[model_call.Piece]:
+        pieces: list[model_call.Piece] = []
         if self._open is None or self._open.index != part.index:
             pieces = self.finish()
             self._open = _OpenCall(part.index)

@@ -10,25 +10,13 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.base import (
-    NEUTRAL,
-    DeltaBuilder,
-    EngineFormat,
-    EngineReply,
-    EngineRequest,
-    Post,
-    R,
-    Reader,
-    ReportedSpan,
-    parse_finish,
-    parse_spans,
-)
+from tugline.chat.engines import base
 from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError
 from tugline.types import Finish, Mode, VersionSpan
 
 
-class TokenFormat(EngineFormat):
+class TokenFormat(base.EngineFormat):
     """A route that takes the prompt's ids."""
 
     mode = Mode.EXACT
@@ -36,20 +24,20 @@ class TokenFormat(EngineFormat):
     prompt_field: bytes
 
     @abstractmethod
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
 
-    def build_request(self, request: EngineRequest) -> Post:
+    def build_request(self, request: base.EngineRequest) -> base.Post:
         """Join the prompt's ready-made digits with the settings."""
         if request.prompt is None:
             msg = f"{self.name} takes token ids; the prompt was not rendered"
             raise EngineError(msg)
         fields = msgspec.json.encode(self.build_fields(request))
         before = b'{"' + self.prompt_field + b'":['
-        return Post(self.path, request.prompt.to_json(before, b"]," + fields[1:]))
+        return base.Post(self.path, request.prompt.to_json(before, b"]," + fields[1:]))
 
 
-class TokenReader(Reader[R]):
+class TokenReader(base.Reader[base.R]):
     """Reads token-out replies."""
 
     advice = "ask it for the logprob of every sampled token"
@@ -71,7 +59,7 @@ class TokenReader(Reader[R]):
         last = self.deltas[-1]
         changed = spans or (version is not None and version != last.version)
         if last.finish or last.spans or (changed and last.ids):
-            last = DeltaBuilder()
+            last = base.DeltaBuilder()
             self.deltas.append(last)
         last.ids += ids
         last.logprobs += logprobs
@@ -88,7 +76,7 @@ class Generate(TokenFormat):
     path = "/inference/v1/generate"
     prompt_field = b"token_ids"
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
             "model": request.model,
@@ -97,7 +85,7 @@ class Generate(TokenFormat):
             "request_id": request.request_id,
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return _GenerateReader()
 
@@ -109,10 +97,10 @@ class Embedded(Generate):
     abort_path = "/abort_requests"
 
 
-def build_sampling(request: EngineRequest) -> dict[str, Any]:
+def build_sampling(request: base.EngineRequest) -> dict[str, Any]:
     """Build the sampling settings as vLLM names them."""
     sampling = request.sampling
-    params: dict[str, Any] = NEUTRAL | {
+    params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -155,10 +143,10 @@ class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[ReportedSpan] | None = None
+    weight_versions: list[base.ReportedSpan] | None = None
 
 
-class _Reply(EngineReply, gc=False):
+class _Reply(base.EngineReply, gc=False):
     choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
@@ -174,8 +162,8 @@ class _GenerateReader(TokenReader[_Reply]):
         choice = reply.choices[0]
         content = choice.logprobs.content if choice.logprobs is not None else []
         logprobs = [item.logprob for item in content]
-        finish = parse_finish(choice.finish_reason)
-        spans = parse_spans(choice.weight_versions)
+        finish = base.parse_finish(choice.finish_reason)
+        spans = base.parse_spans(choice.weight_versions)
         start = self.count
         if not spans:
             self.add_tokens(choice.token_ids, logprobs, finish)

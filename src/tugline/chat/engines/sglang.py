@@ -11,55 +11,32 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.base import (
-    NEUTRAL,
-    Delta,
-    DeltaBuilder,
-    EngineFormat,
-    EngineReply,
-    EngineRequest,
-    Feature,
-    Post,
-    Reader,
-    ReportedSpan,
-    parse_finish,
-    parse_spans,
-    parse_version,
-)
-from tugline.chat.engines.chat import (
-    OPENAI_FEATURES,
-    ChatFormat,
-    ChatReader,
-    ChatReply,
-    build_response_format,
-    read_array,
-    read_logprobs,
-)
+from tugline.chat.engines import base, chat
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
 from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish
 
 
-class _Sglang(EngineFormat):
+class _Sglang(base.EngineFormat):
     """What both routes share."""
 
     name = "sglang"
 
-    def build_abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> base.Post | None:
         """Ask the engine to end a request and reply with what it has."""
-        return Post("/abort_request", msgspec.json.encode({"rid": request_id}))
+        return base.Post("/abort_request", msgspec.json.encode({"rid": request_id}))
 
 
 # --------------------------------------------------------------------------- ids in, ids out
 class SglangGenerate(_Sglang, TokenFormat):
     """Exact mode; each reply says its weight versions."""
 
-    features = frozenset({Feature.STRUCTURED, Feature.BAN})
+    features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
     path = "/generate"
     prompt_field = b"input_ids"
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
             "sampling_params": _build_sampling(request),
@@ -68,14 +45,14 @@ class SglangGenerate(_Sglang, TokenFormat):
             "stream": request.stream,
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return _SglangReader()
 
 
-def _build_sampling(request: EngineRequest) -> dict[str, Any]:
+def _build_sampling(request: base.EngineRequest) -> dict[str, Any]:
     sampling = request.sampling
-    params: dict[str, Any] = NEUTRAL | {
+    params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -116,10 +93,10 @@ class _SglangMeta(msgspec.Struct):
     completion_tokens: int = 0
     output_token_logprobs: list[_Pair] = []
     weight_version: str = ""
-    weight_versions: list[ReportedSpan] | None = None
+    weight_versions: list[base.ReportedSpan] | None = None
 
 
-class _SglangReply(EngineReply):
+class _SglangReply(base.EngineReply):
     meta_info: _SglangMeta = msgspec.field(default_factory=_SglangMeta)
 
 
@@ -128,7 +105,7 @@ class _SglangReader(TokenReader[_SglangReply]):
 
     decoder = msgspec.json.Decoder(_SglangReply)
 
-    def read_events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[base.Delta]:
         """Of cumulative events only the last is read."""
         replies = [self.decode(payloads[-1])]
         meta = replies[0].meta_info
@@ -140,7 +117,9 @@ class _SglangReader(TokenReader[_SglangReply]):
         """Add the tokens that are new."""
         meta = reply.meta_info
         new = meta.completion_tokens - self.count
-        finish = parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
+        finish = (
+            base.parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
+        )
         if new <= 0 and finish is None:
             return
         pairs = meta.output_token_logprobs
@@ -155,39 +134,39 @@ class _SglangReader(TokenReader[_SglangReply]):
             [pair.id for pair in pairs],
             [pair.logprob for pair in pairs],
             finish,
-            parse_version(meta.weight_version) if meta.weight_version else None,
-            parse_spans(meta.weight_versions),
+            base.parse_version(meta.weight_version) if meta.weight_version else None,
+            base.parse_spans(meta.weight_versions),
         )
 
 
 # --------------------------------------------------------------------------- messages in
-class SglangChat(_Sglang, ChatFormat):
+class SglangChat(_Sglang, chat.ChatFormat):
     """Observed mode."""
 
-    features = OPENAI_FEATURES
+    features = chat.OPENAI_FEATURES
     reasoning_field = "reasoning_content"
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
         if request.tools and not request.parallel:
             msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
             raise Unsupported(msg, param="parallel_tool_calls")
-        return NEUTRAL | {
+        return base.NEUTRAL | {
             "logprobs": True,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
             "rid": request.request_id,
             "skip_special_tokens": False,  # else reasoning whose marks are special never ends
             "top_k": request.sampling.top_k or -1,
-            "response_format": build_response_format(request.constraint),
+            "response_format": chat.build_response_format(request.constraint),
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return _ChatReader()
 
 
-class _ChatReader(ChatReader):
+class _ChatReader(chat.ChatReader):
     """Passes on text as it comes; ids, logprobs and the end when the ids are reported."""
 
     def __init__(self) -> None:
@@ -196,18 +175,18 @@ class _ChatReader(ChatReader):
         self._finish: Finish | None = None
         self._has_ids = False
 
-    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: chat.ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
         """Count tokens until their ids come; then take the count back."""
         for choice in reply.choices[:1]:
-            new = read_logprobs(choice)
+            new = chat.read_logprobs(choice)
             self._logprobs += new
             delta.unreported_tokens += len(new)
             self._finish, delta.finish = delta.finish or self._finish, None
         if reply.metadata is not None and reply.metadata.weight_versions:
-            delta.spans = parse_spans(reply.metadata.weight_versions)
+            delta.spans = base.parse_spans(reply.metadata.weight_versions)
         if reply.sglext is not None and reply.sglext.output_ids:
             self._has_ids = True
-            delta.prompt = read_array(reply.sglext.input_ids)
+            delta.prompt = chat.read_array(reply.sglext.input_ids)
             ids = reply.sglext.output_ids[0]
             if len(ids) == len(self._logprobs):
                 delta.ids, delta.logprobs = ids, self._logprobs
@@ -218,7 +197,7 @@ class _ChatReader(ChatReader):
         elif reply.usage is not None and not self._has_ids:
             self._finish_without_ids(delta)
 
-    def _finish_without_ids(self, delta: DeltaBuilder) -> None:
+    def _finish_without_ids(self, delta: base.DeltaBuilder) -> None:
         """The reply is over. An aborted one has no ids, by SGLang's own design."""
         if self._finish is not Finish.ABORT:
             msg = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"

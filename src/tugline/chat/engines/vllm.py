@@ -10,13 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.base import (
-    EngineReply,
-    EngineRequest,
-    Feature,
-    Reader,
-    parse_finish,
-)
+from tugline.chat.engines import base
 from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat
 from tugline.chat.engines.generate import (
     Generate,
@@ -27,7 +21,7 @@ from tugline.chat.engines.generate import (
 from tugline.errors import EngineError
 from tugline.types import LogprobMeaning
 
-_FEATURES = frozenset({Feature.STRUCTURED, Feature.BAN})
+_FEATURES = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
 
 
 class VllmGenerate(Generate):
@@ -67,7 +61,7 @@ class VllmCompletions(TokenFormat):
     abort_id = "cmpl-{}-0"
     default_meaning = LogprobMeaning.RAW
 
-    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
             **build_sampling(request),
@@ -77,7 +71,7 @@ class VllmCompletions(TokenFormat):
             "request_id": request.request_id,
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
+    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
         """Make a reader."""
         return _CompletionsReader()
 
@@ -92,7 +86,7 @@ class _CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _CompletionReply(EngineReply):
+class _CompletionReply(base.EngineReply):
     choices: list[_CompletionChoice] = msgspec.field(default_factory=list)
 
 
@@ -105,7 +99,7 @@ class _CompletionsReader(TokenReader[_CompletionReply]):
         """Add the first choice."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
-            finish = parse_finish(choice.finish_reason)
+            finish = base.parse_finish(choice.finish_reason)
             if finish is not None and not ids and not self.count:
                 msg = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
                 raise EngineError(msg)

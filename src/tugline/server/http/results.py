@@ -17,41 +17,24 @@ from starlette.responses import Response
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Ack, Consumer, Counts, Delivery, DeliveryState, Event, Results
-from tugline.server.http import openapi
+from tugline.server.http import openapi, route
 from tugline.server.http.answers import EventStream
-from tugline.server.http.route import (
-    CLIENTS,
-    JSON,
-    MSGPACK,
-    NDJSON,
-    PUBLIC,
-    READERS,
-    SSE,
-    TEXT,
-    ApiCall,
-    Limit,
-    Name,
-    Nothing,
-    Position,
-    Routes,
-    Wait,
-)
 from tugline.server.store import events, nodes, results, stats
 from tugline.web.sse import encode_event
 
-ROUTES = Routes()
+ROUTES = route.Routes()
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which results."""
 
-    consumer: Name | None = None
+    consumer: route.Name | None = None
     """Start after what this consumer has acknowledged."""
-    after: Position | None = None
+    after: route.Position | None = None
     """Start after this position instead."""
-    limit: Limit = 100
-    wait_s: Wait = 0.0
-    task: Annotated[tuple[Name, ...], Meta(max_length=1000)] = ()
+    limit: route.Limit = 100
+    wait_s: route.Wait = 0.0
+    task: Annotated[tuple[route.Name, ...], Meta(max_length=1000)] = ()
     """Only those of these tasks."""
     groups: bool = False
     """Whole groups, once they are released."""
@@ -62,24 +45,24 @@ class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
 class AckQuery(msgspec.Struct, frozen=True):
     """Whose position."""
 
-    consumer: Name
+    consumer: route.Name
     """Name of the consumer, which it chooses itself."""
 
 
-@ROUTES.add("GET", "/v1/results", READERS, media=(JSON, NDJSON, MSGPACK))
-async def list_results(call: ApiCall[ResultQuery, Nothing]) -> Results | Response:
+@ROUTES.add("GET", "/v1/results", route.READERS, media=(route.JSON, route.NDJSON, route.MSGPACK))
+async def list_results(call: route.ApiCall[ResultQuery, route.Nothing]) -> Results | Response:
     """List results after a cursor: a page, lines, or frames with the trajectories."""
-    media, query = call.accept(JSON, NDJSON, MSGPACK), call.query
-    if media == JSON:
+    media, query = call.accept(route.JSON, route.NDJSON, route.MSGPACK), call.query
+    if media == route.JSON:
         page = _read_results(call, query.after, query.wait_s, query.consumer)
         return await (call.attend(page) if query.wait_s else page)
     first = await _read_results(call, query.after, 0.0, query.consumer)
-    pieces = _lines(call, first) if media == NDJSON else _frames(call, first)
+    pieces = _lines(call, first) if media == route.NDJSON else _frames(call, first)
     return EventStream(pieces, media, call.state.waits)
 
 
 async def _read_results(
-    call: ApiCall[ResultQuery, Nothing],
+    call: route.ApiCall[ResultQuery, route.Nothing],
     after: int | None,
     wait_s: float,
     consumer: str | None = None,
@@ -95,7 +78,9 @@ async def _read_results(
     )
 
 
-async def _pages(call: ApiCall[ResultQuery, Nothing], page: Results) -> AsyncGenerator[Results]:
+async def _pages(
+    call: route.ApiCall[ResultQuery, route.Nothing], page: Results
+) -> AsyncGenerator[Results]:
     """`page` and what follows; empty ones keep a quiet stream alive."""
     wait_s = call.state.waits.keep_alive_s if call.query.follow else 0.0
     while page.items or page.groups or call.query.follow:
@@ -103,12 +88,16 @@ async def _pages(call: ApiCall[ResultQuery, Nothing], page: Results) -> AsyncGen
         page = await _read_results(call, page.cursor, wait_s)
 
 
-async def _lines(call: ApiCall[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
+async def _lines(
+    call: route.ApiCall[ResultQuery, route.Nothing], first: Results
+) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield msgspec.json.encode(page) + b"\n"
 
 
-async def _frames(call: ApiCall[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
+async def _frames(
+    call: route.ApiCall[ResultQuery, route.Nothing], first: Results
+) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield _frame(msgspec.msgpack.encode(page))
         for item in page.items:
@@ -119,14 +108,14 @@ def _frame(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-@ROUTES.add("POST", "/v1/results/ack", CLIENTS)
-async def acknowledge(call: ApiCall[AckQuery, Ack]) -> Consumer:
+@ROUTES.add("POST", "/v1/results/ack", route.CLIENTS)
+async def acknowledge(call: route.ApiCall[AckQuery, Ack]) -> Consumer:
     """Acknowledge results up to a cursor."""
     return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
 
 
-@ROUTES.add("GET", "/v1/consumers", READERS)
-async def list_consumers(call: ApiCall[Nothing, Nothing]) -> list[Consumer]:
+@ROUTES.add("GET", "/v1/consumers", route.READERS)
+async def list_consumers(call: route.ApiCall[route.Nothing, route.Nothing]) -> list[Consumer]:
     """List consumers and their positions."""
     return await call.db.read(results.list_consumers)
 
@@ -135,11 +124,11 @@ async def list_consumers(call: ApiCall[Nothing, Nothing]) -> list[Consumer]:
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which events."""
 
-    after: Position | None = None
+    after: route.Position | None = None
     """Start after this position; a page starts at the first event, a stream with new ones."""
-    limit: Limit = 100
-    wait_s: Wait = 0.0
-    task: Name | None = None
+    limit: route.Limit = 100
+    wait_s: route.Wait = 0.0
+    task: route.Name | None = None
     """Only those of this task."""
 
 
@@ -148,32 +137,34 @@ class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     state: DeliveryState | None = None
     """Only those in this state."""
-    after: Position = 0
+    after: route.Position = 0
     """Start after this id."""
-    limit: Limit = 100
+    limit: route.Limit = 100
 
 
-@ROUTES.add("GET", "/v1/events", READERS, media=(JSON, SSE))
-async def list_events(call: ApiCall[EventQuery, Nothing]) -> list[Event] | Response:
+@ROUTES.add("GET", "/v1/events", route.READERS, media=(route.JSON, route.SSE))
+async def list_events(call: route.ApiCall[EventQuery, route.Nothing]) -> list[Event] | Response:
     """List events after a position: a page, or server-sent events."""
     query = call.query
-    if call.accept(JSON, SSE) == JSON:
+    if call.accept(route.JSON, route.SSE) == route.JSON:
         page = _read_events(call, query.after or 0, query.wait_s)
         return await (call.attend(page) if query.wait_s else page)
     after = _parse_last_event_id(call)
     if after is None:
         after = await call.db.read(events.latest)
-    return EventStream(_stream(call, await _read_events(call, after), after), SSE, call.state.waits)
+    return EventStream(
+        _stream(call, await _read_events(call, after), after), route.SSE, call.state.waits
+    )
 
 
 async def _read_events(
-    call: ApiCall[EventQuery, Nothing], after: int, wait_s: float = 0.0
+    call: route.ApiCall[EventQuery, route.Nothing], after: int, wait_s: float = 0.0
 ) -> list[Event]:
     query = call.query
     return await call.control.events(after=after, limit=query.limit, wait_s=wait_s, task=query.task)
 
 
-def _parse_last_event_id(call: ApiCall[EventQuery, Nothing]) -> int | None:
+def _parse_last_event_id(call: route.ApiCall[EventQuery, route.Nothing]) -> int | None:
     header = call.request.headers.get("last-event-id")
     if header is None:
         return call.query.after
@@ -184,7 +175,7 @@ def _parse_last_event_id(call: ApiCall[EventQuery, Nothing]) -> int | None:
 
 
 async def _stream(
-    call: ApiCall[EventQuery, Nothing], page: list[Event], after: int
+    call: route.ApiCall[EventQuery, route.Nothing], page: list[Event], after: int
 ) -> AsyncGenerator[bytes]:
     yield b": events\n\n"
     while True:
@@ -198,43 +189,43 @@ async def _stream(
 
 
 # --------------------------------------------------------------------------- webhooks
-@ROUTES.add("GET", "/v1/deliveries", READERS)
-async def list_deliveries(call: ApiCall[DeliveryQuery, Nothing]) -> list[Delivery]:
+@ROUTES.add("GET", "/v1/deliveries", route.READERS)
+async def list_deliveries(call: route.ApiCall[DeliveryQuery, route.Nothing]) -> list[Delivery]:
     """List webhook deliveries and their states."""
     return await call.db.read(events.list_deliveries, **msgspec.structs.asdict(call.query))
 
 
-@ROUTES.add("POST", "/v1/deliveries/{number}/retry", CLIENTS)
-async def retry_delivery(call: ApiCall[Nothing, Nothing]) -> Delivery:
+@ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS)
+async def retry_delivery(call: route.ApiCall[route.Nothing, route.Nothing]) -> Delivery:
     """Send a webhook delivery again."""
     return await call.db.write(events.retry_delivery, int(call.id))
 
 
 # --------------------------------------------------------------------------- the server
-@ROUTES.add("GET", "/v1/status", READERS)
-async def get_status(call: ApiCall[Nothing, Nothing]) -> Counts:
+@ROUTES.add("GET", "/v1/status", route.READERS)
+async def get_status(call: route.ApiCall[route.Nothing, route.Nothing]) -> Counts:
     """Count sessions, tasks and nodes."""
     return await call.db.read(stats.counts)
 
 
-@ROUTES.add("GET", "/healthz", PUBLIC)
-async def check_health(call: ApiCall[Nothing, Nothing]) -> Response:
+@ROUTES.add("GET", "/healthz", route.PUBLIC)
+async def check_health(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
     """Check whether the server can work."""
     await call.db.read(nodes.control)
-    return Response(b'{"status":"ok"}', media_type=JSON)
+    return Response(b'{"status":"ok"}', media_type=route.JSON)
 
 
-@ROUTES.add("GET", "/metrics", READERS, media=(TEXT,), problems=("missing",))
-async def get_metrics(call: ApiCall[Nothing, Nothing]) -> Response:
+@ROUTES.add("GET", "/metrics", route.READERS, media=(route.TEXT,), problems=("missing",))
+async def get_metrics(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
     """Get the metrics for Prometheus."""
     if call.state.metrics is None:
         msg = "this server has no metrics"
         raise Missing(msg)
-    return Response(await call.state.metrics.page(), media_type=TEXT)
+    return Response(await call.state.metrics.page(), media_type=route.TEXT)
 
 
-@ROUTES.add("GET", "/openapi.json", READERS)
-async def get_document(call: ApiCall[Nothing, Nothing]) -> Response:
+@ROUTES.add("GET", "/openapi.json", route.READERS)
+async def get_document(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
     """Get this document."""
     document = await asyncio.to_thread(openapi.document, call.state.routes)
-    return Response(document, media_type=JSON)
+    return Response(document, media_type=route.JSON)

@@ -18,23 +18,8 @@ from starlette.responses import Response
 from tugline import protocol
 from tugline.errors import FencedError, Invalid
 from tugline.protocol.nodes import Epoch
+from tugline.server.http import route
 from tugline.server.http.answers import EventStream, Refusal
-from tugline.server.http.route import (
-    CLIENTS,
-    JSON,
-    NODES,
-    READERS,
-    TEXT,
-    ZSTD,
-    ApiCall,
-    ApiRole,
-    Cursor,
-    Limit,
-    Name,
-    Nothing,
-    Position,
-    Routes,
-)
 from tugline.server.store import nodes, results, sessions, tasks
 from tugline.types import Status, Task, Trajectory, decode
 
@@ -49,7 +34,7 @@ MAX_CHUNK = 4 << 20
 """Bytes of log in one request."""
 MAX_HELD = 16 << 20
 """Bytes of a request that lists what a node holds."""
-ROUTES = Routes()
+ROUTES = route.Routes()
 _FENCED = ("fenced",)
 
 
@@ -62,8 +47,8 @@ class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Only those of this tenant."""
     tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
     """``key=value``."""
-    after: Cursor | None = None
-    limit: Limit = 100
+    after: route.Cursor | None = None
+    limit: route.Limit = 100
 
 
 class CancelQuery(msgspec.Struct, frozen=True):
@@ -76,41 +61,43 @@ class CancelQuery(msgspec.Struct, frozen=True):
 @ROUTES.add(
     "POST",
     "/v1/tasks",
-    CLIENTS,
+    route.CLIENTS,
     statuses=(201, 200),
     problems=("conflict",),
     max_body=MAX_BATCH_BYTES,
 )
-async def submit(call: ApiCall[Nothing, list[Task]]) -> list[protocol.Accepted] | Response:
+async def submit(
+    call: route.ApiCall[route.Nothing, list[Task]],
+) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         msg = f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}"
         raise Invalid(msg)
     accepted = await call.control.submit(call.body)
     status = 201 if any(each.new for each in accepted) else 200
-    return Response(msgspec.json.encode(accepted), status, media_type=JSON)
+    return Response(msgspec.json.encode(accepted), status, media_type=route.JSON)
 
 
-@ROUTES.add("GET", "/v1/tasks", READERS)
-async def list_tasks(call: ApiCall[TaskQuery, Nothing]) -> protocol.Page:
+@ROUTES.add("GET", "/v1/tasks", route.READERS)
+async def list_tasks(call: route.ApiCall[TaskQuery, route.Nothing]) -> protocol.Page:
     """List tasks, in the order of submission."""
     return await call.db.read(tasks.page, **msgspec.structs.asdict(call.query))
 
 
-@ROUTES.add("GET", "/v1/tasks/{id}", READERS)
-async def get_task(call: ApiCall[Nothing, Nothing]) -> protocol.TaskView:
+@ROUTES.add("GET", "/v1/tasks/{id}", route.READERS)
+async def get_task(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.TaskView:
     """Get the current state of a task."""
     return await call.db.read(tasks.view, call.id)
 
 
-@ROUTES.add("GET", "/v1/tasks/{id}/body", READERS)
-async def get_body(call: ApiCall[Nothing, Nothing]) -> Task:
+@ROUTES.add("GET", "/v1/tasks/{id}/body", route.READERS)
+async def get_body(call: route.ApiCall[route.Nothing, route.Nothing]) -> Task:
     """Get a task as it was submitted."""
     return await call.db.read(tasks.body, call.id)
 
 
-@ROUTES.add("POST", "/v1/tasks/{id}/cancel", CLIENTS)
-async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> protocol.Cancelled:
+@ROUTES.add("POST", "/v1/tasks/{id}/cancel", route.CLIENTS)
+async def cancel_task(call: route.ApiCall[CancelQuery, route.Nothing]) -> protocol.Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(results.cancel_task, call.id, call.query.by)
 
@@ -118,20 +105,20 @@ async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> protocol.Cancelled
 class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which sessions to list."""
 
-    task: Name | None = None
+    task: route.Name | None = None
     """Only those of this task."""
     status: Status | None = None
     """Only those in this state."""
     node: Annotated[str, Meta(max_length=160)] | None = None
     """Only those that this node holds."""
-    after: Cursor | None = None
-    limit: Limit = 100
+    after: route.Cursor | None = None
+    limit: route.Limit = 100
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which part of a log, and whether to follow it."""
 
-    offset: Position = 0
+    offset: route.Position = 0
     """Byte to start at."""
     tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     """Start this many bytes before the end instead."""
@@ -149,7 +136,7 @@ class BodyChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Place of a piece of a log."""
 
     epoch: Epoch
-    offset: Position
+    offset: route.Position
     """Byte of the log at which it begins."""
 
 
@@ -160,26 +147,26 @@ class Length(msgspec.Struct, frozen=True):
 
 
 # --------------------------------------------------------------------------- sessions
-@ROUTES.add("GET", "/v1/sessions", READERS)
-async def list_sessions(call: ApiCall[SessionQuery, Nothing]) -> protocol.Page:
+@ROUTES.add("GET", "/v1/sessions", route.READERS)
+async def list_sessions(call: route.ApiCall[SessionQuery, route.Nothing]) -> protocol.Page:
     """List sessions, in the order of submission."""
     return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}", READERS)
-async def get_session(call: ApiCall[Nothing, Nothing]) -> protocol.SessionView:
+@ROUTES.add("GET", "/v1/sessions/{id}", route.READERS)
+async def get_session(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.SessionView:
     """Get the current state of a session."""
     return await call.db.read(sessions.get_view, call.id)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
-async def cancel_session(call: ApiCall[CancelQuery, Nothing]) -> protocol.Cancelled:
+@ROUTES.add("POST", "/v1/sessions/{id}/cancel", route.CLIENTS)
+async def cancel_session(call: route.ApiCall[CancelQuery, route.Nothing]) -> protocol.Cancelled:
     """Cancel a session."""
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/log", READERS, media=(TEXT,))
-async def read_log(call: ApiCall[LogQuery, Nothing]) -> Response:
+@ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS, media=(route.TEXT,))
+async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
     query, waits = call.query, call.state.waits
     offset = query.offset if query.tail is None else -query.tail
@@ -194,21 +181,21 @@ async def read_log(call: ApiCall[LogQuery, Nothing]) -> Response:
             wait_s = waits.keep_alive_s if query.follow else 0.0
             part = await call.control.read_log(call.id, offset=part.offset, wait_s=wait_s)
 
-    return EventStream(pieces(), TEXT, waits, headers)
+    return EventStream(pieces(), route.TEXT, waits, headers)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/result", READERS)
-async def get_result(call: ApiCall[Nothing, Nothing]) -> protocol.ResultView:
+@ROUTES.add("GET", "/v1/sessions/{id}/result", route.READERS)
+async def get_result(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.ResultView:
     """Get a result without its tokens."""
     return await call.db.read(results.get, call.id)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", READERS, media=(ZSTD, JSON))
-async def get_trajectory(call: ApiCall[Nothing, Nothing]) -> Response:
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS, media=(route.ZSTD, route.JSON))
+async def get_trajectory(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
     """Get a trajectory: packed as it is stored, or as JSON."""
-    media = call.accept(ZSTD, JSON)
+    media = call.accept(route.ZSTD, route.JSON)
     data = await call.control.trajectory(call.id)
-    body = await asyncio.to_thread(_to_json, data) if media == JSON else data
+    body = await asyncio.to_thread(_to_json, data) if media == route.JSON else data
     return Response(body, media_type=media)
 
 
@@ -216,8 +203,8 @@ def _to_json(data: bytes) -> bytes:
     with zstandard.ZstdDecompressor().stream_reader(data) as reader:
         plain = reader.read(MAX_UNPACKED + 1)
     if len(plain) > MAX_UNPACKED:
-        msg = f"this trajectory has over {MAX_UNPACKED} bytes; take it as {ZSTD}"
-        raise Refusal(msg, "not-acceptable", known=(ZSTD,))
+        msg = f"this trajectory has over {MAX_UNPACKED} bytes; take it as {route.ZSTD}"
+        raise Refusal(msg, "not-acceptable", known=(route.ZSTD,))
     return msgspec.json.encode(decode(plain, Trajectory), enc_hook=_encode_array)
 
 
@@ -229,29 +216,29 @@ def _encode_array(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------- for nodes
-@ROUTES.add("POST", "/v1/sessions/{id}/result", NODES, problems=_FENCED, max_body=MAX_RESULT)
-async def commit(call: ApiCall[Lease, bytes]) -> protocol.Commit:
+@ROUTES.add("POST", "/v1/sessions/{id}/result", route.NODES, problems=_FENCED, max_body=MAX_RESULT)
+async def commit(call: route.ApiCall[Lease, bytes]) -> protocol.Commit:
     """Commit a result, once: a trajectory as zstd-compressed msgpack."""
     await _check_holder(call)
     return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/release", NODES, statuses=(204,), problems=_FENCED)
-async def release(call: ApiCall[Nothing, protocol.Release]) -> None:
+@ROUTES.add("POST", "/v1/sessions/{id}/release", route.NODES, statuses=(204,), problems=_FENCED)
+async def release(call: route.ApiCall[route.Nothing, protocol.Release]) -> None:
     """Return a session to the queue."""
     await _check_holder(call)
     await call.control.dispatcher.release(call.id, call.body)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/log", NODES, problems=_FENCED, max_body=MAX_CHUNK)
-async def append_log(call: ApiCall[BodyChunk, bytes]) -> Length:
+@ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, problems=_FENCED, max_body=MAX_CHUNK)
+async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> Length:
     """Append to a session's log."""
     await _check_holder(call)
     chunk = call.query
     return Length(await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body))
 
 
-async def _check_holder(call: ApiCall[Any, Any]) -> None:
+async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
     holder = (await call.db.read(sessions.get, call.id)).node
     if holder not in {None, call.caller.node}:
         msg = f"session {call.id} is held by another node now"
@@ -259,68 +246,74 @@ async def _check_holder(call: ApiCall[Any, Any]) -> None:
 
 
 # --------------------------------------------------------------------------- nodes
-@ROUTES.add("POST", "/v1/nodes", frozenset({ApiRole.JOIN}), statuses=(201,))
-async def register(call: ApiCall[Nothing, protocol.NodeRegistration]) -> protocol.NodeRegistered:
+@ROUTES.add("POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), statuses=(201,))
+async def register(
+    call: route.ApiCall[route.Nothing, protocol.NodeRegistration],
+) -> protocol.NodeRegistered:
     """Join as a node."""
     return await call.control.dispatcher.register(call.body)
 
 
-@ROUTES.add("GET", "/v1/nodes", READERS)
-async def list_nodes(call: ApiCall[Nothing, Nothing]) -> list[protocol.NodeView]:
+@ROUTES.add("GET", "/v1/nodes", route.READERS)
+async def list_nodes(call: route.ApiCall[route.Nothing, route.Nothing]) -> list[protocol.NodeView]:
     """List the nodes."""
     return await call.db.read(nodes.list_views)
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/lease", NODES, problems=_FENCED, max_body=MAX_HELD)
-async def lease(call: ApiCall[Nothing, protocol.LeaseRequest]) -> protocol.LeaseResponse:
+@ROUTES.add("POST", "/v1/nodes/{id}/lease", route.NODES, problems=_FENCED, max_body=MAX_HELD)
+async def lease(
+    call: route.ApiCall[route.Nothing, protocol.LeaseRequest],
+) -> protocol.LeaseResponse:
     """Wait for work, for orders or for `LeaseRequest.wait_s`."""
     _check_own(call)
     return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/renew", NODES, problems=_FENCED, max_body=MAX_HELD)
-async def renew(call: ApiCall[Nothing, protocol.Renewal]) -> protocol.LeaseResponse:
+@ROUTES.add("POST", "/v1/nodes/{id}/renew", route.NODES, problems=_FENCED, max_body=MAX_HELD)
+async def renew(call: route.ApiCall[route.Nothing, protocol.Renewal]) -> protocol.LeaseResponse:
     """Keep a node's lease."""
     _check_own(call)
     return await call.control.dispatcher.renew(call.id, call.body)
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/drain", NODES | CLIENTS, statuses=(204,), problems=_FENCED)
-async def drain(call: ApiCall[Nothing, Nothing]) -> None:
+@ROUTES.add(
+    "POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS, statuses=(204,), problems=_FENCED
+)
+async def drain(call: route.ApiCall[route.Nothing, route.Nothing]) -> None:
     """Give a node no more work; it finishes what it holds and leaves."""
-    if call.caller.role is ApiRole.NODE:
+    if call.caller.role is route.ApiRole.NODE:
         _check_own(call)
     await call.control.dispatcher.drain(call.id)
 
 
-def _check_own(call: ApiCall[Any, Any]) -> None:
+def _check_own(call: route.ApiCall[Any, Any]) -> None:
     if call.caller.node != call.id:
         msg = "a node may act for itself only"
         raise Refusal(msg, "forbidden")
 
 
 # --------------------------------------------------------------------------- weights
-@ROUTES.add("GET", "/v1/weights", READERS)
-async def get_weights(call: ApiCall[Nothing, Nothing]) -> protocol.Control:
+@ROUTES.add("GET", "/v1/weights", route.READERS)
+async def get_weights(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.Control:
     """Get the version of the weights, and whether model calls are held."""
     return await call.db.read(nodes.control)
 
 
-@ROUTES.add("POST", "/v1/weights", CLIENTS)
-async def announce(call: ApiCall[Nothing, protocol.Version]) -> protocol.Barrier:
+@ROUTES.add("POST", "/v1/weights", route.CLIENTS)
+async def announce(call: route.ApiCall[route.Nothing, protocol.Version]) -> protocol.Barrier:
     """Announce new weights; answers when the nodes know."""
     return await call.attend(call.control.weights.announce(call.body.version))
 
 
-@ROUTES.add("POST", "/v1/weights/pause", CLIENTS)
-async def pause(call: ApiCall[Nothing, protocol.Pause]) -> protocol.Barrier:
+@ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
+async def pause(call: route.ApiCall[route.Nothing, protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
     return await call.attend(
         call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
     )
 
 
-@ROUTES.add("POST", "/v1/weights/resume", CLIENTS)
-async def resume(call: ApiCall[Nothing, Nothing]) -> protocol.Barrier:
+@ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
+async def resume(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.Barrier:
     """Let model calls continue."""
     return await call.attend(call.control.weights.resume())
