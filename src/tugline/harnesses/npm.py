@@ -22,7 +22,17 @@ import msgspec
 
 from tugline import log
 from tugline.errors import HarnessError, UsageError
-from tugline.harnesses import install
+from tugline.harnesses.install import (
+    COMPILE_CACHE,
+    Package,
+    Step,
+    bundle_libraries,
+    install_dir,
+    install_once,
+    mount_c_library,
+    run_installer,
+    run_program,
+)
 from tugline.sandbox.base import Mount
 
 _LOCKED_ON = ("linux", "x86_64")
@@ -30,7 +40,7 @@ _LOCKED_ON = ("linux", "x86_64")
 _log = log.get("harness")
 
 
-class Npm(install.Package):
+class Npm(Package):
     """Its program is the one that the package declares: a script if it ends in ``.js``."""
 
     def __init__(
@@ -50,13 +60,9 @@ class Npm(install.Package):
     @property
     def env(self) -> Mapping[str, str]:
         """The compile cache, which halves the time that Node needs to start."""
-        return (
-            {"NODE_COMPILE_CACHE": str(self.folder / install.COMPILE_CACHE)}
-            if self._is_script
-            else {}
-        )
+        return {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)} if self._is_script else {}
 
-    async def _install(self, trial: install.Step) -> tuple[Mount, ...]:
+    async def _install(self, trial: Step) -> tuple[Mount, ...]:
         found, npm = await self.find_node()
         node = await _copy_node(found)
 
@@ -67,14 +73,14 @@ class Npm(install.Package):
         async def finish(folder: Path) -> None:
             self._set_command(node)
             await trial(folder)
-            await asyncio.to_thread(_share_compile_cache, folder / install.COMPILE_CACHE)
+            await asyncio.to_thread(_share_compile_cache, folder / COMPILE_CACHE)
 
-        await install.install_once(self.folder, fill, finish)
+        await install_once(self.folder, fill, finish)
         program = self._set_command(node)
         folders = (self.folder, *((node.parent.parent,) if self._is_script else ()))
         return (
             *(Mount(str(folder), str(folder)) for folder in folders),
-            *await install.mount_c_library(node if self._is_script else program),
+            *await mount_c_library(node if self._is_script else program),
         )
 
     def _set_command(self, node: Path) -> Path:
@@ -95,7 +101,7 @@ class Npm(install.Package):
         lock = _read_lock(self._harness, self._package, self._version)
         if lock is not None:
             (fresh / "package-lock.json").write_bytes(lock)
-        await install.run_installer(
+        await run_installer(
             purpose,
             *(*npm, "ci" if lock else "install", "--ignore-scripts"),
             *("--no-audit", "--no-fund", "--loglevel=error"),
@@ -104,14 +110,14 @@ class Npm(install.Package):
         )
         if self._setup is not None:
             script = fresh / "node_modules" / self._package / self._setup
-            await install.run_installer(purpose, str(node), str(script), cwd=script.parent)
+            await run_installer(purpose, str(node), str(script), cwd=script.parent)
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
         node, npm = await self.find_node()
         purpose = f"npm does not know {self._package}"
         argv = (*npm, "view", self._package, "version")
-        text = await install.run_installer(purpose, *argv, cwd=Path.cwd(), env=_with_path(node))
+        text = await run_installer(purpose, *argv, cwd=Path.cwd(), env=_with_path(node))
         return text.strip().splitlines()[-1]
 
     async def find_node(self) -> tuple[Path, Sequence[str]]:
@@ -140,20 +146,20 @@ class Npm(install.Package):
 
 async def _copy_node(node: Path) -> Path:
     """A copy of this Node in the install directory that needs only a C library."""
-    folder = install.install_dir() / f"node-{await _read_version(node)}"
+    folder = install_dir() / f"node-{await _read_version(node)}"
 
     async def fill(fresh: Path) -> None:
         copy = fresh / "bin" / "node"
         copy.parent.mkdir()
         await asyncio.to_thread(shutil.copy2, node, copy)
-        await install.bundle_libraries(copy, fresh)
+        await bundle_libraries(copy, fresh)
 
-    await install.install_once(folder, fill)
+    await install_once(folder, fill)
     return folder / "bin" / "node"
 
 
 async def _read_version(node: Path) -> str:
-    _, text = await install.run_program(str(node), "--version", cwd=node.parent)
+    _, text = await run_program(str(node), "--version", cwd=node.parent)
     return text.strip().removeprefix("v")
 
 

@@ -22,7 +22,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
-from tugline.harnesses import base
+from tugline.harnesses.base import (
+    MAX_ARGUMENT,
+    Harness,
+    Launch,
+    LaunchContext,
+    find_fatal_signal,
+)
 from tugline.harnesses.install import Package
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
@@ -43,7 +49,7 @@ _REFUSAL = b'{"error":{"message":"no more calls","type":"invalid_request_error",
 
 
 @dataclass(kw_only=True, eq=False)
-class Preset(base.Harness):
+class Preset(Harness):
     """A harness whose program comes from a registry; its fields are the options of tasks."""
 
     crash_patterns: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -69,14 +75,14 @@ class Preset(base.Harness):
         """The package of this version."""
 
     @abstractmethod
-    def make_arguments(self, context: base.LaunchContext) -> tuple[str, ...]:
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """Arguments after the program's command, without the instruction."""
 
     @abstractmethod
-    def make_env(self, context: base.LaunchContext) -> dict[str, str]:
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
         """Variables besides HOME."""
 
-    def make_files(self, context: base.LaunchContext) -> dict[str, str]:
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
         """Settings below the agent's home."""
         return {}
 
@@ -92,7 +98,7 @@ class Preset(base.Harness):
 
         await self.package.install(trial)
 
-    def launch(self, context: base.LaunchContext) -> base.Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """The command for one session."""
         instruction = context.instruction
         if instruction.startswith(self.command_marks):
@@ -106,19 +112,19 @@ class Preset(base.Harness):
         else:
             argv += last
         env = {"HOME": context.home, **self.make_env(context), **self.package.env}
-        return base.Launch(argv=argv, env=env, files=files)
+        return Launch(argv=argv, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:
         """Why its program crashed, None if it did not."""
         if end.timed_out or end.code == 0:
             return None
         matches = (why for pattern, why in self.crash_patterns if re.search(pattern, output))
-        return base.find_fatal_signal(end) or self.crash_codes.get(end.code) or next(matches, None)
+        return find_fatal_signal(end) or self.crash_codes.get(end.code) or next(matches, None)
 
 
 def fits_argument(instruction: str) -> bool:
     """Whether a program can be started with `instruction` as an argument."""
-    return len(instruction.encode()) <= base.MAX_ARGUMENT
+    return len(instruction.encode()) <= MAX_ARGUMENT
 
 
 # --------------------------------------------------------------------- MCP servers and skills
@@ -191,7 +197,7 @@ def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) ->
 
 
 # --------------------------------------------------------------------- the first start
-async def start_once(harness: base.Harness, runtime: Runtime | None = None) -> None:
+async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     """Start a newly installed program, which must call its model; the call is refused.
 
     So a broken installation is found before any session, and compiled scripts are cached. Raises
@@ -204,7 +210,7 @@ async def start_once(harness: base.Harness, runtime: Runtime | None = None) -> N
             _refuse_calls(harness.spent_status, called) as url,
             runtime.open(Path(folder), spec) as sandbox,
         ):
-            context = base.LaunchContext(
+            context = LaunchContext(
                 instruction="Say hello.",
                 workdir=str(sandbox.workdir),
                 home=str(sandbox.home),
