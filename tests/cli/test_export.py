@@ -35,8 +35,8 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         "--kind",
         "main,subagent",
     ]
-    more = ["--status", "completed", "--exact-only", "--max-length", "9", "--one-per-task"]
-    split = ["--split", "train=0.7,test=0.3", "--stratify", "level", "--seed", "1", "--dedupe"]
+    more = ["--status", "completed", "--exact-only", "--max-length", "9"]
+    split = ["--split", "train=0.7,test=0.3", "--seed", "1", "--dedupe"]
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
@@ -59,7 +59,6 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: arrow, calls,"),
         (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
         (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
-        (["sft", "--stratify", "k"], "--stratify k needs a --split, such as train=0.9,test=0.1"),
         (["sft", "--status", "done"], "--status 'done': 'done' is not a valid Status; known: queu"),
         (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
         (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),

@@ -6,12 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exports.made import call, export, record, two_turns
-from tugline.errors import UsageError
 from tugline.exports.base import SkipReason
 from tugline.exports.select import Selection, SessionSummary, Split, select, summarize
 from tugline.types import Status
@@ -74,16 +72,6 @@ def test_the_best_of_a_task_are_its_best_different_sessions() -> None:
     assert kept(entries, best_of=2, dedupe=True) == twins_once
 
 
-def test_one_per_task_is_drawn_by_the_seed() -> None:
-    """The draw is the same each time, and another seed draws others."""
-    entries = [entry(f"{t}-{s}", task=str(t), sample=s) for t in range(8) for s in range(4)]
-    first, left = kept(entries, one_per_task=True, seed=1)
-    assert [name.split("-")[0] for name in first] == [str(t) for t in range(8)]
-    assert left == {SkipReason.NOT_DRAWN: 24}
-    assert kept(entries[::-1], one_per_task=True, seed=1)[0] == first
-    assert kept(entries, one_per_task=True, seed=2)[0] != first
-
-
 def test_the_last_attempt_of_a_session_counts() -> None:
     """An attempt whose lease was lost is not a second sample; another run's session is."""
     again = entry("a", epoch=1, path=Path("runs/a.1.rec"))
@@ -93,46 +81,20 @@ def test_the_last_attempt_of_a_session_counts() -> None:
     assert left == {SkipReason.SUPERSEDED: 1}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.sampled_from("xy")), max_size=60),
-    st.integers(0, 5),
-    st.booleans(),
-)
-def test_all_samples_of_a_task_are_in_one_file(
-    drawn: list[tuple[int, str]],
-    seed: int,
-    stratify: bool,  # noqa: FBT001
-) -> None:
-    """Whatever the split, no task is in two files, and every task is in one."""
-    tags = {task: {"k": tag} for task, tag in drawn}
-    entries = [entry(f"{i}", task=str(task), tags=tags[task]) for i, (task, _) in enumerate(drawn)]
-    split = Split(shares={"a": 0.5, "b": 0.5}, stratify="k" if stratify else None, seed=seed)
-    dealt = split.assign(entries)
-    assert dealt.keys() == {one.task for one in entries}
-    assert set(dealt.values()) <= {"a", "b"}
-    assert split.assign(entries[::-1]) == dealt
+@given(st.integers(0, 5), st.lists(st.floats(0.1, 1), min_size=1, max_size=4))
+def test_every_task_is_in_a_file(seed: int, weights: list[float]) -> None:
+    """Whatever the shares, rounded or not, each task has one of the files."""
+    shares = {str(i): weight / sum(weights) for i, weight in enumerate(weights)}
+    split = Split(shares=shares, seed=seed)
+    assert {split.choose_file(str(task)) for task in range(60)} <= shares.keys()
 
 
-def test_a_split_stays_when_tasks_are_added() -> None:
-    """A task that was for testing is never trained on in a later export."""
-    split = Split(shares={"train": 0.8, "test": 0.2})
-    early = split.assign([entry(str(i), task=str(i)) for i in range(200)])
-    late = split.assign([entry(str(i), task=str(i)) for i in range(400)])
-    assert {task: late[task] for task in early} == early
-    assert 0.7 < Counter(late.values())["train"] / 400 < 0.9
-
-
-def test_a_stratified_split_has_its_shares_of_every_value() -> None:
-    """Ten hard and thirty easy tasks are both cut at a fifth."""
-    entries = [
-        entry(str(i), task=str(i), tags={"k": "hard" if i < 10 else "easy"}) for i in range(40)
-    ]
-    dealt = Split(shares={"train": 0.8, "test": 0.2}, stratify="k").assign(entries)
-    by_value = Counter((one.tags["k"], dealt[one.task]) for one in entries)
-    assert by_value[("hard", "test")] == 2
-    assert by_value[("easy", "test")] == 6
-    with pytest.raises(UsageError, match="--stratify family: task 0 has no such tag"):
-        Split(shares={"a": 1.0}, stratify="family").assign(entries)
+def test_a_split_has_its_shares_and_depends_on_the_seed() -> None:
+    """A task's file depends on nothing but its id and the seed."""
+    splits = [Split(shares={"train": 0.8, "test": 0.2}, seed=seed) for seed in (0, 0, 1)]
+    first, again, other = ([one.choose_file(str(i)) for i in range(400)] for one in splits)
+    assert first == again != other
+    assert 0.7 < Counter(first)["train"] / 400 < 0.9
 
 
 def test_sessions_that_say_the_same_are_known_by_their_tokens(tmp_path: Path) -> None:

@@ -44,9 +44,6 @@ MinReward = Annotated[float | None, typer.Option(help="Only sessions that earned
 BestOf = Annotated[
     int | None, typer.Option(min=1, help="Only this many of the best sessions of each task.")
 ]
-OnePerTask = Annotated[
-    bool, typer.Option("--one-per-task", help="One session of each task, drawn by --seed.")
-]
 Dedupe = Annotated[
     bool, typer.Option("--dedupe", help="Of sessions of a task that say the same, the first.")
 ]
@@ -62,10 +59,7 @@ MaxLength = Annotated[
 Shares = Annotated[
     str | None, typer.Option(help="Deal tasks to files, such as train=0.9,test=0.1.")
 ]
-Stratify = Annotated[
-    str | None, typer.Option(help="Deal each value of this tag in the shares of --split.")
-]
-Seed = Annotated[int, typer.Option(help="Of --split and --one-per-task.")]
+Seed = Annotated[int, typer.Option(help="Of --split.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
 
@@ -82,13 +76,11 @@ def export(  # noqa: PLR0913 - each is a flag
     tag: Tag = None,
     min_reward: MinReward = None,
     best_of: BestOf = None,
-    one_per_task: OnePerTask = False,
     dedupe: Dedupe = False,
     kind: Kinds = None,
     exact_only: ExactOnly = False,
     max_length: MaxLength = None,
     split: Shares = None,
-    stratify: Stratify = None,
     seed: Seed = 0,
     force: Force = False,
     as_json: Json = False,
@@ -100,8 +92,6 @@ def export(  # noqa: PLR0913 - each is a flag
         min_reward=min_reward,
         dedupe=dedupe,
         best_of=best_of,
-        one_per_task=one_per_task,
-        seed=seed,
     )
     plan = Export(
         exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
@@ -109,7 +99,7 @@ def export(  # noqa: PLR0913 - each is a flag
         selection=selection,
         filter=TraceFilter(_parse_names(kind, TraceKind, "--kind"), exact_only, max_length),
         builder=parse_builder(builder, options),
-        split=_parse_split(split, stratify, seed),
+        split=_parse_split(split, seed),
         force=force,
     )
     paths = [path for name in sessions for path in resolve(name)]
@@ -142,11 +132,8 @@ def _parse_names(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
         raise UsageError(msg) from error
 
 
-def _parse_split(text: str | None, stratify: str | None, seed: int) -> Split | None:
+def _parse_split(text: str | None, seed: int) -> Split | None:
     if text is None:
-        if stratify is not None:
-            msg = f"--stratify {stratify} needs a --split, such as train=0.9,test=0.1"
-            raise UsageError(msg)
         return None
     try:
         shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
@@ -160,7 +147,7 @@ def _parse_split(text: str | None, stratify: str | None, seed: int) -> Split | N
     if any(not name.replace("-", "_").isidentifier() for name in shares):
         msg = f"--split {text!r}: a name is part of a file name; use letters, digits, _ and -"
         raise UsageError(msg)
-    return Split(shares=shares, stratify=stratify, seed=seed)
+    return Split(shares=shares, seed=seed)
 
 
 def _show(summary: ExportSummary) -> None:

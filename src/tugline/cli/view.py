@@ -1,5 +1,6 @@
 """``tugline view``: show one session on the terminal, as JSON or as one HTML file."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,10 @@ from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer, locate
 from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, encode_json, view_session
-from tugline.recording.view.terminal import ColourBy, Terminal
+from tugline.recording.view.terminal import Terminal
+
+_WIDTH = 120
+"""Cells of a line if the output is not a terminal."""
 
 
 def view(  # noqa: PLR0913 - each is a flag
@@ -20,9 +24,6 @@ def view(  # noqa: PLR0913 - each is a flag
     builder: Annotated[
         str | None, typer.Option(help="Show the traces of this builder (default: the task's own).")
     ] = None,
-    by: Annotated[
-        ColourBy, typer.Option(help="Property that the colour of a token shows.")
-    ] = ColourBy.MASK,
     turn: Annotated[
         int | None, typer.Option(help="Show only this call, with its messages.")
     ] = None,
@@ -55,5 +56,6 @@ def view(  # noqa: PLR0913 - each is a flag
     if as_json:
         typer.echo(encode_json(session_view, turn=turn, full=full))
     elif html is None:
-        terminal = Terminal(Console(highlight=False), session_view, texts, by=by, full=full)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+        terminal = Terminal(console, session_view, texts, full=full)
         terminal.print_session() if turn is None else terminal.print_turn(turn)

@@ -35,7 +35,6 @@ class SkipReason(StrEnum):
     LOW_REWARD = "low_reward"
     DUPLICATE = "duplicate"
     NOT_BEST = "not_best"
-    NOT_DRAWN = "not_drawn"
     EMPTY = "empty"
     KIND = "kind"
     INEXACT = "inexact"

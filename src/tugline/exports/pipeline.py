@@ -109,13 +109,13 @@ class _RunningExport:
         if self.export.exporter.trains and tokenizers > 1:
             msg = f"the sessions' token ids are of {tokenizers} tokenizers; export one at a time"
             raise UsageError(msg)
-        file_of = self.export.split.assign(kept) if self.export.split is not None else {}
         for name, path in self.targets.items():
             self.writers[name] = self.export.exporter.open(_partial(path))
         groups = {task: i for i, task in enumerate(dict.fromkeys(one.task for one in kept))}
         tasks: dict[str, set[str]] = defaultdict(set)
         for index, (session, advantage) in enumerate(zip(kept, _advantages(kept), strict=True)):
-            name = file_of.get(session.task, WHOLE)
+            split = self.export.split
+            name = WHOLE if split is None else split.choose_file(session.task)
             if self._write_session(session, name, (index, groups[session.task], advantage)):
                 tasks[name].add(session.task)
                 self.summary.files[name].tasks = len(tasks[name])

@@ -2,18 +2,18 @@
 
 A first pass over the recordings keeps a `SessionSummary` of each, so ten thousand take a few
 megabytes; everything else here is a pure function of those. The order does not depend on the file
-system or on chance: random choices are hashes of names and a seed.
+system or on chance: the file of a task depends on a hash of its name and a seed.
 """
 
 import hashlib
+import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from tugline.errors import UsageError
 from tugline.exports.base import SkipReason
 from tugline.recording.file import read
 from tugline.types import Status
@@ -54,8 +54,6 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     dedupe: bool = False
     best_of: int | None = None
     """How many of the best sessions of each task are kept; of equals the first samples."""
-    one_per_task: bool = False
-    seed: int = 0
 
     def check(self, session: SessionSummary) -> SkipReason | None:
         """Return why this session is skipped regardless of the others; None if it is not."""
@@ -116,11 +114,6 @@ def select(
         chosen = _first_of_each(
             ranked, lambda each: each.task, selection.best_of, skipped, SkipReason.NOT_BEST
         )
-    if selection.one_per_task:
-        shuffled = sorted(
-            chosen, key=lambda each: hash_fraction(f"{each.session} {each.sample}", selection.seed)
-        )
-        chosen = _first_of_each(shuffled, lambda each: each.task, 1, skipped, SkipReason.NOT_DRAWN)
     return sorted(chosen, key=lambda each: each.sort_key), skipped
 
 
@@ -157,45 +150,18 @@ def _first_of_each(
     return kept
 
 
-def hash_fraction(name: str, seed: int) -> float:
-    """Return a number in [0, 1) that depends on `name` and `seed` only."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:7]) / 256**7
-
-
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """How tasks are split into files; all samples of a task go to the same one."""
+    """How tasks are split into files; all samples of a task go to the same one.
+
+    The hash of a task's id and the seed decides, so it stays where it is when tasks are added.
+    """
 
     shares: Mapping[str, float]
-    stratify: str | None = None
-    """A tag: the tasks of each of its values are split in the same shares."""
     seed: int = 0
 
-    def assign(self, sessions: Iterable[SessionSummary]) -> dict[str, str]:
-        """Return the file of each task.
-
-        Without a tag the task's own hash decides, so it stays where it is when tasks are added.
-        With one, the tasks of a value are sorted by their hashes and cut at the shares.
-        """
-        strata: dict[str, set[str]] = defaultdict(set)
-        for session in sessions:
-            if self.stratify is not None and self.stratify not in session.tags:
-                msg = f"--stratify {self.stratify}: task {session.task} has no such tag"
-                raise UsageError(msg)
-            strata[session.tags[self.stratify] if self.stratify else ""].add(session.task)
-        files: dict[str, str] = {}
-        for tasks in strata.values():
-            fractions = {task: hash_fraction(task, self.seed) for task in tasks}
-            if self.stratify is not None:
-                ranked = sorted(tasks, key=fractions.__getitem__)
-                fractions = {task: (i + 0.5) / len(ranked) for i, task in enumerate(ranked)}
-            files |= {task: self._file_at(fraction) for task, fraction in fractions.items()}
-        return files
-
-    def _file_at(self, fraction: float) -> str:
-        end = 0.0
-        for name, share in self.shares.items():
-            end += share
-            if fraction < end:
-                return name
-        return name
+    def choose_file(self, task: str) -> str:
+        """Return the file of a task."""
+        digest = hashlib.sha256(f"{self.seed}:{task}".encode()).digest()
+        fraction = int.from_bytes(digest[:7]) / 256**7
+        ends = zip(self.shares, itertools.accumulate(self.shares.values()), strict=True)
+        return next((name for name, end in ends if fraction < end), list(self.shares)[-1])

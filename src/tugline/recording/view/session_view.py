@@ -236,7 +236,7 @@ def _view_turn(
         prompt=len(call.prompt_ids),
         shared=shared,
         sampled=len(call.sampled_ids) + call.unreported_tokens,
-        mean_logprob=finite_mean(call.logprobs.tolist()),
+        mean_logprob=_finite_mean(call.logprobs.tolist()),
         at=times.received - start,
         first_token_s=None if times.first_token is None else times.first_token - times.received,
         total_s=None if times.last_token is None else times.last_token - times.received,
@@ -247,7 +247,7 @@ def _view_turn(
     )
 
 
-def finite_mean(values: Sequence[float]) -> float | None:
+def _finite_mean(values: Sequence[float]) -> float | None:
     """Return the mean; None if there are no values or it is not finite."""
     mean = math.fsum(values) / len(values) if values else math.nan
     return mean if math.isfinite(mean) else None

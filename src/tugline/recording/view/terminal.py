@@ -5,13 +5,11 @@ Colours repeat what the text says. Long contexts and the middle of long sessions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import StrEnum
-from itertools import groupby
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import asdict
-from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from tugline.recording.records import RecordedResult
@@ -22,7 +20,6 @@ from tugline.recording.view.session_view import (
     TraceView,
     TurnView,
     ViewedSession,
-    finite_mean,
     fold_range,
     indent_levels,
     split_runs,
@@ -31,9 +28,6 @@ from tugline.recording.view.session_view import (
 from tugline.traces.lineage import Continuation
 from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
-_WIDTH = 120
-"""Cells of a line of tokens if the output is not a terminal."""
-_GUTTER = 26
 _RUNS = 12
 """Answers of a trace, and traces of a session, that are shown token by token."""
 _CLIP = 2000
@@ -46,37 +40,20 @@ CONTINUATION_STYLES = {
     Continuation.BROKEN: "red",
     Continuation.NO_TOKEN_IDS: "yellow",
 }
-_LEVELS = ((-0.05, "green"), (-0.5, "cyan"), (-1.5, "yellow"), (-3.0, "magenta"))
-_VERSIONS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-
-
-class ColourBy(StrEnum):
-    """The property that a token's colour shows."""
-
-    MASK = "mask"
-    LOGPROB = "logprob"
-    VERSION = "version"
+_UNLIMITED = 1 << 16
+"""Cells: a table that is wider than the terminal loses nothing, the terminal wraps its lines."""
 
 
 class Terminal:
     """Prints one session."""
 
     def __init__(
-        self,
-        console: Console,
-        session: ViewedSession,
-        texts: TokenText,
-        *,
-        by: ColourBy = ColourBy.MASK,
-        full: bool = False,
+        self, console: Console, session: ViewedSession, texts: TokenText, *, full: bool = False
     ) -> None:
-        self.console, self.session, self.texts = console, session, texts
-        self.by, self.full = by, full
+        self.console, self.session, self.texts, self.full = console, session, texts, full
         threads = dict.fromkeys(turn.thread for turn in session.view.turns)
         self._threads = {thread: _letter(place) for place, thread in enumerate(threads)}
         """A short name for each thread, in order of appearance."""
-        versions = {v.version for turn in session.view.turns for v in turn.versions}
-        self._colour = {v: _VERSIONS[i % len(_VERSIONS)] for i, v in enumerate(sorted(versions))}
 
     def print_line(self, *parts: str | tuple[str, str]) -> None:
         """Print one line; the terminal wraps it."""
@@ -127,18 +104,16 @@ class Terminal:
 
     # ----------------------------------------------------------------------- turns
     def _print_table(self, moments: Sequence[TurnView | TimelineEvent]) -> None:
-        rows = [
-            self._make_row(one) if isinstance(one, TurnView) else _format_event(one)
-            for one in moments
-        ]
-        cells = [_TITLES, *(row for row in rows if isinstance(row, tuple))]
-        widths = [max(cell_len(row[i][0]) for row in cells) for i in range(len(_TITLES))]
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for title in _TITLES:
+            table.add_column(title, justify="left" if title in _LEFT else "right")
+        for one in moments:
+            row = self._make_row(one) if isinstance(one, TurnView) else _make_event_row(one)
+            table.add_row(*(Text(*cell) for cell in row))
+        unlimited = self.console.options.update(max_width=_UNLIMITED)
+        table.width = self.console.measure(table, options=unlimited).maximum
         self.print_line("")
-        for row in (_TITLES, *rows):
-            if isinstance(row, tuple):
-                self.print_line(*_align(row, widths))
-            else:
-                self.print_line((" " * (widths[0] + 2) + row, "magenta"))
+        self.console.print(table, soft_wrap=True)
 
     def _make_row(self, turn: TurnView) -> _Row:
         thread = self._threads.get(turn.thread, "") if len(self._threads) > 1 else ""
@@ -191,8 +166,8 @@ class Terminal:
         if turn.trace is not None:
             self.print_line("")
             trace = self.session.traces[turn.trace]
-            for span in (span for span in trace.spans if span.call == number):
-                self._print_run(trace, span.start, span.end, span)
+            spans = [span for span in trace.spans if span.call == number]
+            self._print_runs(trace, [(span.start, span.end, span) for span in spans])
         self.print_line("")
         self._print_ledger("ledger", turn.ledger)
 
@@ -222,8 +197,7 @@ class Terminal:
             self.print_line(("no traces  ", "red"), visible(view.build_error))
             return
         size = len(view.traces)
-        count = _plural(size, "trace")
-        self.print_line(f"{count} of {view.builder}, coloured by {self.by.value}")
+        self.print_line(f"{_plural(size, 'trace')} of {view.builder}")
         levels = indent_levels(view.traces)
         first, last = (size, size) if self.full else fold_range(size, _RUNS, _RUNS)
         for index, (item, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
@@ -236,7 +210,7 @@ class Terminal:
                 self.print_line("")
             self._print_trace(item, "  " * min(levels[index], 8))
             if with_tokens:
-                self._print_tokens(trace)
+                self._print_runs(trace, list(split_runs(trace)))
 
     def _print_trace(self, view: TraceView, indent: str) -> None:
         parent = ""
@@ -252,48 +226,33 @@ class Terminal:
             ("" if view.exact else "  not exact", "red"),
         )
 
-    def _print_tokens(self, trace: Trace) -> None:
-        runs = list(split_runs(trace))
+    def _print_runs(self, trace: Trace, runs: Sequence[tuple[int, int, Span | None]]) -> None:
+        """Print runs of neighbouring tokens of one origin, each beside a gutter that names it."""
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
         first, last = (len(runs), len(runs)) if self.full else fold_range(len(runs), _RUNS, _RUNS)
         for index, (start, end, span) in enumerate(runs):
             if index == first:
                 count = len({span.call for _, _, span in runs[first:last] if span})
-                line = f"  … {count} more answers (--full or --turn N shows them) …"
-                self.print_line((line, "dim"))
+                line = f"… {count} more answers (--full or --turn N shows them) …"
+                grid.add_row("", Text(line, "dim"))
             if not first <= index < last:
-                self._print_run(trace, start, end, span)
+                origin = "context " if span is None else f"call {span.call:<3}"
+                reason = f" ({span.masked.value})" if span and span.masked else ""
+                gutter = Text(f"  {origin} {end - start:>7,}{reason}")
+                grid.add_row(gutter, self._render_run(trace, start, end, span))
+        self.console.print(grid)
 
-    def _print_run(self, trace: Trace, start: int, end: int, span: Span | None) -> None:
-        """Print neighbouring tokens of one origin, behind a gutter that names it."""
+    def _render_run(self, trace: Trace, start: int, end: int, span: Span | None) -> Text:
         pieces = self.texts.pieces(trace.ids[start:end].tolist())
-        logprobs = trace.logprobs[start:end].tolist()
-        styles = [self._choose_style(span, logprob) for logprob in logprobs]
         head, tail = (40, 24) if span else (12, 12)
         left, right = (len(pieces),) * 2 if self.full else fold_range(len(pieces), head, tail)
-        tokens = [*zip(pieces, styles, strict=True)]
-        if left < right:
-            tokens[left:right] = [(f" … {right - left:,} tokens … ", "dim italic")]
-        origin = "context " if span is None else f"call {span.call:<3}"
-        gutter = f"  {origin} {end - start:>7,}"
-        if span and span.masked:
-            gutter += f" ({span.masked.value})"
-        if span and self.by is ColourBy.LOGPROB:
-            gutter += f" {_format_number(finite_mean(logprobs))}"
-        if span and self.by is ColourBy.VERSION:
-            gutter += f" v{span.version}"
-        width = self.console.width if self.console.is_terminal else _WIDTH
-        for line in _wrap(tokens, max(20, width - _GUTTER)):
-            self.print_line((f"{gutter:<{_GUTTER - 1}} ", "dim"), *line)
-            gutter = ""
-
-    def _choose_style(self, span: Span | None, logprob: float) -> str:
-        if span is None:
-            return "dim"
-        if self.by is ColourBy.VERSION:
-            return self._colour.get(span.version, "")
-        if self.by is ColourBy.LOGPROB:
-            return next((style for least, style in _LEVELS if logprob >= least), "bold red")
-        return "yellow" if span.masked else "green"
+        shown = [visible("".join(part)) for part in (pieces[:left], pieces[right:])]
+        folded = (f" … {right - left:,} tokens … " if left < right else "", "dim italic")
+        style = "dim" if span is None else "yellow" if span.masked else "green"
+        text = Text.assemble(shown[0], folded, shown[1], style=style)
+        return Text("\n").join(text.split(NEWLINE, include_separator=True))
 
     def _print_ledger(self, title: str, ledger: Ledger) -> None:
         parts: list[str | tuple[str, str]] = [(f"{title:<12}", "dim")]
@@ -310,26 +269,17 @@ class Terminal:
 
 # --------------------------------------------------------------------------- formatting
 _Row = tuple[tuple[str, str], ...]
-_TITLES: _Row = tuple(
-    (title, "dim")
-    for title in (
-        *("call", "kind", "continues", "prompt", "sampled", "logprob", "finish"),
-        *("version", "at s", "first s", "total s", "calls"),
-    )
+_LEFT = {"kind", "continues", "finish", "calls"}
+_TITLES = (
+    *("call", "kind", "continues", "prompt", "sampled", "logprob", "finish"),
+    *("version", "at s", "first s", "total s", "calls"),
 )
-_LEFT = {1, 2, 6}
 
 
-def _format_event(event: TimelineEvent) -> str:
-    which = "" if event.call is None else f" in call {event.call}"
-    return f"~ {event.at:.2f} s  {event.kind.value}{which}  {visible(event.detail)}"
-
-
-def _align(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
-    for place, ((text, style), width) in enumerate(zip(row, widths, strict=True)):
-        gap = " " * (width - cell_len(text))
-        last = place == len(row) - 1
-        yield (text if last else f"{text}{gap}  " if place in _LEFT else f"{gap}{text}  "), style
+def _make_event_row(event: TimelineEvent) -> _Row:
+    which = "" if event.call is None else f"in call {event.call}"
+    cells = ("~", event.kind.value, which, *[""] * 5, f"{event.at:.2f}", "", "")
+    return tuple((cell, "magenta") for cell in (*cells, visible(event.detail)))
 
 
 def _letter(place: int) -> str:
@@ -359,29 +309,3 @@ def _format_status(result: RecordedResult | None) -> str:
 def _format_sampling(sampling: Sampling) -> str:
     fields = asdict(sampling).items()
     return ", ".join(f"{name} {value}" for name, value in fields if value not in (None, ()))
-
-
-def _wrap(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield lines of at most `room` cells; a token is split only at its own line ends."""
-    line: list[tuple[str, str]] = []
-    used = 0
-    for text, style in tokens:
-        for part in text.splitlines(keepends=True) if "\n" in text else [text]:
-            escaped = visible(part)
-            width = cell_len(escaped)
-            if line and used + width > room:
-                yield _join_styles(line)
-                line, used = [], 0
-            line.append((escaped, style))
-            used += width
-            if escaped.endswith(NEWLINE):
-                yield _join_styles(line)
-                line, used = [], 0
-    if line:
-        yield _join_styles(line)
-
-
-def _join_styles(line: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Join neighbours of one style."""
-    style_of: Callable[[tuple[str, str]], str] = lambda piece: piece[1]  # noqa: E731
-    return [("".join(text for text, _ in group), key) for key, group in groupby(line, style_of)]
