@@ -36,7 +36,7 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         "main,subagent",
     ]
     more = ["--status", "completed", "--exact-only", "--max-length", "9"]
-    split = ["--split", "train=0.7,test=0.3", "--seed", "1", "--dedupe"]
+    split = ["--split", "train=0.7,test=0.3", "--seed", "6", "--dedupe"]
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
