@@ -47,7 +47,7 @@ def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
     write_tasks(tmp_path)
     options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
     every = generate(tmp_path, *options, "--accept", "reward>=0")
-    total, results = every["total"], (tmp_path / "run" / RESULTS).read_bytes()
+    total, results = every["tags"]["all"], (tmp_path / "run" / RESULTS).read_bytes()
     assert (total["sessions"], total["accepted"], total["failed"]) == (10, 10, 0)
     assert total["cost"] == pytest.approx(2e-6 * total["sampled_tokens"])
     assert every["tags"]["kind=say"] == total
@@ -60,10 +60,10 @@ def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
     assert trained == total["sampled_tokens"]
     rewards = [json.loads(line)["reward"] for line in results.splitlines()]
-    lost = rewards.count(0.0)
-    again = generate(tmp_path, *options, "--accept", "reward<1", code=0 if lost else 1)
-    assert again["total"]["accepted"] == lost
-    assert again["files"].get("traces.parquet", 0) == lost
+    won = rewards.count(1.0)
+    again = generate(tmp_path, *options, code=0 if won else 1)
+    assert again["tags"]["all"]["accepted"] == won
+    assert again["files"].get("traces.parquet", 0) == won
     assert (tmp_path / "run" / RESULTS).read_bytes() == results
 
 
@@ -97,13 +97,13 @@ async def test_an_api_without_token_ids_gives_messages_and_their_cost(tmp_path: 
     write_tasks(tmp_path)
     async with serve(make_api([])) as url:
         report = await asyncio.to_thread(
-            generate, tmp_path, "--engine", url, "--messages-only", "--accept", "reward<=1",
+            generate, tmp_path, "--engine", url, "--messages-only", "--accept", "reward>=0",
             "--price-in", "1", "--price-out", "10",
         )  # fmt: skip
         refused = await asyncio.to_thread(
             run_command, "generate", "set.json", "--out", "run", "--accept", "good", cwd=tmp_path
         )
-    total = report["total"]
+    total = report["tags"]["all"]
     assert (total["sessions"], total["accepted"]) == (5, 5)
     assert (total["prompt_tokens"], total["sampled_tokens"]) == (200, 25)
     assert total["cost"] == pytest.approx((200 + 250) / 1e6)
@@ -115,4 +115,4 @@ async def test_an_api_without_token_ids_gives_messages_and_their_cost(tmp_path: 
     said = samples[0].input_ids[samples[0].loss_mask].tolist()
     assert tokenizer.decode(said).endswith("Two words.<|im_end|>")
     assert refused.returncode == 2
-    assert "--accept 'good' must be a name, a comparison and a number" in refused.stderr
+    assert "--accept 'good' must be a name, >= and a number" in refused.stderr

@@ -275,7 +275,7 @@ def learn(model: Qwen3ForCausalLM, examples: Iterator[Example], phase: Phase) ->
         if done.culprits:
             msg = f"the loss of step {step} is not finite; lower the phase's learning rates"
             raise FloatingPointError(msg)
-        yield done.loss
+        yield done.sums["loss"]
 
 
 def _is_matrix(name: str, parameter: torch.nn.Parameter) -> bool:

@@ -4,10 +4,10 @@ The same command resumes. The set is written anew from the recordings each time,
 ``--accept`` costs no model call. Progress goes to stderr, so that stdout has only the report.
 """
 
-import operator
+import contextlib
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,7 @@ from tugline.launch.settings import load_settings
 from tugline.protocol import ResultView
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.types import Mode, PluginSpec, Reward
+from tugline.types import Mode, PluginSpec
 
 REPORT = "generation.json"
 FILES = {
@@ -39,9 +39,6 @@ FILES = {
     "traces.parquet": PluginSpec("parquet"),
 }
 """What `tugline sft` reads; traces only where there are token ids and pyarrow."""
-_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
-}  # fmt: skip
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -60,10 +57,9 @@ class Figures(msgspec.Struct, kw_only=True):
 class GenerationReport(msgspec.Struct, kw_only=True):
     """Output of ``--json``, and ``generation.json``."""
 
-    total: Figures
     tags: dict[str, Figures]
-    """By ``name=value`` of the tasks' tags."""
-    files: dict[str, int]
+    """By ``name=value`` of the tasks' tags, after those of ``all``."""
+    files: dict[str, int] = {}
     """Rows of each file of the set."""
 
 
@@ -71,17 +67,11 @@ Out = Annotated[Path, typer.Option(help="Folder of the run; an existing run resu
 Samples = Annotated[
     int | None, typer.Option(min=1, help="Sessions per task (default: those of the task).")
 ]
-Accept = Annotated[
-    list[str] | None,
-    typer.Option(help="'reward>=1', or a part of the reward: 'passed>0'; all must hold."),
-]
+Accept = Annotated[str, typer.Option(help="Least reward, or least part of it: 'passed>=2'.")]
 PriceIn = Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens.")]
 PriceOut = Annotated[float, typer.Option(min=0, help="Price of a million sampled tokens.")]
 MessagesOnly = Annotated[
     bool, typer.Option("--messages-only", help="For an API that reports no token ids.")
-]
-ServedName = Annotated[
-    str | None, typer.Option(help="With --engine: the model's name (default: its first).")
 ]
 
 
@@ -90,11 +80,10 @@ def generate(  # noqa: PLR0913 - each is a flag
     *,
     out: Out,
     samples: Samples = None,
-    accept: Accept = None,
+    accept: Accept = "reward>=1",
     price_in: PriceIn = 0.0,
     price_out: PriceOut = 0.0,
     messages_only: MessagesOnly = False,
-    served_name: ServedName = None,
     config: up.ConfigFile = None,
     engine: up.Engines = None,
     model: up.Model = None,
@@ -105,20 +94,19 @@ def generate(  # noqa: PLR0913 - each is a flag
     as_json: Json = False,
 ) -> None:
     """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`."""
-    conditions = [_parse_condition(text) for text in accept or ["reward>=1"]]
-    flags = up.engine_flags(engine, model, tokenizer, renderer)
-    mode = Mode.TEXT.value if messages_only else None
+    condition = _parse_condition(accept)
+    mode = {"mode": Mode.TEXT.value if messages_only else None}
     settings = load_settings(
         config,
         server={},
         node={"slots": slots},
-        engine={**flags, "mode": mode, "served_name": served_name},
+        engine={**up.engine_flags(engine, model, tokenizer, renderer), **mode},
     )
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
     progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
-    report, accepted = _read_run(out, progress.views, read_tags(tasks), conditions)
-    for one in (report.total, *report.tags.values()):
+    report, accepted = _read_run(out, progress.views, read_tags(tasks), condition)
+    for one in report.tags.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
     _write_set(out, report, accepted)
     encoded = msgspec.json.encode(report)
@@ -127,80 +115,63 @@ def generate(  # noqa: PLR0913 - each is a flag
         typer.echo(encoded)
     else:
         _print(report)
-    if not report.total.accepted:
+    if not accepted:
         console.print(f"nothing was accepted; see why with: tugline view {out}")
         raise typer.Exit(1)
 
 
-Condition = Callable[[Reward], bool]
-
-
-def _parse_condition(text: str) -> Condition:
-    """Return whether a reward meets a condition. Raises `UsageError`."""
-    match = re.fullmatch(r"\s*([\w.\-]+)\s*(>=|<=|==|>|<)\s*(-?\d+\.?\d*)\s*", text)
+def _parse_condition(text: str) -> tuple[str, float]:
+    """Return a part of the reward and its least value. Raises `UsageError`."""
+    match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
     if match is None:
-        msg = f"--accept {text!r} must be a name, a comparison and a number, such as 'reward>=1'"
+        msg = f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'"
         raise UsageError(msg)
-    name, sign, bound = match[1], _OPERATORS[match[2]], float(match[3])
-
-    def meets(reward: Reward) -> bool:
-        value = reward.value if name == "reward" else reward.parts.get(name)
-        return value is not None and sign(value, bound)
-
-    return meets
+    return match[1], float(match[2])
 
 
 def _read_run(
     out: Path,
     views: Sequence[ResultView],
     tags: Mapping[str, Mapping[str, str]],
-    conditions: Sequence[Condition],
+    condition: tuple[str, float],
 ) -> tuple[GenerationReport, list[Path]]:
     """Count what the sessions of `views` used; return also the recordings that are accepted."""
-    report, accepted = GenerationReport(total=Figures(), tags={}, files={}), []
+    totals, accepted, (part, least) = {"all": Figures()}, [], condition
     figures: dict[str, list[Figures]] = {}
     for view in views:
-        names = [f"{name}={value}" for name, value in tags[view.task].items()]
-        own = [report.total, *(report.tags.setdefault(name, Figures()) for name in names)]
-        figures[view.session] = own
-        for one in own:
+        names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]
+        figures[view.session] = [totals.setdefault(name, Figures()) for name in names]
+        for one in figures[view.session]:
             one.sessions += 1
             one.failed += view.reward is None
     for path in list_recordings(out):
         recording = read(path, bodies=False)
         own = figures.get(recording.header.session.id, []) if recording.header else []
         reward = recording.result.reward if own and recording.result else None
-        taken = reward is not None and all(meets(reward) for meets in conditions)
-        if taken:
-            accepted.append(path)
+        values = {**reward.parts, "reward": reward.value} if reward else {}
+        taken = values.get(part, -math.inf) >= least
+        accepted += [path] * taken
         for one in own:
             one.accepted += taken
             for call in recording.calls:
                 one.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
                 one.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
-    return report, accepted
+    return GenerationReport(tags=totals), accepted
 
 
 def _write_set(out: Path, report: GenerationReport, accepted: Sequence[Path]) -> None:
-    """Write the files of the set; those of an earlier run of the command go."""
-    for name in FILES:
-        (out / name).unlink(missing_ok=True)
-    if not accepted:
-        return
-    exact = any(len(call.sampled_ids) for path in accepted for call in read(path).calls)
+    """Write each file of the set that has rows; those of an earlier run of the command go."""
     for name, form in FILES.items():
-        if form.name != "parquet" or (exact and find_spec("pyarrow")):
+        (out / name).unlink(missing_ok=True)
+        with contextlib.suppress(UsageError):  # there is no row for it, or no pyarrow
             plan = Export(exporter=make_exporter(form), out=out / name)
-            try:
-                summary = export(plan, accepted, lambda *_: None)
-                report.files[name] = sum(file.rows for file in summary.files.values())
-            except UsageError:  # no row is left, such as when every answer was cut off
-                report.files[name] = 0
+            summary = export(plan, accepted, lambda *_: None)
+            report.files[name] = sum(file.rows for file in summary.files.values())
 
 
 def _print(report: GenerationReport) -> None:
     table = Table("tag", *Figures.__struct_fields__, box=None)
-    for name, one in {"all": report.total, **dict(sorted(report.tags.items()))}.items():
+    for name, one in report.tags.items():
         share = f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})"
         counts = (f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens))
         table.add_row(name, str(one.sessions), share, *counts, f"{one.cost:.4g}")

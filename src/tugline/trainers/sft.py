@@ -71,10 +71,8 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
     """Hugging Face folder of the first weights."""
     data: tuple[Path, ...]
     """Sets: folders of `tugline generate`, or files of `tugline export sft` or `parquet`."""
-    heldout: tuple[Path, ...] = ()
-    """Sets that are measured and never trained on."""
     heldout_share: Share = 0.05
-    """Without `heldout`: the share of tasks in `data` that is held out."""
+    """Share of tasks in `data` that are measured and never trained on."""
     renderer: str | None = None
     """Chat template for sets of messages, such as `qwen3`; None: the one of the model."""
     window: PositiveInt | None = None
@@ -83,10 +81,9 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
     """Device of the trainer; None: a GPU if there is one."""
     sft: SftConfig = SftConfig()
     """The updates."""
-    measure_every: PositiveInt = 20
-    """Updates between two measurements of the held-out loss; first and last are always measured."""
-    checkpoint_every: PositiveInt = 20
-    """Updates between two checkpoints."""
+    every: PositiveInt = 20
+    """Updates between two checkpoints, and two measurements of the held-out loss; the first and
+    the last weights are always measured."""
     metrics: tuple[PluginSpec, ...] = ()
     """Where figures go besides the console and `metrics.jsonl`, as for `tugline train`."""
     out: Path | None = None
@@ -96,12 +93,8 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
 def read_config(path: Path) -> SftRunConfig:
     """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
     config, folder = load(path, SftRunConfig), path.absolute().parent
-
-    def find(paths: Sequence[Path]) -> tuple[Path, ...]:
-        return tuple(folder / one.expanduser() for one in paths)
-
-    (model,) = find([config.model])
-    return replace(config, model=model, data=find(config.data), heldout=find(config.heldout))
+    data = tuple(folder / one.expanduser() for one in config.data)
+    return replace(config, model=folder / config.model.expanduser(), data=data)
 
 
 # --------------------------------------------------------------------------- the set
@@ -196,7 +189,7 @@ def _render(rendering: Rendering, row: dict[str, Any], where: str) -> tuple[Ids,
 
 
 # --------------------------------------------------------------------------- updates
-class Sft(Updater[Update]):
+class Sft(Updater):
     """Trains `model` in place to say the trained tokens of samples."""
 
     def update(self, samples: Sequence[Sample]) -> Update:
@@ -209,10 +202,6 @@ class Sft(Updater[Update]):
         """Return the loss of samples under the weights as they are."""
         passes = [self.policy.logprobs(micro) for micro in self.pack([*map(Row, samples)])]
         return -float(torch.cat(passes).double().mean())
-
-    def make_figures(self, sessions: frozenset[str]) -> Update:
-        """See `Updater`."""
-        return Update(sessions)
 
     def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
         """Return the negative log likelihood of each token."""
@@ -273,19 +262,17 @@ def _read_data(
         )
 
     data, left_out = read_set(config.data, tokenizer, make, window)
-    heldout, _ = read_set(config.heldout, tokenizer, make, window)
-    share = 0.0 if config.heldout else config.heldout_share
     trained: list[Sample] = []
+    heldout: list[Sample] = []
     for one in data:
-        held_out = random.Random(f"{config.sft.seed}/{one.group}").random() < share
-        (heldout if held_out else trained).append(one)
-    report(
-        f"{len(trained)} conversations to train, {len(heldout)} held out;"
-        f" left out: {dict(left_out) or '-'}"
-    )
+        place = random.Random(f"{config.sft.seed}/{one.group}").random()
+        (heldout if place < config.heldout_share else trained).append(one)
+    counts = f"{len(trained)} conversations to train, {len(heldout)} held out;"
+    counts += f" left out: {dict(left_out) or '-'}"
     if not trained:
-        msg = f"data: nothing is left to train on; left out: {dict(left_out) or '-'}"
+        msg = f"data: nothing is left to train on: {counts}"
         raise UsageError(msg)
+    report(counts)
     return trained, heldout
 
 
@@ -321,21 +308,21 @@ class _SftRun:
             self.state = replace(
                 self.state,
                 step=step,
-                tokens=self.state.tokens + done.tokens,
-                loss=done.loss,
+                tokens=self.state.tokens + int(done.sums["tokens"]),
+                loss=done.sums["loss"],
                 elapsed_s=earlier_s + time.monotonic() - began,
             )
             self._measure(sinks)
             figures = {
-                "sft/loss": done.loss,
-                "sft/tokens": done.tokens,
+                "sft/loss": done.sums["loss"],
+                "sft/tokens": done.sums["tokens"],
                 "sft/grad_norm": done.grad_norm,
                 "sft/learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
                 "sft/skipped": len(done.culprits),
                 "time/step_s": time.monotonic() - at,
             }
             sinks.log(step, figures)
-            if step % self._config.checkpoint_every == 0 or step == self.total:
+            if step % self._config.every == 0 or step == self.total:
                 self._save()
 
     def _choose(self, step: int) -> list[Sample]:
@@ -349,7 +336,7 @@ class _SftRun:
     def _measure(self, sinks: Sinks) -> None:
         """Measure the held-out loss, if it is due and not known."""
         step = self.state.step
-        due = step % self._config.measure_every == 0 or step == self.total
+        due = step % self._config.every == 0 or step == self.total
         if due and self._heldout and step not in self.state.heldout:
             loss = self._trainer.measure(self._heldout)
             self.state = replace(self.state, heldout={**self.state.heldout, step: loss})
@@ -367,11 +354,8 @@ def _write_model(trained: Path, source: Path, folder: Path) -> None:
     """Make a whole model folder of a checkpoint and the tokenizer and other files of `source`."""
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    for file in source.iterdir():
-        weights = file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
-            shutil.copy(file, draft)
+    ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
+    shutil.copytree(source, draft, ignore=ignored)
     for name in (checkpoint.WEIGHTS, "config.json"):
         shutil.copy(trained / name, draft)
     shutil.rmtree(folder, ignore_errors=True)

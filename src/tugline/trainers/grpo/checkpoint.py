@@ -55,7 +55,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 def save(
     directory: Path,
-    trainer: Updater[Any],
+    trainer: Updater,
     *,
     step: int,
     version: int,
@@ -119,7 +119,7 @@ def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _write_state(
-    draft: Path, trainer: Updater[Any], *, step: int, version: int, extra: dict[str, Any]
+    draft: Path, trainer: Updater, *, step: int, version: int, extra: dict[str, Any]
 ) -> None:
     state = CheckpointState(
         step=step,
@@ -151,7 +151,7 @@ def update(path: Path, *, version: int, extra: dict[str, Any]) -> None:
         raise CheckpointError(msg) from error
 
 
-def load(path: Path, trainer: Updater[Any]) -> CheckpointState:
+def load(path: Path, trainer: Updater) -> CheckpointState:
     """Restore weights, optimizer and random state of `trainer` from a checkpoint, in place.
 
     Files are verified before anything is changed. Raises `CheckpointError` for a missing or damaged

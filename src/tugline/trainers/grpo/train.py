@@ -9,7 +9,6 @@ builder. The report has the ledger of the whole step (I2).
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -61,15 +60,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """All sessions of the step, after what the trainer masked and dropped."""
 
 
-@dataclass
-class _PolicyUpdate(Update):
-    kl: float = 0.0
-    clipped: float = 0.0
-    bounded: float = 0.0
-    ratio: float = 0.0
-
-
-class Grpo(Updater[_PolicyUpdate]):
+class Grpo(Updater):
     """Trains `model` in place; `reference` is what the KL term is measured against."""
 
     config: GrpoConfig
@@ -147,26 +138,18 @@ class Grpo(Updater[_PolicyUpdate]):
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
-    def make_figures(self, sessions: frozenset[str]) -> _PolicyUpdate:
-        """See `Updater`."""
-        return _PolicyUpdate(sessions)
-
-    def token_losses(
-        self, new: torch.Tensor, micro: MicroBatch, figures: _PolicyUpdate
-    ) -> torch.Tensor:
+    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
         """Return the clipped policy loss of each token."""
         with torch.no_grad():
             reference = self.reference.logprobs(micro) if self.reference else None
         terms = token_terms(new, micro, reference, self.config)
-        figures.kl += float(terms.kl.sum())
-        figures.clipped += float(terms.clipped.sum())
-        figures.bounded += float(terms.bounded.sum())
-        figures.ratio += float(terms.ratio.sum())
+        for name in ("kl", "clipped", "bounded", "ratio"):
+            figures.sums[name] += float(getattr(terms, name).sum())
         return terms.loss
 
     def _report(
         self,
-        updates: Sequence[_PolicyUpdate],
+        updates: Sequence[Update],
         samples: Sequence[Sample],
         ledger: Ledger,
         mismatch: MismatchReport | None,
@@ -177,7 +160,7 @@ class Grpo(Updater[_PolicyUpdate]):
         learned = frozenset[str]().union(*(one.sessions for one in finite))
         lost = sum(int(one.loss_mask.sum()) for one in samples if one.session not in learned)
         ledger = _drop(ledger, Reason.NON_FINITE, lost)
-        tokens = max(1, sum(one.tokens for one in finite))
+        tokens = max(1, sum(one.sums["tokens"] for one in finite))
         count = max(1, len(finite))
         return StepReport(
             updates=len(applied),
@@ -185,13 +168,13 @@ class Grpo(Updater[_PolicyUpdate]):
             skipped_because_of=tuple(sorted({name for one in updates for name in one.culprits})),
             samples=len(samples),
             tokens_trained=ledger.trained,
-            tokens_forwarded=sum(one.forwarded for one in updates),
-            tokens_padding=sum(one.padding for one in updates),
-            loss=sum(one.loss for one in finite) / count,
-            kl=sum(one.kl for one in finite) / tokens if self.reference else None,
-            clip_fraction=sum(one.clipped for one in finite) / tokens,
-            importance_bounded=sum(one.bounded for one in finite) / tokens,
-            ratio_mean=sum(one.ratio for one in finite) / tokens,
+            tokens_forwarded=int(sum(one.sums["forwarded"] for one in updates)),
+            tokens_padding=int(sum(one.sums["padding"] for one in updates)),
+            loss=sum(one.sums["loss"] for one in finite) / count,
+            kl=sum(one.sums["kl"] for one in finite) / tokens if self.reference else None,
+            clip_fraction=sum(one.sums["clipped"] for one in finite) / tokens,
+            importance_bounded=sum(one.sums["bounded"] for one in finite) / tokens,
+            ratio_mean=sum(one.sums["ratio"] for one in finite) / tokens,
             grad_norm=sum(one.grad_norm for one in finite) / count,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,

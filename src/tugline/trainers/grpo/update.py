@@ -7,9 +7,9 @@ weight decay.
 
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,32 +26,20 @@ _log = log.get("trainer")
 
 @dataclass
 class Update:
-    """Sums over the forward passes of one update; `tokens` counts trained ones."""
+    """What one update did."""
 
     sessions: frozenset[str]
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Over its forward passes: ``tokens`` trained, ``forwarded`` positions without padding,
+    ``padding``, ``loss``, and what `Updater.token_losses` adds."""
     recomputed: list[Recomputed] = field(default_factory=list)
     culprits: tuple[str, ...] = ()
     """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
-    tokens: int = 0
-    forwarded: int = 0
-    """Positions computed with gradient, without padding."""
-    padding: int = 0
-    loss: float = 0.0
     grad_norm: float = 0.0
     """Before clipping."""
 
-    def add_up(self, device: torch.device) -> None:
-        """Add the sums of the other ranks."""
-        names = [one.name for one in fields(self) if one.type in (int, float)]
-        values = [getattr(self, name) for name in names]
-        for name, value, total in zip(names, values, add_up(values, device), strict=True):
-            setattr(self, name, type(value)(total))
 
-
-U = TypeVar("U", bound=Update)
-
-
-class Updater(ABC, Generic[U]):
+class Updater(ABC):
     """Trains `model` in place; a subclass defines the loss of a token."""
 
     def __init__(
@@ -75,11 +63,7 @@ class Updater(ABC, Generic[U]):
         """Optimizer updates so far."""
 
     @abstractmethod
-    def make_figures(self, sessions: frozenset[str]) -> U:
-        """Return the sums of an update that learns from these sessions, all 0."""
-
-    @abstractmethod
-    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: U) -> torch.Tensor:
+    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
         """Return the loss of each trained token, shape ``(N,)``, and count it in `figures`.
 
         `new` has the log probabilities of the tokens, with gradient.
@@ -98,9 +82,9 @@ class Updater(ABC, Generic[U]):
             left = (1 - math.cos(math.pi * left)) / 2
         return config.final_lr + (1 - config.final_lr) * left
 
-    def apply(self, rows: Sequence[Row]) -> U:
+    def apply(self, rows: Sequence[Row]) -> Update:
         """Make one optimizer update, unless its gradient is zero or not finite."""
-        figures = self.make_figures(frozenset(row.sample.session for row in rows))
+        figures = Update(frozenset(row.sample.session for row in rows))
         if not self._accumulate(rows, figures):
             figures.culprits = self._find_culprits(rows)
             self.optimizer.zero_grad(set_to_none=True)
@@ -112,36 +96,35 @@ class Updater(ABC, Generic[U]):
             self.updates += 1
         return figures
 
-    def _accumulate(self, rows: Sequence[Row], figures: U) -> bool:
+    def _accumulate(self, rows: Sequence[Row], figures: Update) -> bool:
         """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self.pack(rows):
             self._backward(micro, figures)
-        figures.add_up(self.policy.device)
+        totals = add_up([*figures.sums.values()], self.policy.device)
+        figures.sums.update(zip(figures.sums, totals, strict=True))
         figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
-        return math.isfinite(figures.grad_norm) and math.isfinite(figures.loss)
+        return math.isfinite(figures.grad_norm) and math.isfinite(figures.sums["loss"])
 
     def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
         """Return the sessions whose own gradient is not finite; all, if only their sum is not."""
         sessions = sorted({row.sample.session for row in rows})
         alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
         found = [
-            name
-            for name, own in alone.items()
-            if not self._accumulate(own, self.make_figures(frozenset()))
+            name for name, own in alone.items() if not self._accumulate(own, Update(frozenset()))
         ]
         return tuple(found or sessions)
 
-    def _backward(self, micro: MicroBatch, figures: U) -> None:
+    def _backward(self, micro: MicroBatch, figures: Update) -> None:
         """Accumulate the gradient and the figures of one forward pass."""
         new = self.policy.logprobs(micro)
         loss = (self.token_losses(new, micro, figures) * micro.weight).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         figures.recomputed += split_by_sample(new.detach(), micro)
-        figures.tokens += len(new)
-        figures.forwarded += micro.computed - micro.padding
-        figures.padding += micro.padding
-        figures.loss += float(loss.detach())
+        figures.sums["tokens"] += len(new)
+        figures.sums["forwarded"] += micro.computed - micro.padding
+        figures.sums["padding"] += micro.padding
+        figures.sums["loss"] += float(loss.detach())
 
     def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         """Yield the forward passes of `rows`."""
