@@ -410,7 +410,7 @@ async def test_what_it_cannot_give_is_refused(runtime: Bubblewrap, tmp_path: Pat
 
 def test_wrong_options_are_named() -> None:
     """An option out of range says which and what would be right."""
-    with pytest.raises(ConfigError, match="memory_mb is 0, must be a whole number"):
+    with pytest.raises(ConfigError, match="memory_mb is 0, must be an integer >= 1"):
         Bubblewrap(memory_mb=0)
     with pytest.raises(ConfigError, match="readable is 'x'"):
         Bubblewrap(readable="x")

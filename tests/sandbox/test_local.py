@@ -14,11 +14,12 @@ import pytest
 
 from sandboxes import mount_table, read_log, run_shell
 from tugline.errors import ConfigError, SandboxError, UsageError
-from tugline.sandbox.base import Mount, SandboxSpec
+from tugline.plugins import make
+from tugline.sandbox.base import Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import ProgramRecord, end_program, start_time
-from tugline.types import Workspace
+from tugline.types import PluginSpec, Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -106,7 +107,7 @@ async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
 def test_wrong_options_are_named() -> None:
     """An option out of range says which and what would be right."""
     with pytest.raises(ConfigError, match="cpu_s is 0"):
-        LocalRuntime(cpu_s=0)
+        make("runtime", PluginSpec("local", {"cpu_s": 0}), Runtime)
 
 
 async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -> None:

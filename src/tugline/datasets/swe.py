@@ -123,7 +123,7 @@ class SweTaskSet(TaskSet):
 
     def _select_image(self, row: swe_rows.SweRow) -> str | None:
         if self._images is None and (row.image or self._repos):
-            return row.image if self._repos is None else None
+            return None if self._repos else row.image
         published = "swe-gym" if row.repo.lower() in swe_rows.TEST_COMMANDS else "swebench"
         name = row.instance.lower()
         return (self._images or IMAGES[published]).format(
@@ -144,7 +144,7 @@ class SweTaskSet(TaskSet):
         options = {
             "instance": row.instance,
             "repo": row.repo,
-            "version": row.version,
+            "version": str(row.version),
             "eval_script": script,
             "log_parser": row.log_parser,
             "eval_type": row.eval_type,

@@ -50,30 +50,35 @@ _R2E_COMMAND = (
 )
 
 
-class SweRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem in a repository."""
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
-    instance: str
-    repo: str
-    problem: str
-    fail_to_pass: tuple[str, ...]
+
+class SweRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem in a repository; fields are named as in SWE-bench's rows."""
+
+    instance: Text = msgspec.field(name="instance_id")
+    repo: Text
+    problem: Text = msgspec.field(name="problem_statement")
+    fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = msgspec.field(
+        name="FAIL_TO_PASS"
+    )
     """Tests that only a solution passes."""
-    pass_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = msgspec.field(name="PASS_TO_PASS", default=())
     """Tests that pass before and must pass after."""
-    hints: str = ""
-    commit: str | None = None
+    hints: str = msgspec.field(name="hints_text", default="")
+    commit: Text | None = msgspec.field(name="base_commit", default=None)
     """The commit that the agent begins with; None: that of the image."""
-    version: str = ""
-    solution: str = ""
+    version: str | float = ""
+    solution: str = msgspec.field(name="patch", default="")
     """The reference patch."""
     test_patch: str = ""
-    eval_script: str | None = None
-    """The complete evaluation script; None: made of `test_command`."""
-    test_command: str = ""
+    eval_script: str = ""
+    """The complete evaluation script; empty: made of `test_command`."""
+    test_command: str = msgspec.field(name="test_cmd", default="")
     log_parser: str = ""
     """A parser of the package `swebench`."""
-    eval_type: str = "pass_and_fail"
-    image: str | None = None
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    image: str = ""
     own_command: bool = False
     """Whether the command names the tests by itself."""
     protected_files: tuple[str, ...] = ()
@@ -82,38 +87,20 @@ class SweRow(msgspec.Struct, frozen=True, kw_only=True):
     """Folders of the image that the agent must not see."""
 
 
-Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 _AS_JSON = ("FAIL_TO_PASS", "PASS_TO_PASS", "install_config", "expected_output_json")
 """Fields whose value may be JSON text, because a table has no other way to hold it."""
 
 
-class _BenchRow(msgspec.Struct, kw_only=True):
-    """The fields of SWE-bench, SWE-Gym and SWE-rebench."""
+class _BenchRow(SweRow, frozen=True, kw_only=True):
+    """Further fields of SWE-bench, SWE-Gym and SWE-rebench."""
 
-    instance_id: Text
-    repo: Text
-    base_commit: Text
-    problem_statement: Text
-    fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = msgspec.field(
-        name="FAIL_TO_PASS"
-    )
-    pass_to_pass: tuple[str, ...] = msgspec.field(name="PASS_TO_PASS", default=())
-    hints_text: str = ""
-    version: str | float = ""
-    patch: str = ""
-    test_patch: str = ""
-    eval_script: str = ""
-    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
-    test_cmd: str = ""
-    log_parser: str = ""
+    commit: Text = msgspec.field(name="base_commit")
     install_config: dict[str, Any] = {}
-    image: str = ""
     docker_image: str = ""
     image_name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("patch", "test_patch"):
-            diff = getattr(self, name)
+        for name, diff in (("patch", self.solution), ("test_patch", self.test_patch)):
             if diff.strip() and not re.search(r"^(diff --git |--- )", diff, re.MULTILINE):
                 msg = f"{name} is {diff!r:.200}, must be a patch as `git diff` writes it"
                 raise ConfigError(msg, name)
@@ -147,7 +134,7 @@ def read_row(
     row = _decode(raw, _BenchRow, where)
     install = row.install_config
     known = TEST_COMMANDS.get(row.repo.lower(), ("", ""))
-    command = test_command or row.test_cmd or install.get("test_cmd") or known[0]
+    command = test_command or row.test_command or install.get("test_cmd") or known[0]
     parser = log_parser or row.log_parser or install.get("log_parser") or known[1]
     if not (row.eval_script or command):
         msg = f"{where}: test_cmd is missing; give it, eval_script, or the option test_command"
@@ -155,22 +142,12 @@ def read_row(
     if not parser:
         msg = f"{where}: log_parser is missing; it must be the name of a parser of swebench"
         raise ConfigError(msg)
-    return SweRow(
-        instance=row.instance_id,
-        repo=row.repo,
-        commit=row.base_commit,
-        problem=row.problem_statement,
-        hints=row.hints_text,
-        version=str(row.version),
-        solution=row.patch,
-        test_patch=row.test_patch,
-        fail_to_pass=row.fail_to_pass,
-        pass_to_pass=row.pass_to_pass,
-        eval_script=None if test_command else row.eval_script or None,
+    return msgspec.structs.replace(
+        row,
+        eval_script="" if test_command else row.eval_script,
         test_command=command,
         log_parser=parser,
-        eval_type=row.eval_type,
-        image=row.image or row.docker_image or row.image_name or None,
+        image=row.image or row.docker_image or row.image_name,
     )
 
 

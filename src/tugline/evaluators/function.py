@@ -6,12 +6,12 @@ of the evaluation is over.
 """
 
 import asyncio
-import contextlib
 import inspect
 import math
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
@@ -48,12 +48,9 @@ class FunctionEvaluator(Evaluator):
             if limit.expired():
                 msg = f"evaluator 'function': {self._name} took over {outcome.timeout_s:g} s"
             else:
-                last = (
-                    "".join(traceback.format_exception(error))
-                    .strip()
-                    .splitlines()[-_TRACEBACK_LINES:]
-                )
-                msg = f"evaluator 'function': {self._name} raised: " + "\n".join(last)
+                lines = "".join(traceback.format_exception(error)).strip().splitlines()
+                last = "\n".join(lines[-_TRACEBACK_LINES:])
+                msg = f"evaluator 'function': {self._name} raised: {last}"
             raise EvaluatorError(msg) from error
         return _to_verdict(self._name, made)
 
@@ -84,28 +81,17 @@ def _load(target: str) -> Callable[..., Any]:
 
 async def _in_thread(function: Callable[[], object]) -> object:
     """Call in a thread of its own, because one that hangs must not occupy a pool's."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[object] = loop.create_future()
-
-    def resolve(result: object, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+    done: Future[object] = Future()
+    done.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
 
     def work() -> None:
-        result, failed = None, None
         try:
-            result = function()
+            done.set_result(function())
         except BaseException as error:  # noqa: BLE001 - passed to the caller, SystemExit too
-            failed = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(resolve, result, failed)
+            done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     threading.Thread(target=work, name="tugline-function", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def _to_verdict(name: str, made: object) -> Verdict:

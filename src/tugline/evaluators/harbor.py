@@ -223,12 +223,15 @@ class HarborEvaluator(Evaluator):
         if not files:
             return None
         rewards = files[0]
-        value = min([self._select_reward(rewards), *files[-1].values()][: len(files)])
+        value = self._select_reward(rewards)
+        if len(files) > 1:
+            value = min(value, *files[1].values())
+            rewards = {**rewards, self._reward or "reward": value}
         if not self._least <= value <= self._greatest:
-            right = f"must be from {self._least:g} to {self._greatest:g} (reward_range)"
-            msg = f"the reward is {value:g}, {right}"
+            most = f"{self._greatest:g} (reward_range)"
+            msg = f"the reward is {value:g}, must be from {self._least:g} to {most}"
             raise ValueError(msg)
-        return {**rewards, self._reward or "reward": value} if len(files) > 1 else rewards
+        return rewards
 
     def _select_reward(self, parts: Mapping[str, float]) -> float:
         name = self._reward or "reward"

@@ -18,7 +18,8 @@ import aiohttp
 import msgspec
 
 from tugline import log
-from tugline.errors import EvaluatorError
+from tugline.errors import EvaluatorError, SandboxError
+from tugline.sandbox.files import replace_file
 
 MAX_SCORE = 10
 """The highest score."""
@@ -82,16 +83,11 @@ class ScoreCache:
                 self._known.popitem(last=False)
             return
         try:
-            await asyncio.to_thread(_write, self._folder / key[:2] / f"{key}.json", scores)
-        except OSError as error:
-            _log.warning("scores not cached", folder=str(self._folder), error=error.strerror)
-
-
-def _write(path: Path, scores: Scores) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{random.getrandbits(64):x}.part")
-    part.write_bytes(msgspec.json.encode(scores))
-    part.replace(path)
+            path = self._folder / key[:2] / f"{key}.json"
+            await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(replace_file, path, msgspec.json.encode(scores))
+        except (OSError, SandboxError) as error:
+            _log.warning("scores not cached", folder=str(self._folder), error=str(error))
 
 
 class JudgeClient:

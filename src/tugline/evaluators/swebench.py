@@ -13,10 +13,8 @@ marks between which results are read have a random part, so no test prints them 
 """
 
 import asyncio
-import contextlib
 import secrets
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -32,14 +30,13 @@ from tugline.evaluators.filters import PYTHON, Patterns, Rules
 from tugline.evaluators.script import TAIL, allow_network, format_patch, open_runner, start_deadline
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
+from tugline.sandbox.processes import run_command
 from tugline.types import Reward, Task
 
 _SCRIPT = "eval.sh"
 _LOG = "eval"
 _MARK = ">>>>>"
 _MARKS = (f"{_MARK} Start Test Output", f"{_MARK} End Test Output", f"{_MARK} Test Exit Code")
-_SHORT = 8192
-"""Characters of a log that any parser reads in no time."""
 _PARSE_BYTES = 2 << 30
 """Memory for reading a log."""
 _MAX_NAMES = 50
@@ -214,7 +211,8 @@ import json, resource, sys
 from tugline.evaluators.swebench import read_results
 most = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
-row, path = json.load(sys.stdin)
+path = sys.argv[1]
+row = json.load(open(path + ".row"))
 json.dump(read_results(row, path), open(path + ".json", "w"))
 """
 
@@ -234,28 +232,18 @@ async def _grade(
     """Have `swebench` read a log, which is written to `path` for it.
 
     Its parsers take text that the agent may have written, and some take quadratic time: so they run
-    in a process that can be killed, unless it is short. A log that they cannot read has no result.
+    in a process that can be killed. A log that they cannot read has no result.
     """
     await asyncio.to_thread(path.write_text, log, encoding="utf-8")
-    if len(log) <= _SHORT:
-        try:
-            return await asyncio.to_thread(read_results, row, str(path))
-        except (ValueError, LookupError, AttributeError) as error:
-            return {"infra_failure_reason": repr(error)}
-    program = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", _GRADE), stdin=PIPE, stdout=DEVNULL, stderr=PIPE
-    )
+    data = msgspec.json.encode(row)
+    await asyncio.to_thread(path.with_name(f"{path.name}.row").write_bytes, data)
+    argv = (sys.executable, "-P", "-c", _GRADE, str(path))
     try:
-        async with asyncio.timeout(timeout_s):
-            _, errors = await program.communicate(msgspec.json.encode((row, str(path))))
+        code, _, errors = await run_command(argv, timeout_s=timeout_s)
     except TimeoutError:
         return {"infra_failure_reason": f"its log is not read within {timeout_s:g} s"}
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            program.kill()
-        await program.wait()
-    if program.returncode:
-        return {"infra_failure_reason": errors.decode(errors="replace")[-TAIL:]}
+    if code:
+        return {"infra_failure_reason": errors[-TAIL:]}
     data = await asyncio.to_thread(path.with_name(f"{path.name}.json").read_bytes)
     report: Mapping[str, Any] = msgspec.json.decode(data)
     return report

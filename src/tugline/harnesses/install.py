@@ -41,6 +41,7 @@ from filelock import AsyncFileLock
 from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.cache import cache_folder
+from tugline.sandbox.processes import run_command
 
 _TIMEOUT_S = 900.0
 _MANIFEST = "tugline.json"
@@ -211,38 +212,19 @@ def measure(folder: Path) -> InstallManifest:
 async def run_installer(
     purpose: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None
 ) -> str:
-    """The output of an installer. Raises `HarnessError` with `purpose` and its last lines."""
-    code, text = await run_program(*argv, cwd=cwd, env=env)
-    if code != 0:
-        last = " | ".join(text.strip().splitlines()[-6:])
-        msg = f"{purpose} (exit {code}): {last}"
-        raise HarnessError(msg)
-    return text
-
-
-async def run_program(
-    *argv: str, cwd: Path, env: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """Exit code and output of a program, which is killed if the waiting task is cancelled."""
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
+    """What an installer prints. Raises `HarnessError` with `purpose` and its last lines."""
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            text, _ = await process.communicate()
+        code, text, errors = await run_command(
+            argv, timeout_s=_TIMEOUT_S, env={**os.environ, **(env or {})}, cwd=cwd
+        )
     except TimeoutError as error:
         msg = f"{argv[0]} was not done after {_TIMEOUT_S:.0f} s; is the package registry reachable?"
         raise HarnessError(msg) from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, text.decode(errors="replace")
+    if code != 0:
+        last = " | ".join(f"{text}\n{errors}".strip().splitlines()[-6:])
+        msg = f"{purpose} (exit {code}): {last}"
+        raise HarnessError(msg)
+    return text
 
 
 # --------------------------------------------------------------------- shared libraries
@@ -305,7 +287,7 @@ async def _find_needed(program: Path) -> dict[str, Path]:
     """Name to path of the shared libraries of an ELF file; none for a static one, or on macOS."""
     if shutil.which("ldd") is None:
         return {}
-    code, text = await run_program("ldd", str(program), cwd=program.parent)
+    code, text, _ = await run_command(("ldd", str(program)), timeout_s=_TIMEOUT_S)
     if code != 0:
         return {}
     found = re.findall(r"^\s*(?:(\S+) => )?(/\S+) \(0x", text, re.MULTILINE)

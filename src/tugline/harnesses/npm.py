@@ -31,7 +31,6 @@ from tugline.harnesses.install import (
     install_once,
     mount_c_library,
     run_installer,
-    run_program,
 )
 from tugline.sandbox.base import Mount
 
@@ -159,7 +158,7 @@ async def _copy_node(node: Path) -> Path:
 
 
 async def _read_version(node: Path) -> str:
-    _, text = await run_program(str(node), "--version", cwd=node.parent)
+    text = await run_installer(f"{node} does not work", str(node), "--version", cwd=node.parent)
     return text.strip().removeprefix("v")
 
 

@@ -20,17 +20,18 @@ import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import msgspec
 import psutil
 
-from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, UsageError
+from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
 from tugline.sandbox import host, limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.files import replace_file
 from tugline.sandbox.hardening import ApptainerHardening
-from tugline.sandbox.limits import Cgroup, ProgramLimits
+from tugline.sandbox.limits import Cgroup, ProgramLimits, check_limits
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
 from tugline.sandbox.processes import ChildProcess, find_records, run_command, start_time
@@ -62,22 +63,13 @@ class Apptainer(host.HostRuntime):
         self,
         *,
         image: str | None = None,
-        network: str = "none",
+        network: Literal["none", "host"] = "none",
         allow: Sequence[str] = (),
         cache_gb: float = 50.0,
         **bounds: int,
     ) -> None:
         super().__init__(cache_gb)
-        if network not in {"none", "host"}:
-            msg = f"runtime 'apptainer': network is {network!r}, must be 'none' or 'host'"
-            raise ConfigError(msg)
-        try:
-            self._limits = ProgramLimits(**bounds)
-        except TypeError as error:
-            known = ", ".join(ProgramLimits.__struct_fields__)
-            msg = f"runtime 'apptainer': {error}; limits are {known}"
-            raise ConfigError(msg) from error
-        self._limits.check("apptainer")
+        self._limits = check_limits("apptainer", **bounds)
         self._image, self._network, self._allow = image, network, AllowList(allow)
         self._available, self._hardening = False, ApptainerHardening()
 

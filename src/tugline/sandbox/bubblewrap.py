@@ -34,6 +34,7 @@ from tugline.sandbox.limits import (
     RECORD,
     Cgroup,
     ProgramLimits,
+    check_limits,
     find_cgroup_parent,
     list_unenforced,
     reap_cgroups,
@@ -95,7 +96,8 @@ class Bubblewrap(host.HostRuntime):
         cache_gb: float = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        self._limits = ProgramLimits(
+        self._limits = check_limits(
+            "bubblewrap",
             memory_mb=memory_mb,
             processes=processes,
             disk_mb=disk_mb,
@@ -104,7 +106,6 @@ class Bubblewrap(host.HostRuntime):
             open_files=open_files,
             output_mb=output_mb,
         )
-        self._limits.check("bubblewrap")
         self._allow = AllowList(allow)
         self._readable = _check_readable(readable)
         self._machine: _Machine | None = None

@@ -255,18 +255,17 @@ class WorkspaceCache:
 
 def check_workspace(workspace: Workspace) -> None:
     """Refuse contradictions. Raises `UsageError` that names the field."""
-    if workspace.repo is not None and workspace.folder is not None:
+    repo, folder, commit = workspace.repo, workspace.folder, workspace.commit
+    msg = ""
+    if repo is not None and folder is not None:
         msg = "workspace: repo and folder are both given; one of them is where the files come from"
-        raise UsageError(msg)
-    if workspace.commit is not None and workspace.folder is not None:
-        msg = f"workspace.commit is {workspace.commit!r}, but workspace.folder is used as it is"
-        raise UsageError(msg)
-    sources = (workspace.repo, workspace.image, workspace.build)
-    if workspace.commit is not None and not any(sources):
-        msg = f"workspace.commit is {workspace.commit!r}, but there is no workspace.repo"
-        raise UsageError(msg)
-    if workspace.folder is not None and not Path(workspace.folder).is_absolute():
-        msg = f"workspace.folder is {workspace.folder!r}, must be an absolute path of the node"
+    elif commit is not None and folder is not None:
+        msg = f"workspace.commit is {commit!r}, but workspace.folder is used as it is"
+    elif commit is not None and not any((repo, workspace.image, workspace.build)):
+        msg = f"workspace.commit is {commit!r}, but there is no workspace.repo"
+    elif folder is not None and not Path(folder).is_absolute():
+        msg = f"workspace.folder is {folder!r}, must be an absolute path of the node"
+    if msg:
         raise UsageError(msg)
 
 

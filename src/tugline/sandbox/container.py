@@ -23,12 +23,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tugline import log
-from tugline.errors import ConfigError, ImageError, SandboxError
+from tugline.errors import ImageError, SandboxError
 from tugline.sandbox import files
 from tugline.sandbox.base import HOME, WORKDIR, Exit, SandboxSpec
 from tugline.sandbox.cache import cache_folder, digest
@@ -44,7 +45,7 @@ from tugline.sandbox.container_images import LABEL, ContainerImage, ImageCache
 from tugline.sandbox.container_probe import EngineInfo, probe, ulimits
 from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
-from tugline.sandbox.limits import ProgramLimits, cgroup_of, check_whole_numbers
+from tugline.sandbox.limits import ProgramLimits, Whole, cgroup_of
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.processes import finish
@@ -63,6 +64,7 @@ _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
 )
+_Amount = Annotated[float, Meta(gt=0)]
 _log = log.get("sandbox")
 
 
@@ -83,32 +85,21 @@ class Container(HostRuntime):
         *,
         engine: str | None = None,
         image: str | None = None,
-        memory_mb: int = 8192,
-        processes: int = 1024,
-        cpus: float | None = None,
-        disk_mb: int = 10240,
-        output_mb: int = 64,
+        memory_mb: Annotated[int, Meta(ge=6)] = 8192,
+        processes: Annotated[int, Meta(ge=2)] = 1024,
+        cpus: _Amount | None = None,
+        disk_mb: Whole = 10240,
+        output_mb: Whole = 64,
         user: str | None = None,
         read_only: bool = False,
         allow: Sequence[str] = (),
-        pull: str = "missing",
-        pull_s: float = 1800.0,
-        build_s: float = 1800.0,
-        images_gb: float = 100.0,
+        pull: Literal["missing", "never"] = "missing",
+        pull_s: _Amount = 1800.0,
+        build_s: _Amount = 1800.0,
+        images_gb: _Amount = 100.0,
         cache_gb: float = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        check_whole_numbers("container", {"memory_mb": memory_mb}, minimum=6)
-        check_whole_numbers("container", {"processes": processes}, minimum=2)
-        check_whole_numbers("container", {"disk_mb": disk_mb, "output_mb": output_mb})
-        times = {"cpus": 1.0 if cpus is None else cpus, "pull_s": pull_s, "build_s": build_s}
-        for name, amount in (times | {"images_gb": images_gb}).items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
-                msg = f"runtime 'container': {name} is {amount!r}, must be a number above 0"
-                raise ConfigError(msg)
-        if pull not in {"missing", "never"}:
-            msg = f"runtime 'container': pull is {pull!r}, must be 'missing' or 'never'"
-            raise ConfigError(msg)
         self._options = ContainerOptions(
             limits=ProgramLimits(
                 memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb

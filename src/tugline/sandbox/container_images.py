@@ -22,7 +22,7 @@ from typing import IO, Any
 import msgspec
 
 from tugline import log
-from tugline.errors import DiskFull, ImageError, UsageError
+from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
 from tugline.sandbox.container_engine import (
     CALL_S,
     ContainerEngine,
@@ -31,6 +31,7 @@ from tugline.sandbox.container_engine import (
     stream,
     translate_errors,
 )
+from tugline.sandbox.files import replace_file
 from tugline.sandbox.processes import finish
 from tugline.types import Workspace
 
@@ -186,12 +187,10 @@ class ImageCache:
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
         mark = self._cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SandboxError):
             if made:
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                part = mark.with_suffix(f".{os.getpid()}")
-                part.write_text(name)
-                part.replace(mark)
+                replace_file(mark, name.encode())
             elif mark.exists():
                 os.utime(mark)
 

@@ -12,7 +12,6 @@ import io
 import os
 import resource
 import secrets
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tugline import log
 from tugline.errors import SandboxError
 from tugline.sandbox.container_engine import Docker, DockerError, bind, stream, translate_errors
 from tugline.sandbox.container_images import LABEL, find_image
+from tugline.sandbox.files import pack_files
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 from tugline.sandbox.limits import Cgroup, cgroup_of
 
@@ -186,12 +186,7 @@ async def _ensure_image(docker: Docker) -> None:
     """Build an image with nothing in it but its Dockerfile, if there is none."""
     if await find_image(docker, _IMAGE) is not None:
         return
-    context = io.BytesIO()
-    with tarfile.open(fileobj=context, mode="w") as archive:
-        file = tarfile.TarInfo("Dockerfile")
-        file.size = len(_DOCKERFILE)
-        archive.addfile(file, io.BytesIO(_DOCKERFILE))
-    context.seek(0)
+    context = io.BytesIO(pack_files({"Dockerfile": _DOCKERFILE}))
     async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as progress:
         async for _ in progress:
             pass

@@ -16,11 +16,12 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from tugline.errors import ConfigError, SandboxError
+from tugline.errors import SandboxError
+from tugline.schema import decode
 
 RECORD = ".groups"
 """Suffix of a control group's record."""
@@ -35,35 +36,31 @@ _REMOVE_S = 5.0
 _UNLIMITED = 1 << 60
 
 
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one sandbox, or of each of its processes."""
 
-    memory_mb: int = 8192
+    memory_mb: Whole = 8192
     """Of all its processes, without what the kernel may drop."""
-    processes: int = 1024
+    processes: Whole = 1024
     """Processes and threads."""
-    disk_mb: int = 10_240
+    disk_mb: Whole = 10_240
     """What it writes: workspace, home and /tmp."""
-    file_mb: int = 4096
+    file_mb: Whole = 4096
     """The largest file that a process may write."""
-    cpu_s: int = 7200
+    cpu_s: Whole = 7200
     """Processor time of each process."""
-    open_files: int = 4096
+    open_files: Whole = 4096
     """Of each process."""
-    output_mb: int = 64
+    output_mb: Whole = 64
     """The largest log."""
 
-    def check(self, runtime: str) -> None:
-        """Raise `ConfigError` for a value that is no whole number from 1."""
-        check_whole_numbers(runtime, msgspec.structs.asdict(self))
 
-
-def check_whole_numbers(runtime: str, options: Mapping[str, object], minimum: int = 1) -> None:
-    """Raise `ConfigError` for an option that is no whole number from `minimum`."""
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            msg = f"runtime {runtime!r}: {name} is {value!r}, must be a whole number from {minimum}"
-            raise ConfigError(msg)
+def check_limits(runtime: str, **limits: object) -> ProgramLimits:
+    """Return limits from options. Raises `ConfigError` for a name or a value that is wrong."""
+    return decode(limits, ProgramLimits, source=f"runtime {runtime!r}")
 
 
 class OomKills(NamedTuple):

@@ -28,7 +28,7 @@ from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files
 from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
 from tugline.sandbox.host import HostRuntime, HostSandbox
-from tugline.sandbox.limits import check_whole_numbers
+from tugline.sandbox.limits import Whole
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.processes import (
     MARK,
@@ -56,16 +56,14 @@ class LocalRuntime(HostRuntime):
     def __init__(
         self,
         *,
-        cpu_s: int = 3600,
-        file_mb: int = 512,
-        open_files: int = 4096,
+        cpu_s: Whole = 3600,
+        file_mb: Whole = 512,
+        open_files: Whole = 4096,
         grace_s: float = 2.0,
-        output_mb: int = MAX_LOG_MB,
+        output_mb: Whole = MAX_LOG_MB,
         cache_gb: float = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        whole = {"cpu_s": cpu_s, "file_mb": file_mb, "open_files": open_files}
-        check_whole_numbers("local", whole | {"output_mb": output_mb})
         self._ulimits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
         # A lower limit than asked for may already be in force; that one stays then.
         self._ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'

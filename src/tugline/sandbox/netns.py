@@ -14,7 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -30,27 +30,10 @@ def listen(pid: int, port: int) -> socket.socket:
     Raises `OSError`.
     """
     try:
-        return _in_thread(pid, port)
+        with ThreadPoolExecutor(1, thread_name_prefix="tugline-netns") as thread:
+            return thread.submit(_enter, pid, port, with_user=False).result()
     except PermissionError:
         return _in_helper(pid, port)
-
-
-def _in_thread(pid: int, port: int) -> socket.socket:
-    sockets: list[socket.socket] = []
-    errors: list[OSError] = []
-
-    def enter() -> None:
-        try:
-            sockets.append(_enter(pid, port, with_user=False))
-        except OSError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter, name="tugline-netns")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return sockets[0]
 
 
 def _in_helper(pid: int, port: int) -> socket.socket:

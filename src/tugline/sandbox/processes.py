@@ -206,7 +206,11 @@ async def finish(work: Awaitable[T]) -> T:
 
 
 async def run_command(
-    argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> tuple[int, str, str]:
     """Run a program of this machine; return its exit code, stdout and stderr.
 
@@ -216,6 +220,7 @@ async def run_command(
     process = await asyncio.create_subprocess_exec(
         *argv,
         env=env,
+        cwd=cwd,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
