@@ -294,10 +294,10 @@ def test_skills_lie_where_each_program_looks(name: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"mcp": {"a b": {"command": "x"}}}, r"mcp\['a b'\]: a name has letters"),
-        ({"mcp": {"a": {}}}, r"mcp\['a'\] is \{\}, must have either command .* or url"),
+        ({"mcp": {"a b": {"command": "x"}}}, r"mcp\.a b: a name has letters"),
+        ({"mcp": {"a": {}}}, r"mcp\.a must have either command .* or url"),
         ({"mcp": {"a": {"command": "x", "url": "http://y"}}}, "must have either command"),
-        ({"mcp": {"a": {"cmd": "x"}}}, "unknown field `cmd`"),
+        ({"mcp": {"a": {"cmd": "x"}}}, r"unknown key 'mcp\.a\.cmd'"),
         ({"skills": {"A B": SKILL}}, r"skills\['A B'\]: a name has small letters"),
         ({"skills": {"a-b": "How."}}, "must be the text of a SKILL.md"),
     ],

@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from swe_toy import make, tasks, template, written
+from tugline import plugins
+from tugline.datasets.base import TaskSet
 from tugline.datasets.swe import SweTaskSet
 from tugline.datasets.swe_rows import END, START, list_files
 from tugline.errors import ConfigError
@@ -279,15 +281,15 @@ def test_a_bad_row_is_told_by_its_place(
         ({"prompt": "{issue}"}, r"prompt is '\{issue\}', must be text with \{problem_statement\}"),
         ({"images": "x/{id}"}, r"images is 'x/\{id\}', must be text with \{instance_id\}"),
         ({"repos": "{"}, r"repos is '.*\{', must be text with"),
-        ({"folder": "testbed"}, "folder is 'testbed', must be an absolute path"),
-        ({"setup": "make"}, "setup is 'make', must be a list of lines"),
+        ({"folder": "testbed"}, r"folder is 'testbed', must be a string matching regex '\^/'"),
+        ({"setup": "make"}, "setup is 'make', must be a list"),
         ({"path": None}, "give either path or dataset"),
     ],
 )
 def test_a_bad_option_is_told(options: dict[str, Any], message: str) -> None:
     """Before any row is read."""
     with pytest.raises(ConfigError, match=message):
-        SweTaskSet(**{"path": "rows.jsonl", **options})
+        plugins.make("taskset", PluginSpec("swe", {"path": "rows.jsonl", **options}), TaskSet)
 
 
 def test_what_rows_do_not_say_may_be_said_for_all(tmp_path: Path) -> None:

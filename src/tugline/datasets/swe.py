@@ -11,7 +11,9 @@ that a workspace begins with.
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+from msgspec import Meta
 
 from tugline.datasets import swe_rows
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
@@ -56,7 +58,7 @@ class SweTaskSet(TaskSet):
         revision: str | None = None,
         images: str | None = None,
         repos: str | None = None,
-        folder: str = "/testbed",
+        folder: Annotated[str, Meta(pattern="^/")] = "/testbed",
         prompt: str = PROMPT,
         test_command: str | None = None,
         log_parser: str | None = None,
@@ -73,10 +75,6 @@ class SweTaskSet(TaskSet):
         _check_words("images", self._images or "", _IMAGE_WORDS)
         _check_words("repos", repos or "", _REPO_WORDS)
         _check_words("prompt", prompt, _PROMPT_WORDS)
-        if not folder.startswith("/"):
-            _reject("folder", folder, "an absolute path")
-        if isinstance(setup, str):
-            _reject("setup", setup, "a list of lines")
         self._command, self._parser, self._setup = test_command, log_parser, tuple(setup)
         self._evaluation = {"partial": partial, "protected": list(protected), "network": network}
         self._solutions: dict[str, str] | None = None

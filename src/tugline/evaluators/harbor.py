@@ -116,18 +116,13 @@ class HarborEvaluator(Evaluator):
             run = await self._run(runner)
         else:
             env = expand_variables(self._env, self._pass)
-            async with open_runner(outcome, self._rules(outcome), deadline, env=env) as runner:
+            mounts = self.mounts(outcome.task)
+            rules = Rules(protected=self._protected, editable=self._editable, mounts=mounts)
+            async with open_runner(outcome, rules, deadline, env=env) as runner:
                 run = await self._run(runner)
         if run.rewards is None and not run.exit.timed_out:
             await self._check_without_work(outcome, run, deadline)
         return self._score(run, outcome, runner.refused)
-
-    def _rules(self, outcome: SessionOutcome) -> Rules:
-        return Rules(
-            protected=self._protected,
-            editable=self._editable,
-            mounts=self.mounts(outcome.task),
-        )
 
     async def _run(self, runner: ScriptRunner) -> _HarborRun:
         """Run the script in a sandbox that has the work, and read the rewards."""

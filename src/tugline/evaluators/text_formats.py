@@ -204,16 +204,11 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
     directive = _DIRECTIVE.search(point[4])
     title = point[4][: directive.start()] if directive else point[4]
     title = title.strip().replace("\\#", "#").replace("\\\\", "\\")
-    word = directive[1].upper() if directive else ""
-    outcome = TestOutcome.FAIL if point[2] else TestOutcome.PASS
-    if word:
-        outcome = (
-            TestOutcome.SKIP
-            if word == "SKIP"
-            else TestOutcome.XFAIL
-            if point[2]
-            else TestOutcome.PASS
-        )
+    outcome = TestOutcome.PASS
+    if directive and directive[1].upper() == "SKIP":
+        outcome = TestOutcome.SKIP
+    elif point[2]:
+        outcome = TestOutcome.XFAIL if directive else TestOutcome.FAIL
     depth = levels.index(level)
     for deeper in levels[depth + 1 :]:
         level.points += [(f"{title} > {name}", m, why) for name, m, why in deeper.points]

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -31,14 +31,6 @@ class PartOptions(msgspec.Struct, frozen=True):
     required: bool = True
 
 
-class _WeightedPart(NamedTuple):
-    """One evaluator."""
-
-    evaluator: Evaluator
-    weight: float
-    required: bool
-
-
 class WeightedEvaluator(Evaluator):
     """`parts` has for each name its ``evaluator`` (name, options), ``weight`` and ``required``.
 
@@ -53,20 +45,18 @@ class WeightedEvaluator(Evaluator):
         mode: Literal["mean", "product", "min"] = "mean",
     ) -> None:
         self._mode = mode
-        self._parts = {
-            name: _make_part(name, options)
-            for name, options in msgspec.convert(parts, dict[str, PartOptions]).items()
-        }
-        own = [part.evaluator for part in self._parts.values()]
+        self._parts = msgspec.convert(parts, dict[str, PartOptions])
+        self._evaluators = {name: _make(name, part) for name, part in self._parts.items()}
+        own = self._evaluators.values()
         self.in_place = any(each.in_place for each in own)
         self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """The mounts of all parts. Raises `ConfigError` if they conflict."""
         by_target: dict[str, tuple[str, Mount]] = {}
-        for name, part in self._parts.items():
-            for mount in part.evaluator.mounts(task):
-                if self.in_place and mount.source and not part.evaluator.in_place:
+        for name, evaluator in self._evaluators.items():
+            for mount in evaluator.mounts(task):
+                if self.in_place and mount.source and not evaluator.in_place:
                     msg = (
                         f"evaluator 'weighted': part {name!r} would show the agent its files at "
                         f"{mount.target}, because another part is in place"
@@ -83,8 +73,7 @@ class WeightedEvaluator(Evaluator):
 
     def hidden(self, task: Task) -> tuple[str, ...]:
         """Folders that any part hides from the agent."""
-        parts = (part.evaluator for part in self._parts.values())
-        paths = (path for part in parts for path in part.hidden(task))
+        paths = (path for own in self._evaluators.values() for path in own.hidden(task))
         return tuple(dict.fromkeys(paths))
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
@@ -93,8 +82,8 @@ class WeightedEvaluator(Evaluator):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    name: group.create_task(self._evaluate_part(name, part, outcome, alone))
-                    for name, part in self._parts.items()
+                    name: group.create_task(self._evaluate_part(name, outcome, alone))
+                    for name in self._parts
                 }
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -102,20 +91,21 @@ class WeightedEvaluator(Evaluator):
         return self._combine(self._discount_models(verdicts))
 
     async def _evaluate_part(
-        self, name: str, part: _WeightedPart, outcome: SessionOutcome, alone: asyncio.Lock
+        self, name: str, outcome: SessionOutcome, alone: asyncio.Lock
     ) -> Verdict | EvaluatorError:
         """Return its verdict, or why there is none if that need not end the evaluation."""
-        in_place = part.evaluator.in_place
+        evaluator = self._evaluators[name]
+        in_place = evaluator.in_place
         try:
             async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NO_LOCK:
                 sandbox = outcome.sandbox if in_place else None
-                return await part.evaluator.evaluate(replace(outcome, sandbox=sandbox))
+                return await evaluator.evaluate(replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:
             reason = str(error) or f"out of time after {outcome.timeout_s:g} s"
-            if not part.required:
+            if not self._parts[name].required:
                 return EvaluatorError(reason)
             missing = EvaluatorError(f"part {name!r}: {reason}")
-            if part.evaluator.graded_by_model:
+            if evaluator.graded_by_model:
                 return missing
             if not isinstance(error, EvaluatorError):
                 raise
@@ -129,7 +119,7 @@ class WeightedEvaluator(Evaluator):
         Then it cannot be talked into a reward, nor out of a verdict. Raises the `EvaluatorError` of
         a required part otherwise.
         """
-        models = {name for name, part in self._parts.items() if part.evaluator.graded_by_model}
+        models = {name for name, own in self._evaluators.items() if own.graded_by_model}
         required = {name for name, part in self._parts.items() if part.required}
         sure = [verdicts[name] for name in required - models]
         failed = any(isinstance(each, Verdict) and each.reward.value == 0.0 for each in sure)
@@ -184,12 +174,10 @@ class WeightedEvaluator(Evaluator):
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _make_part(name: str, options: PartOptions) -> _WeightedPart:
-    """Make a part from its options. Raises `ConfigError`."""
-    where = f"evaluator 'weighted': parts[{name!r}]"
+def _make(name: str, options: PartOptions) -> Evaluator:
+    """Make the evaluator of a part. Raises `ConfigError`."""
     try:
-        evaluator = make("evaluator", options.evaluator, Evaluator)
+        return make("evaluator", options.evaluator, Evaluator)
     except (ConfigError, UnknownPlugin) as error:
-        msg = f"{where}: {error}"
+        msg = f"evaluator 'weighted': parts[{name!r}]: {error}"
         raise ConfigError(msg) from error
-    return _WeightedPart(evaluator, options.weight, options.required)

@@ -32,6 +32,7 @@ from tugline.harnesses.base import (
 from tugline.harnesses.install import Package
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
+from tugline.schema import decode
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
@@ -159,21 +160,15 @@ class ExtensiblePreset(Preset):
 
 def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
     """The option `mcp`: servers by name. Raises `ConfigError`."""
-    servers = {}
-    for name, value in (option or {}).items():
-        where = f"harness {harness!r}: mcp[{name!r}]"
+    source = f"harness {harness!r}"
+    servers = decode(option or {}, dict[str, McpServer], source=source, name="mcp")
+    for name, server in servers.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
-            msg = f"{where}: a name has letters, digits, '_' and '-' only, and at most 40"
+            msg = f"{source}: mcp.{name}: a name has letters, digits, '_' and '-' only, at most 40"
             raise ConfigError(msg)
-        try:
-            server = msgspec.convert(value, McpServer)
-        except msgspec.ValidationError as error:
-            msg = f"{where} is {value!r}: {error}"
-            raise ConfigError(msg) from error
         if (server.command is None) == (server.url is None):
-            msg = f"{where} is {value!r}, must have either command (and args, env) or url"
+            msg = f"{source}: mcp.{name} must have either command (and args, env) or url"
             raise ConfigError(msg)
-        servers[name] = server
     return servers
 
 
