@@ -112,6 +112,11 @@ except urllib.error.HTTPError:
 EOF
 """
 """As much of Node, with pi in it, as a trial needs: it asks its model once."""
+INSTALLING = """
+mkdir -p node_modules/@earendil-works/pi-coding-agent
+cd node_modules/@earendil-works/pi-coding-agent
+touch cli.js && echo '{"bin": {"pi": "cli.js"}}' > package.json"""
+"""As much of npm as an installation of pi needs."""
 
 
 @pytest.fixture
@@ -143,12 +148,7 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(system_node: Path) ->
 async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
     """The second waits for the lock and finds the work done."""
     _program(system_node, "node", ASKING)
-    cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
-    _program(
-        system_node,
-        "npm",
-        f"echo x >> {cache_folder()}/count; sleep 0.2; mkdir -p {cli}; touch {cli}/cli.js",
-    )
+    _program(system_node, "npm", f"echo x >> {cache_folder()}/count; sleep 0.2; {INSTALLING}")
     await asyncio.gather(Pi().install(), Pi().install())
     assert (cache_folder() / "count").read_text() == "x\n"
 
@@ -156,8 +156,7 @@ async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
 async def test_a_program_that_asks_no_model_is_not_installed(system_node: Path) -> None:
     """The error has its last words, and nothing of it stays."""
     _program(system_node, "node", "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
-    cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
-    _program(system_node, "npm", f"mkdir -p {cli}; touch {cli}/cli.js")
+    _program(system_node, "npm", INSTALLING)
     with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* asked no model: no such thing"):
         await Pi().install()
     assert not (install_dir() / "pi-0.87.1").exists()
