@@ -49,7 +49,7 @@ def tugline(
         (["--steps", "0"], "steps is 0, must be an integer >= 1"),
         (["--config", "none.yaml"], "cannot read none.yaml"),
         (["--config", "wrong.yaml"], "wrong.yaml: unknown key 'stepz'; did you mean 'steps'?"),
-        (["--window", "64"], "leaves no room to answer"),
+        (["--window", "64", "--heldout", "1"], "leaves no room to answer"),
         (["--out", "/proc/run"], "/proc/run"),
     ],
 )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo.report import closing, picture
-from tugline.demo.summary import DemoSummary
+from tugline.demo.report import DemoSummary, closing, picture
 from tugline.trainers.evaluation import Estimate, Evaluation, wilson
 from tugline.trainers.state import TrainState, VersionScore
 from tugline.types import Ledger, Reason
@@ -53,7 +52,6 @@ SUMMARY = DemoSummary(
     cpu_seconds=160.2,
     cpu_seconds_sessions=640.9,
     replay_max_abs_dlogprob=2e-6,
-    builders=(),
 )
 
 

@@ -29,7 +29,7 @@ from training_phases import (
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import generate
+from tugline.demo.tasks import generate
 from tugline.inference.load import load
 from tugline.types import Tool, Trace
 

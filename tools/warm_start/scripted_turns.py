@@ -7,7 +7,7 @@ import random
 
 import msgspec
 
-from tugline.demo.family import Edit, RepairProblem
+from tugline.demo.tasks import Edit, RepairProblem
 
 
 class ToolTurn(msgspec.Struct, frozen=True):

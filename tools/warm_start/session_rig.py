@@ -15,9 +15,8 @@ from rich.console import Console
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import RepairProblem
-from tugline.demo.settings import DemoSettings
-from tugline.demo.tasks import harness_spec
+from tugline.demo.settings import DemoSettings, harness_spec
+from tugline.demo.tasks import RepairProblem
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.launch.engine import serve_engine

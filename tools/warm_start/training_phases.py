@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import RepairProblem, generate
+from tugline.demo.tasks import RepairProblem, generate
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import Sft, SftConfig
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace

@@ -9,8 +9,11 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 
-from tugline.cli.options import INTERRUPTED, name_missing_extra
+from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra
+from tugline.cli.train import choose_folder, keep_resumable
+from tugline.web import serve
 
 _SETTINGS = (
     "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
@@ -40,25 +43,24 @@ def demo(  # noqa: PLR0913 - each is a flag
     config: Annotated[
         Path | None, typer.Option(help="YAML or TOML file with any of the settings.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run (default: runs/demo-<time>).")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the last unfinished run, or --out.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
-    ] = False,
+    out: TrainingFolder = None,
+    resume: Resume = False,
+    as_json: Json = False,
 ) -> None:
     """Train a tiny model on a real, unmodified agent in minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
+    console = Console(stderr=True, highlight=False)
     with name_missing_extra("demo"):
-        from tugline.demo.start import choose_run, start  # noqa: PLC0415 - needs the extra
+        from tugline.demo import run  # noqa: PLC0415 - needs the extra
+        from tugline.demo.report import closing  # noqa: PLC0415 - the same
 
-        folder, settings = choose_run(given, config=config, out=out, resume=resume)
-        summary = start(folder, settings)
-    if summary is None:
-        raise typer.Exit(INTERRUPTED)
+        folder = choose_folder(out, "demo", run.SETTINGS, resume=resume)
+        settings = run.choose_settings(folder, given, config)
+        training = run.make_config(settings)
+        with keep_resumable(folder, "demo", console):
+            run.store_settings(folder, settings)
+            summary = serve.run(run.run_demo(folder, settings, training, console))
+    console.print(closing(summary, [folder / name for name in run.FILES]))
     if as_json:
         typer.echo(msgspec.json.encode({**msgspec.to_builtins(summary), "folder": str(folder)}))

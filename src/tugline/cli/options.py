@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -23,6 +24,12 @@ Folder = Annotated[
     Path | None, typer.Option("--dir", help="Folder of `tugline up` (default: tugline-data).")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TrainingFolder = Annotated[
+    Path | None, typer.Option("--out", help="Folder of the run (default: runs/<name>-<time>).")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the run in --out, or the last one.")
+]
 
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
@@ -54,3 +61,11 @@ def name_missing_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         msg = f"this command needs {error.name}: pip install 'tugline[{extra}]'"
         raise UsageError(msg) from error
+
+
+def save_report(path: Path, report: object, *, as_json: bool) -> None:
+    """Write a report to a file as JSON, and print it if asked to."""
+    encoded = msgspec.json.encode(report)
+    path.write_bytes(msgspec.json.format(encoded) + b"\n")
+    if as_json:
+        typer.echo(encoded)

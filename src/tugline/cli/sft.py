@@ -6,24 +6,18 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
-from tugline import log
-from tugline.cli.options import INTERRUPTED, Json, name_missing_extra
-from tugline.cli.train import SUMMARY, choose_folder
+from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra, save_report
+from tugline.cli.train import SUMMARY, choose_folder, keep_resumable
 
 
 def sft(
     config: Annotated[Path, typer.Argument(help="YAML or TOML file of the run.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run (default: runs/<name>-<time>).")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, or the last one.")
-    ] = False,
+    out: TrainingFolder = None,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Fine-tune a model on accepted conversations or traces; resumable at any point."""
@@ -36,15 +30,7 @@ def sft(
         settings = read_config(config)
         sinks = make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
-        folder.mkdir(parents=True, exist_ok=True)
-        log.configure(level="info", path=folder / "log.jsonl")
-        try:
+        with keep_resumable(folder, f"sft {config}", console):
             state = train(settings, folder, sinks, console.print)
-        except KeyboardInterrupt:
-            console.print(f"stopped; resume with: tugline sft {config} --resume --out {folder}")
-            raise typer.Exit(INTERRUPTED) from None
-    result = msgspec.json.encode(state)
-    (folder / SUMMARY).write_bytes(msgspec.json.format(result) + b"\n")
+    save_report(folder / SUMMARY, state, as_json=as_json)
     console.print(f"done after {state.step} updates, {state.elapsed_s:.0f} s: {folder / MODEL}")
-    if as_json:
-        typer.echo(result)

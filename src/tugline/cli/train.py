@@ -4,19 +4,27 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED, name_missing_extra
+from tugline.cli.options import (
+    INTERRUPTED,
+    Json,
+    Resume,
+    TrainingFolder,
+    name_missing_extra,
+    save_report,
+)
 from tugline.errors import UsageError
 from tugline.web import serve
 
@@ -27,18 +35,12 @@ SUMMARY = "summary.json"
 def train(
     config: Annotated[Path, typer.Argument(help="YAML or TOML file of the run.")],
     *,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run (default: runs/<name>-<time>).")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out, or the last one.")
-    ] = False,
+    out: TrainingFolder = None,
+    resume: Resume = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print what would happen.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a model on tasks, with evaluations on the way; resumable at any point."""
     console = Console(stderr=True, highlight=False)
@@ -62,20 +64,11 @@ def train(
         if dry_run:
             typer.echo(describe(settings, batches, folder))
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        log.configure(level="info", path=folder / "log.jsonl")
         main = run_training(settings, batches, folder, sinks, make_report(console))
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-        try:
+        with keep_resumable(folder, f"train {config}", console):
             summary = serve.run(main)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            console.print(f"stopped; resume with: tugline train {config} --resume --out {folder}")
-            raise typer.Exit(INTERRUPTED) from None
-    result = msgspec.json.encode(summary)
-    (folder / SUMMARY).write_bytes(msgspec.json.format(result) + b"\n")
+    save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
-    if as_json:
-        typer.echo(result)
 
 
 def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
@@ -91,3 +84,16 @@ def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> 
         msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
         raise UsageError(msg)
     return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+@contextlib.contextmanager
+def keep_resumable(folder: Path, command: str, console: Console) -> Iterator[None]:
+    """Make the folder of a run and log to it; if the run is stopped, print how to resume it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log.configure(level="info", path=folder / "log.jsonl")
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print(f"stopped; resume with: tugline {command} --resume --out {folder}")
+        raise typer.Exit(INTERRUPTED) from None

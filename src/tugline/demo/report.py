@@ -8,6 +8,7 @@ whether the right tokens were trained.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -16,8 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tugline.demo.summary import DemoSummary
 from tugline.trainers.evaluation import Estimate
+from tugline.trainers.state import TrainState
 from tugline.types import Reason
 
 _INK = "#1f2933"
@@ -26,6 +27,26 @@ _BEFORE = "#9aa5b1"
 _AFTER = "#56b4e9"
 _LINE = "#0072b2"
 """Two blues of the Okabe-Ito palette, which colour-blind readers can tell from grey."""
+
+
+class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """``summary.json``, and the output of ``--json``."""
+
+    harness: str
+    harness_version: str
+    seed: int
+    before: Estimate
+    """pass@1 on the held-out tasks, each attempted once."""
+    after: Estimate
+    """The same after training."""
+    state: TrainState
+    """Steps, sessions, token ledger and evaluations of the training run."""
+    cpu_seconds: float
+    """CPU time of this process: server, gateway, engine, trainer; of the last start only."""
+    cpu_seconds_sessions: float
+    """CPU time of the processes that it started: agents and tests; of the last start only."""
+    replay_max_abs_dlogprob: float | None
+    """Largest distance between a captured and a recomputed logprob over all steps, nats."""
 
 
 def picture(rewards: Mapping[int, float], summary: DemoSummary, path: Path) -> None:
@@ -76,7 +97,7 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
     tokens = f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
     cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
-    facts = [
+    return [
         ("harness", f"{_harness(summary)}, unmodified"),
         (
             "training",
@@ -90,16 +111,6 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
         ("tokens", f"{tokens} + {masked:,} masked + {dropped:,} dropped"),
         ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
         ("logprobs", _logprob_difference(summary)),
-    ]
-    return facts + [
-        (
-            cost.builder,
-            (
-                f"last step's {cost.sessions} sessions: {cost.traces} traces,"
-                f" {cost.tokens_forwarded:,} tokens to compute"
-            ),
-        )
-        for cost in summary.builders
     ]
 
 

@@ -4,24 +4,23 @@ The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import yaml
 from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo.report import picture
-from tugline.demo.settings import DemoSettings
-from tugline.demo.summary import BuilderCost, DemoSummary
-from tugline.demo.tasks import HELD_OUT_SEED, harness_spec
+from tugline.config import from_mapping, load
+from tugline.demo.report import DemoSummary, picture
+from tugline.demo.settings import DemoSettings, harness_spec
+from tugline.demo.tasks import HELD_OUT_SEED
+from tugline.errors import UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
-from tugline.plugins import make
-from tugline.recording import file as recordings
-from tugline.recording.folder import list_recordings, parse_name
 from tugline.rollout.parts import Parts
-from tugline.traces.base import Builder
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
 from tugline.trainers.evaluation import Estimate
@@ -29,12 +28,38 @@ from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, make_report, make_sinks, read_lines
 from tugline.types import PluginSpec
 
-BUILDERS = ("per_request", "prefix_merging")
-"""Builders compared at the end."""
 PICTURE = "learning.png"
 SUMMARY = "summary.json"
+SETTINGS = "settings.yaml"
+FILES = (PICTURE, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
+"""What a run leaves in its folder."""
 WARM_START = Path(__file__).parent / "warm_start_model"
 """The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``."""
+
+
+def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None) -> DemoSettings:
+    """Return the settings of the run in `folder`; `given` overrides the file at `config`.
+
+    A resumed run keeps its settings. Raises `UsageError` if other ones are given.
+    """
+    base = load(config, DemoSettings) if config is not None else DemoSettings()
+    settings = from_mapping({**msgspec.to_builtins(base), **given}, DemoSettings, source="options")
+    if not (folder / SETTINGS).exists():
+        return settings
+    stored = load(folder / SETTINGS, DemoSettings)
+    changed = [key for key, value in given.items() if getattr(stored, key) != value]
+    if changed or (config is not None and stored != settings):
+        what = ", ".join(changed) or config
+        msg = f"{folder} was started with other settings ({what}); leave them out to resume it"
+        raise UsageError(msg)
+    return stored
+
+
+def store_settings(folder: Path, settings: DemoSettings) -> None:
+    """Store the settings of a run, with which it is resumed."""
+    draft = folder / f"{SETTINGS}.part"
+    draft.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))
+    draft.replace(folder / SETTINGS)
 
 
 def make_config(settings: DemoSettings) -> TrainConfig:
@@ -104,7 +129,6 @@ async def run_demo(
         replay_max_abs_dlogprob=max(
             (row[_MISMATCH] for row in rows if _MISMATCH in row), default=None
         ),
-        builders=compare_builders(folder, [task.id for task in batches.batch(state.step)]),
     )
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     rewards = {row["step"]: row["rollout/reward"] for row in rows if "rollout/reward" in row}
@@ -115,27 +139,3 @@ async def run_demo(
 NOTHING = Estimate(0.0, 0.0, 1.0, 0)
 """Of an evaluation in which no session earned a reward."""
 _MISMATCH = "update/mismatch/total/max_abs"
-
-
-def compare_builders(folder: Path, tasks: Sequence[str]) -> tuple[BuilderCost, ...]:
-    """Build the recorded sessions of these tasks with each builder, and count their tokens."""
-    paths = sorted(list_recordings(folder / "recordings"), key=parse_name)
-    calls = {  # of the last attempt
-        one.header.session.id: one.calls
-        for one in (recordings.read(path, bodies=False) for path in paths)
-        if one.calls and one.header and one.header.session.task in tasks
-    }
-    costs = []
-    for name in BUILDERS:
-        builder = make("builder", PluginSpec(name), Builder)
-        traces = [trace for made in calls.values() for trace in builder.build(made)[0]]
-        costs.append(
-            BuilderCost(
-                builder=name,
-                sessions=len(calls),
-                traces=len(traces),
-                tokens_trained=sum(int(trace.mask.sum()) for trace in traces),
-                tokens_forwarded=sum(len(trace.ids) for trace in traces),
-            )
-        )
-    return tuple(costs)

@@ -5,8 +5,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from tugline.config import Config
+from tugline.errors import ConfigError
 from tugline.schema import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.types import PluginSpec
 
 
 class DemoSettings(Config, frozen=True):
@@ -45,3 +47,16 @@ class DemoSettings(Config, frozen=True):
     grpo: GrpoConfig = GrpoConfig(lr=3e-4)
     """The trainer's settings; without `decay_updates` the learning rate falls until the last step.
     """
+
+
+def harness_spec(settings: DemoSettings) -> PluginSpec:
+    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
+    if settings.harness == "shell":
+        if not settings.command:
+            msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
+            raise ConfigError(msg)
+        return PluginSpec("shell", {"command": settings.command})
+    if settings.command:
+        msg = f"command is for the harness 'shell' only, not for {settings.harness!r}"
+        raise ConfigError(msg)
+    return PluginSpec(settings.harness)

@@ -1,18 +1,253 @@
-"""Tasks of the demo, made from its problems."""
+"""Generator of small broken Python repositories, each with an issue and a failing test.
 
+A problem is one wrong expression in one of two functions of a module. The bug is visible only in
+the file, the right behaviour only in the issue, so an agent has to use both. Six families of bugs,
+twelve wordings, some forty modules and some hundreds of function names combine freely.
+
+Invariants: the same split and seed give the same problems on every machine; a combination of
+family, wording and module, and a function name, belong to one split only (by a checksum, not by
+chance); the tests fail before the change, pass after the right one and fail after each wrong one.
+"""
+
+import random
+import zlib
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from tugline.datasets.base import TaskSet, TaskTemplate
-from tugline.demo.family import Split, generate
-from tugline.demo.settings import DemoSettings
-from tugline.errors import ConfigError
+from tugline.schema import decode, read_values
 from tugline.types import PluginSpec, Task
 
+Split = Literal["train", "heldout"]
+
+HELD_OUT_SHARE = 5
+"""One in this many combinations, and one in this many function names, is held out."""
 HELD_OUT_SEED = 1_000_003
 """Seed of the held-out problems; independent of the run, so runs can be compared."""
 
 
+class Edit(msgspec.Struct, frozen=True):
+    """Replace `old`, which stands once in the module, by `new`."""
+
+    old: str
+    new: str
+
+
+class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """One repository with one bug."""
+
+    id: str
+    family: str
+    files: dict[str, str]
+    """Relative path to text: the module, its test, and what the test needs."""
+    module: str
+    """Path of the file to change."""
+    tests: tuple[str, ...]
+    """Paths in `files` that decide; an evaluator takes them from here, never from the agent."""
+    instruction: str
+    solution: Edit
+    wrong: tuple[Edit, ...]
+    """Edits that apply and do not make the tests pass."""
+    blind: tuple[str, ...]
+    """Texts that could be guessed from the issue but are not in the module."""
+    tags: dict[str, str] = {}
+
+
+# --------------------------------------------------------------------------- the families
+class CodeChoice(msgspec.Struct, frozen=True):
+    """A piece of code and the ways an issue asks for it."""
+
+    code: str
+    phrases: tuple[str, ...]
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One kind of bug: an expression with a gap, and what may stand in the gap."""
+
+    name: str
+    expression: str
+    gap: str
+    """The part of `expression` around the code that an edit replaces: short, yet found once."""
+    need: str
+    choices: tuple[CodeChoice, ...]
+    """The right code, the bug and the wrong fixes are drawn from here."""
+    operands: Literal["two numbers", "numbers", "flags", "text"]
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The contents of ``problems.yaml``, from which problems are drawn."""
+
+    families: tuple[Family, ...]
+    wordings: tuple[str, ...]
+    modules: tuple[str, ...]
+    verbs: tuple[str, ...]
+    things: tuple[str, ...]
+    single: tuple[str, ...]
+    plural: tuple[str, ...]
+    short_nouns: tuple[str, ...]
+
+
+VOCABULARY = decode(read_values(Path(__file__).with_name("problems.yaml")), Vocabulary)
+
+
+# --------------------------------------------------------------------------- generation
+def split_of(*parts: str) -> Split:
+    """Return the split of a combination, the same on every machine."""
+    held_out = zlib.crc32("/".join(parts).encode()) % HELD_OUT_SHARE == 0
+    return "heldout" if held_out else "train"
+
+
+def generate(split: Split, seed: int) -> Iterator[RepairProblem]:
+    """Endless problems of `split`; the same seed gives the same sequence."""
+    rng = random.Random(f"{split}/{seed}")
+    number = 0
+    while True:
+        yield _problem(rng, split, f"{split}-{seed}-{number}")
+        number += 1
+
+
+class _Function(NamedTuple):
+    """One function of a module, with the code that is right in it."""
+
+    family: Family
+    name: str
+    names: dict[str, str]
+    choices: tuple[CodeChoice, ...]
+    """The right one first, then the others that a test tells apart from it."""
+    rows: tuple[tuple[object, ...], ...]
+    """Arguments of the test."""
+    docstring: bool
+
+    def expression(self, choice: CodeChoice) -> str:
+        return self.family.expression.format(code=choice.code, **self.names)
+
+    def gap(self, choice: CodeChoice) -> str:
+        """What an edit replaces, with `choice` in it."""
+        return self.family.gap.format(code=choice.code)
+
+    @property
+    def parameters(self) -> list[str]:
+        gaps = [gap for gap in ("a", "b", "many") if f"{{{gap}}}" in self.family.expression]
+        return [self.names[gap] for gap in gaps]
+
+    def value(self, choice: CodeChoice, row: tuple[object, ...]) -> object:
+        """What the function returns for `row` with `choice` in the gap."""
+        scope = dict(zip(self.parameters, row, strict=True))
+        return eval(self.expression(choice), {}, scope)  # noqa: S307 - an expression of this file
+
+    def source(self, choice: CodeChoice) -> str:
+        lines = [f"def {self.name}({', '.join(self.parameters)}):"]
+        if self.docstring:
+            lines.append(f'    """{self.name.replace("_", " ").capitalize()}."""')
+        return "\n".join([*lines, f"    return {self.expression(choice)}", ""])
+
+    def test(self) -> str:
+        lines = [f"def test_{self.name}():"]
+        for row in self.rows:
+            arguments = ", ".join(repr(value) for value in row)
+            lines.append(
+                f"    assert {self.name}({arguments}) == {self.value(self.choices[0], row)!r}"
+            )
+        return "\n".join([*lines, ""])
+
+
+def _problem(rng: random.Random, split: Split, name: str) -> RepairProblem:
+    family, module, wording = _combination(rng, split)
+    target = _function(rng, split, family, taken=())
+    right, bug, *rest = target.choices
+    old = target.gap(bug)
+    other = _correct_function(rng, split, target, old)
+    functions = [target.source(bug), other.source(other.choices[0])]
+    rng.shuffle(functions)
+    source = "\n\n".join(functions)
+    word = rng.choice(right.phrases)
+    need = family.need.format(word=word, **target.names)
+    path = f"{module}.py"
+    tests = [f"from {module} import {other.name}, {target.name}\n", target.test(), other.test()]
+    return RepairProblem(
+        id=name,
+        family=family.name,
+        files={
+            path: source,
+            "conftest.py": '"""Puts this folder on the path of the tests."""\n',
+            f"tests/test_{module}.py": "\n\n".join(tests),
+        },
+        module=path,
+        tests=(f"tests/test_{module}.py", "conftest.py"),
+        instruction=VOCABULARY.wordings[wording].format(
+            function=target.name, module=path, need=need
+        ),
+        solution=Edit(old, target.gap(right)),
+        wrong=tuple(Edit(old, target.gap(choice)) for choice in rest),
+        blind=tuple(gap for gap in map(target.gap, rest) if gap not in source),
+        tags={"family": family.name, "wording": str(wording), "module": module, "word": word},
+    )
+
+
+def _correct_function(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
+    """A correct function of another family, in which the text to replace does not occur."""
+    while True:
+        family = rng.choice(
+            [other for other in VOCABULARY.families if other.name != target.family.name]
+        )
+        other = _function(rng, split, family, taken=(target.name, *target.names.values()))
+        if old not in other.source(other.choices[0]):
+            return other
+
+
+def _combination(rng: random.Random, split: Split) -> tuple[Family, str, int]:
+    while True:
+        family, module = rng.choice(VOCABULARY.families), rng.choice(VOCABULARY.modules)
+        wording = rng.randrange(len(VOCABULARY.wordings))
+        if split_of(family.name, module, str(wording)) == split:
+            return family, module, wording
+
+
+def _function(
+    rng: random.Random, split: Split, family: Family, taken: tuple[str, ...]
+) -> _Function:
+    while True:
+        name = f"{rng.choice(VOCABULARY.verbs)}_{rng.choice(VOCABULARY.things)}"
+        a, b = rng.sample([noun for noun in VOCABULARY.single if noun not in taken], 2)
+        many = rng.choice([noun for noun in VOCABULARY.plural if noun not in taken])
+        choices = tuple(rng.sample(family.choices, min(5, len(family.choices))))
+        rows = tuple(_row(rng, family) for _ in range(3))
+        names = {"a": a, "b": b, "many": many}
+        function = _Function(family, name, names, choices, rows, rng.random() < 0.5)
+        if split_of(name) == split and name not in taken and _is_distinguished(function):
+            return function
+
+
+def _is_distinguished(function: _Function) -> bool:
+    """Whether the rows of the test distinguish the right choice from every other one."""
+    right, *others = function.choices
+    expected = [function.value(right, row) for row in function.rows]
+    return all(
+        any(
+            function.value(other, row) != value
+            for row, value in zip(function.rows, expected, strict=True)
+        )
+        for other in others
+    )
+
+
+def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
+    """Arguments for one call of a function of `family`."""
+    if family.operands == "two numbers":
+        b = rng.randint(2, 12)
+        return rng.choice([b, b + rng.randint(1, 40), rng.randint(1, b)]), b
+    if family.operands == "numbers":
+        return (rng.sample(range(1, 60), rng.randint(3, 6)),)
+    if family.operands == "flags":
+        return ([rng.random() < rng.choice((0.0, 0.5, 1.0)) for _ in range(3)],)
+    return (f" {' '.join(rng.sample(VOCABULARY.short_nouns, 2))} ".replace("o", "O"),)
+
+
+# --------------------------------------------------------------------------- the task set
 class RepairTasks(TaskSet):
     """The demo's problems as a task set: ``tugline.demo.tasks:RepairTasks``."""
 
@@ -29,16 +264,3 @@ class RepairTasks(TaskSet):
                 files=problem.files,
                 tags=problem.tags,
             )
-
-
-def harness_spec(settings: DemoSettings) -> PluginSpec:
-    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
-    if settings.harness == "shell":
-        if not settings.command:
-            msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
-            raise ConfigError(msg)
-        return PluginSpec("shell", {"command": settings.command})
-    if settings.command:
-        msg = f"command is for the harness 'shell' only, not for {settings.harness!r}"
-        raise ConfigError(msg)
-    return PluginSpec(settings.harness)

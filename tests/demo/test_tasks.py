@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tugline.demo.family import VOCABULARY, Edit, RepairProblem, Split, generate, split_of
+from tugline.demo.tasks import VOCABULARY, Edit, RepairProblem, Split, generate, split_of
 
 
 def problems(split: Split, count: int, seed: int = 3) -> list[RepairProblem]:
