@@ -15,21 +15,11 @@ from typing import Literal, Self
 
 import msgspec
 
-from tugline import log
+from tugline import errors, log
 from tugline.chat.dialects import DIALECTS, fallback_dialect
 from tugline.chat.dialects.base import Action, Dialect, HttpRequest, is_refused_by_engine
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
-from tugline.errors import (
-    ClientGone,
-    ContextOverflow,
-    EngineError,
-    NotFound,
-    TuglineError,
-    Unsupported,
-    UpgradeRequired,
-    UsageError,
-)
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import DEFAULTS, CallSettings, contract_for
@@ -97,7 +87,7 @@ class Gateway:
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
-            raise UsageError(msg)
+            raise errors.UsageError(msg)
         self.url = ""
         self._upstream, self._folder = upstream, folder
         self._host, self._port = host, port
@@ -186,9 +176,9 @@ class Gateway:
         A session that outgrows the window later has answers to be judged by.
         """
         error = self._sessions.last_error(session)
-        if not isinstance(error, ContextOverflow | EngineError):
+        if not isinstance(error, errors.ContextOverflow | errors.EngineError):
             return None
-        refused = isinstance(error, ContextOverflow) or is_refused_by_engine(error)
+        refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
         cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
         return Failure(HANDLING[cause].boundary, str(error), cause)
 
@@ -215,7 +205,7 @@ class Gateway:
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
             msg = f"model calls were still in flight {within_s:g} s after pause({str(mode)!r})"
-            raise EngineError(msg) from error
+            raise errors.EngineError(msg) from error
 
     def resume(self) -> None:
         """Let held calls go on."""
@@ -249,9 +239,9 @@ class Gateway:
             live = self._sessions.find(dialect.find_secret(http.headers, http.query), session)
             log.bind(**live.log_context)
             await self._handle(http, dialect, action, incoming, live)
-        except ClientGone:
+        except errors.ClientGone:
             return
-        except TuglineError as error:
+        except errors.TuglineError as error:
             status, headers, body = dialect.encode_error(error)
             self.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
@@ -270,19 +260,19 @@ class Gateway:
         if action is None:
             if "upgrade" in http.headers:
                 msg = "only plain HTTP is spoken here; send a POST"
-                raise UpgradeRequired(msg)
+                raise errors.UpgradeRequired(msg)
             served = ", ".join(route for one in DIALECTS for route in one.posts)
             msg = (
                 f"{http.method} {incoming.path} is not served here: only {served} and Google's "
                 "generateContent are, and GET /models"
             )
-            raise NotFound(msg)
+            raise errors.NotFound(msg)
         if action is Action.MODELS or action is Action.MODEL:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
         if action is Action.COUNT and self._engine.rendering is None:
             msg = "tokens cannot be counted here: the engine renders the prompts"
-            raise Unsupported(msg)
+            raise errors.Unsupported(msg)
         with live.bytes_in_flight.hold() as take:
             body = await live.read_body(http, take)
             large = len(body) > self._settings.large_body

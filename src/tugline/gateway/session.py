@@ -17,20 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from tugline import log
+from tugline import errors, log
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
-from tugline.errors import (
-    BudgetExhausted,
-    CaptureError,
-    ContextOverflow,
-    EngineError,
-    RequestError,
-    TooLarge,
-    TuglineError,
-    Unauthorized,
-    UsageError,
-)
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
@@ -96,7 +85,7 @@ class LiveSession:
         self._opened = clock()
         self._calls = 0
         self._recent = deque[Completion](maxlen=settings.recent_calls)
-        self._overflow: ContextOverflow | None = None
+        self._overflow: errors.ContextOverflow | None = None
         self._refused_by: SpentLimit | None = None
 
     @property
@@ -109,7 +98,7 @@ class LiveSession:
         return limit - self.transcript.sampled_tokens - reserved
 
     @property
-    def last_error(self) -> TuglineError | None:
+    def last_error(self) -> errors.TuglineError | None:
         """How its last call ended; the overflow if nothing was ever sampled."""
         return self._recent[-1].error if self._recent else self._overflow
 
@@ -131,12 +120,12 @@ class LiveSession:
         limit, settings = self._engine.max_body, self._engine.settings
         try:
             return await http.body(limit, settings.body_timeout_s, take)
-        except TooLarge as error:
+        except errors.TooLarge as error:
             if limit == settings.max_body:
                 raise
             window = self._engine.card.max_model_len
             msg = f"{error}: this model's maximum context length is {window} tokens"
-            self._overflow = ContextOverflow(msg, param="messages", window=window)
+            self._overflow = errors.ContextOverflow(msg, param="messages", window=window)
             raise self._overflow from error
 
     async def prepare(self, dialect: Dialect, incoming: HttpRequest) -> tuple[Request, Prompt]:
@@ -157,7 +146,7 @@ class LiveSession:
             return request, self._make_prompt(request)
         except RecursionError as error:
             msg = "the request is nested too deeply"
-            raise RequestError(msg) from error
+            raise errors.RequestError(msg) from error
 
     def _make_prompt(self, request: Request) -> Prompt:
         self._engine.check_request(request)
@@ -211,12 +200,12 @@ class LiveSession:
     def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
         try:
             window = self._engine.remaining_window(len(prompt.tokens))
-        except ContextOverflow as error:
+        except errors.ContextOverflow as error:
             self._overflow = error
             raise
         if request.n > self._engine.settings.session_answers:
             msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
-            raise RequestError(msg, param="n")
+            raise errors.RequestError(msg, param="n")
         choices: list[Choice] = []
         left = self.tokens_left
         limits, terms = (window, None if left is None else left // request.n), self._policy
@@ -264,13 +253,13 @@ class LiveSession:
             return range(first, self._calls)
         self._refused_by = spent
         msg = f"the session has used its {words}; this is the end of its budget"
-        raise BudgetExhausted(msg, status=self._policy.spent_status)
+        raise errors.BudgetExhausted(msg, status=self._policy.spent_status)
 
     # ----------------------------------------------------------------------- the recording
-    def note_refusal(self, error: TuglineError, status: int) -> None:
+    def note_refusal(self, error: errors.TuglineError, status: int) -> None:
         """Record that a request was answered by an error, without any of its content."""
-        if isinstance(error, RequestError | EngineError):
-            field = error.param if isinstance(error, RequestError) else None
+        if isinstance(error, errors.RequestError | errors.EngineError):
+            field = error.param if isinstance(error, errors.RequestError) else None
             detail = f"{status} {type(error).__name__} {field or ''}"
             self.transcript.note(RecordedEventKind.REFUSED, detail.rstrip())
 
@@ -285,7 +274,7 @@ class LiveSession:
 @dataclass(frozen=True, slots=True)
 class _Closed:
     path: Path
-    error: TuglineError | None
+    error: errors.TuglineError | None
     spent: SpentLimit | None
 
 
@@ -305,7 +294,7 @@ class Sessions:
         """Take a session's calls; returns its secret, which is not kept."""
         if live.id in self._live:
             msg = f"session {live.id!r} is live already"
-            raise UsageError(msg)
+            raise errors.UsageError(msg)
         secret = f"tl-{secrets.token_urlsafe(24)}"
         live.secret_digest = _digest(secret)
         self._live[live.id] = self._by_secret[live.secret_digest] = live
@@ -328,7 +317,7 @@ class Sessions:
         wrong = live is None or not hmac.compare_digest(live.secret_digest, digest)
         if live is None or wrong or (session_id is not None and session_id != live.id):
             msg = "the key opens no live session; use the key that was given to this session"
-            raise Unauthorized(msg)
+            raise errors.Unauthorized(msg)
         return live
 
     def path(self, session_id: str) -> Path:
@@ -336,7 +325,7 @@ class Sessions:
         live = self._live.get(session_id)
         return live.transcript.writer.path if live else self._closed[session_id].path
 
-    def last_error(self, session_id: str) -> TuglineError | None:
+    def last_error(self, session_id: str) -> errors.TuglineError | None:
         """How the last call of a session ended; None for an unknown session."""
         if live := self._live.get(session_id):
             return live.last_error
@@ -381,5 +370,5 @@ def _flush(writers: Sequence[Writer]) -> None:
     for writer in writers:
         try:
             writer.flush()
-        except CaptureError as error:  # the session's next call reports it to its harness
+        except errors.CaptureError as error:  # the session's next call reports it to its harness
             _log.error("flush failed", path=str(writer.path), error=str(error))
