@@ -291,7 +291,7 @@ class _SftRun:
         for sample in trained:
             sessions.setdefault(sample.session, []).append(sample)
         self._sessions, self._heldout = list(sessions.values()), heldout
-        self._config, self._folder = config, folder
+        self._config, self._checkpoints = config, folder / CHECKPOINTS
         self._per_epoch = math.ceil(len(sessions) / config.sft.sessions_per_update)
         self.total = self._per_epoch * config.sft.epochs
         until = config.sft.decay_updates or max(self.total, config.sft.warmup_updates + 1)
@@ -313,17 +313,16 @@ class _SftRun:
                 elapsed_s=earlier_s + time.monotonic() - began,
             )
             self._measure(sinks)
-            figures = {
-                "sft/loss": done.sums["loss"],
-                "sft/tokens": done.sums["tokens"],
-                "sft/grad_norm": done.grad_norm,
-                "sft/learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
-                "sft/skipped": len(done.culprits),
-                "time/step_s": time.monotonic() - at,
-            }
+            rate = self._trainer.optimizer.param_groups[0]["lr"]
+            figures = {f"sft/{name}": value for name, value in done.sums.items()}
+            figures |= {"sft/grad_norm": done.grad_norm, "sft/learning_rate": rate}
+            figures |= {"sft/skipped": len(done.culprits), "time/step_s": time.monotonic() - at}
             sinks.log(step, figures)
             if step % self._config.every == 0 or step == self.total:
-                self._save()
+                extra = msgspec.to_builtins(self.state, str_keys=True)
+                checkpoint.save(
+                    self._checkpoints, self._trainer, step=step, version=step, extra=extra
+                )
 
     def _choose(self, step: int) -> list[Sample]:
         """Return the samples of an update, counted from 1."""
@@ -341,13 +340,6 @@ class _SftRun:
             loss = self._trainer.measure(self._heldout)
             self.state = replace(self.state, heldout={**self.state.heldout, step: loss})
             sinks.log(step, {"sft/heldout_loss": loss})
-
-    def _save(self) -> None:
-        extra = msgspec.to_builtins(self.state, str_keys=True)
-        step = self.state.step
-        checkpoint.save(
-            self._folder / CHECKPOINTS, self._trainer, step=step, version=step, extra=extra
-        )
 
 
 def _write_model(trained: Path, source: Path, folder: Path) -> None:

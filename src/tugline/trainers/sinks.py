@@ -87,6 +87,8 @@ class ConsoleSink(Sink):
         ("entropy", "rollout/entropy", ".3f"),
         ("stale", "rollout/staleness", ".2f"),
         ("|dlogp|", "publish/max_abs_dlogprob", ".0e"),
+        ("loss", "sft/loss", ".4f"),
+        ("held out", "sft/heldout_loss", ".4f"),
         ("s", "time/step_s", ".1f"),
     )
 
