@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tugline.cli import up
-from tugline.cli.options import Json
+from tugline.cli.options import Json, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
-from tugline.launch.settings import load_settings
 from tugline.trainers.evaluation import (
     Comparison,
     Evaluation,
@@ -62,26 +61,19 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
     as_json: Json = False,
 ) -> None:
     """Measure a model on tasks: pass@1, pass@k, intervals, and what changed."""
-    settings = load_settings(
-        config,
-        server={},
-        node={"slots": slots},
-        engine=up.engine_flags(engine, model, tokenizer, renderer),
-    )
+    flags = up.engine_flags(engine, model, tokenizer, renderer)
+    settings = up.local_settings(config, slots, flags)
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, log_file, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=read_tags(tasks)),
         compare(attempts, before) if before is not None else None,
     )
-    encoded = msgspec.json.encode(report)
-    (out / REPORT).write_bytes(msgspec.json.format(encoded) + b"\n")
-    if as_json:
-        typer.echo(encoded)
-    else:
+    save_report(out / REPORT, report, as_json=as_json)
+    if not as_json:
         _print(report)
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tugline.cli import up
 from tugline.cli.eval import read_tags
-from tugline.cli.options import Json
+from tugline.cli.options import Json, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
@@ -27,7 +27,6 @@ from tugline.errors import UsageError
 from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export
 from tugline.exports.pipeline import run as export
-from tugline.launch.settings import load_settings
 from tugline.protocol import ResultView
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
@@ -95,25 +94,18 @@ def generate(  # noqa: PLR0913 - each is a flag
 ) -> None:
     """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`."""
     condition = _parse_condition(accept)
-    mode = {"mode": Mode.TEXT.value if messages_only else None}
-    settings = load_settings(
-        config,
-        server={},
-        node={"slots": slots},
-        engine={**up.engine_flags(engine, model, tokenizer, renderer), **mode},
-    )
+    flags = up.engine_flags(engine, model, tokenizer, renderer)
+    mode = Mode.TEXT.value if messages_only else None
+    settings = up.local_settings(config, slots, {**flags, "mode": mode})
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, log_file, console)
     report, accepted = _read_run(out, progress.views, read_tags(tasks), condition)
     for one in report.tags.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
     _write_set(out, report, accepted)
-    encoded = msgspec.json.encode(report)
-    (out / REPORT).write_bytes(msgspec.json.format(encoded) + b"\n")
-    if as_json:
-        typer.echo(encoded)
-    else:
+    save_report(out / REPORT, report, as_json=as_json)
+    if not as_json:
         _print(report)
     if not accepted:
         console.print(f"nothing was accepted; see why with: tugline view {out}")

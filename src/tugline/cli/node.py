@@ -10,7 +10,6 @@ import typer
 
 from tugline.cli import up
 from tugline.launch.node import run_node
-from tugline.launch.settings import load_settings
 
 
 def node(  # noqa: PLR0913 - each is a flag
@@ -32,12 +31,6 @@ def node(  # noqa: PLR0913 - each is a flag
     log_file: up.LogFile = None,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped."""
-    settings = load_settings(
-        config,
-        server={},
-        node={"slots": slots, "name": name},
-        engine=up.engine_flags(engine, model, tokenizer, renderer),
-    )
-    up.keep_running(
-        run_node(up.add_default_engine(settings), folder, server, token, up.echo), log_file
-    )
+    flags = up.engine_flags(engine, model, tokenizer, renderer)
+    settings = up.local_settings(config, slots, flags, name)
+    up.keep_running(run_node(settings, folder, server, token, up.echo), log_file)

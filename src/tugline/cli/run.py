@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from tugline.cli import up
-from tugline.cli.options import make_bar
+from tugline.cli.options import Json, make_bar
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
-from tugline.launch.settings import Settings, load_settings
+from tugline.launch.settings import Settings
 from tugline.protocol import ResultView
 from tugline.types import Boundary, Task
 
@@ -106,20 +106,14 @@ def run(  # noqa: PLR0913 - each is a flag
     renderer: up.Renderer = None,
     slots: up.Slots = None,
     log_file: up.LogFile = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Run tasks on this machine and keep every result in a folder."""
-    settings = load_settings(
-        config,
-        server={},
-        node={"slots": slots},
-        engine=up.engine_flags(engine, model, tokenizer, renderer),
-    )
+    flags = up.engine_flags(engine, model, tokenizer, renderer)
+    settings = up.local_settings(config, slots, flags)
     tasks = load_tasks(paths)
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, log_file, console)
     console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
     _print_failures(console, progress.views)
     if as_json:

@@ -87,6 +87,14 @@ def engine_flags(
     return {"urls": urls or None, "model": model, "tokenizer": tokenizer, "renderer": renderer}
 
 
+def local_settings(
+    config: Path | None, slots: int | None, engine: Flags, name: str | None = None
+) -> Settings:
+    """Settings of a node and its engine from their file and flags. Raises `UsageError`."""
+    node = {"slots": slots, "name": name}
+    return add_default_engine(load_settings(config, server={}, node=node, engine=engine))
+
+
 def add_default_engine(settings: Settings) -> Settings:
     """Serve the demo's tiny model if no engine is given.
 
