@@ -53,7 +53,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "swe": "tugline.datasets.swe:SweTaskSet",
     },
     "export": {
-        "arrow": "tugline.exports.tables:Arrow",
         "calls": "tugline.exports.tables:Calls",
         "parquet": "tugline.exports.tables:Parquet",
         "sft": "tugline.exports.json_lines:Sft",

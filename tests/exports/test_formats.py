@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
@@ -43,7 +42,7 @@ def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
     """What a table holds."""
     out = where / "out"
     export(form, where, out, force=True, **more)
-    table = pa.ipc.open_file(out).read_all() if form == "arrow" else pq.read_table(out)
+    table = pq.read_table(out)
     found: list[dict[str, Any]] = table.to_pylist()
     return found
 
@@ -68,11 +67,10 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path
     return loaded
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path, form: str) -> None:
+def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path) -> None:
     """Arrays, spans, reward and ledger come back as the builder and the evaluator made them."""
     record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5)
-    (row,) = rows(form, tmp_path)
+    (row,) = rows("parquet", tmp_path)
     assert row["ids"] == IDS
     assert row["loss_mask"] == [bool(bit) for bit in MASK]
     assert np.array_equal(np.asarray(row["logprobs"], np.float32), LOGPROBS)
@@ -310,18 +308,16 @@ async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -
 
 
 # --------------------------------------------------------------------------- what opens them
-@pytest.mark.parametrize(
-    ("form", "kind"), [("parquet", "parquet"), ("calls", "parquet"), ("arrow", "arrow")]
-)
+@pytest.mark.parametrize("form", ["parquet", "calls"])
 def test_datasets_opens_a_table_as_it_is(
-    tmp_path: Path, form: str, kind: str, load: Callable[[str, Path], Any]
+    tmp_path: Path, form: str, load: Callable[[str, Path], Any]
 ) -> None:
     """No conversion, no schema by hand."""
     record(tmp_path, "a", tags={"k": "v"})
     record(tmp_path, "b", status=None)
-    out = tmp_path / f"x.{kind}"
+    out = tmp_path / "x.parquet"
     export(form, tmp_path, out)
-    loaded = load(kind, out)
+    loaded = load("parquet", out)
     assert set(loaded["session"]) == {"a", "b"}
     if form != "calls":
         assert loaded[0]["ids"] == IDS

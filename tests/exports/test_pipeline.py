@@ -14,7 +14,7 @@ from tugline.exports.base import SkipReason
 from tugline.exports.select import Split
 from tugline.types import PluginSpec
 
-FORMS = ["parquet", "arrow", "calls", "sft", "trl", "verl", "slime"]
+FORMS = ["parquet", "calls", "sft", "trl", "verl", "slime"]
 
 
 def some(folder: Path) -> None:

@@ -169,15 +169,15 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "looks"),
     [
-        (b"not a recording at all", "looks like text"),
-        (b'{"calls": []}', "looks like JSON"),
-        (zstandard.ZstdCompressor().compress(b"x"), "looks like zstd"),
+        (b"not a recording at all", "is no recording: it begins with"),
+        (b'{"calls": []}', "is no recording: it begins with"),
+        (zstandard.ZstdCompressor().compress(b"x"), "is no recording: it begins with"),
         (b"TUGREC\x00\x63rest", r"has version 99 .*reads version 3"),
         (b"TUGREC\x00\x02rest", r"has version 2 .*reads version 3"),
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, looks: str) -> None:
-    """Another format or another version is named as such, and there is nothing to salvage."""
+    """The error has its first bytes, or its version, and there is nothing to salvage."""
     path = tmp_path / "a.rec"
     path.write_bytes(content)
     for salvage in (False, True):

@@ -12,6 +12,8 @@ import msgspec
 
 from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, TraceKind
 
+_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
+
 
 class ChoiceMode(StrEnum):
     """Whether the model must call a tool."""
@@ -148,6 +150,30 @@ def join_messages(first: Message, second: Message) -> Message:
 
 # --------------------------------------------------------------------------- JSON objects
 JsonObject = dict[str, Any]
+
+
+def decode_arguments(arguments: str) -> Any:
+    """Decode arguments; text that is no JSON stays as it is."""
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        return arguments
+
+
+def place_system(messages: Sequence[Message], *, leading: bool = True) -> list[Message]:
+    """Join the leading system messages, and turn later ones into a user's.
+
+    For templates that allow one system message, at the beginning; without `leading` all are late.
+    """
+    front = 0
+    while leading and front < len(messages) and messages[front].role in _SYSTEM:
+        front += 1
+    joined = "\n\n".join(message.content for message in messages[:front])
+    placed = [Message(Role.SYSTEM, joined)] if front else []
+    for message in messages[front:]:
+        late = message.role in _SYSTEM
+        placed.append(msgspec.structs.replace(message, role=Role.USER) if late else message)
+    return placed
 
 
 def serialize_message(

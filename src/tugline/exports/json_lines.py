@@ -10,7 +10,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from tugline.chat.model_call import serialize_message, serialize_tool
+from tugline.chat.model_call import (
+    decode_arguments,
+    place_system,
+    serialize_message,
+    serialize_tool,
+)
 from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, Status, Trace, TraceKind
@@ -139,27 +144,15 @@ def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message
             messages.pop()
         messages += [*call.messages, *([call.answer] if call.answer is not None else [])]
     messages = [
-        _with_role(Role.SYSTEM, one) if one.role is Role.DEVELOPER else one for one in messages
+        msgspec.structs.replace(one, role=Role.SYSTEM) if one.role is Role.DEVELOPER else one
+        for one in messages
     ]
-    if not front:
-        return messages
-    count = next((i for i, m in enumerate(messages) if m.role is not Role.SYSTEM), len(messages))
-    system = "\n\n".join(one.content for one in messages[:count])
-    return ([Message(Role.SYSTEM, system)] if count else []) + [
-        _with_role(Role.USER, one) if one.role is Role.SYSTEM else one for one in messages[count:]
-    ]
-
-
-def _with_role(role: Role, message: Message) -> Message:
-    return msgspec.structs.replace(message, role=role)
+    return place_system(messages) if front else messages
 
 
 def _parse_object(arguments: str) -> object:
     """Parse arguments that are a JSON object; others stay text."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
-        return arguments
+    value = decode_arguments(arguments)
     return value if isinstance(value, dict) else arguments
 
 

@@ -1,4 +1,4 @@
-"""Parquet and Arrow tables: all fields of traces and calls, and rows for TRL and verl.
+"""Parquet tables: all fields of traces and calls, and rows for TRL and verl.
 
 They are written in batches of bounded size. pyarrow comes with the extra ``export``. No file holds
 a date or a path, so equal rows make equal bytes. A map is a list of ``{key, value}``, because
@@ -74,22 +74,17 @@ class TableExporter(Exporter):
     """``name:type`` of each, with the types in `TYPES`."""
 
     def open(self, path: Path) -> RowWriter:
-        """Create the file: Arrow IPC if that is the suffix, else Parquet."""
+        """Create the Parquet file."""
         fields = (column.split(":") for column in self.columns.split())
-        schema = pa.schema([(name, TYPES[kind]) for name, kind in fields])
-        return _TableWriter(path, schema, ipc=self.suffix == ".arrow")
+        return _TableWriter(path, pa.schema([(name, TYPES[kind]) for name, kind in fields]))
 
 
 class _TableWriter(RowWriter):
-    def __init__(self, path: Path, schema: pa.Schema, *, ipc: bool) -> None:
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._schema = schema
         self._rows: list[Mapping[str, object]] = []
         self._tokens = 0
-        self._writer: Any = (
-            pa.ipc.new_file(str(path), schema, options=pa.ipc.IpcWriteOptions(compression="zstd"))
-            if ipc
-            else pq.ParquetWriter(str(path), schema, compression="zstd")
-        )
+        self._writer: Any = pq.ParquetWriter(str(path), schema, compression="zstd")
 
     def write(self, values: Mapping[str, object]) -> None:
         """Buffer one row, and write the batch if it is full."""
@@ -146,12 +141,6 @@ class Parquet(TableExporter):
             "images": list(trace.images),
         }
         return values | _session_columns(session) | _outcome_columns(session, index)
-
-
-class Arrow(Parquet):
-    """The same rows in an Arrow IPC file."""
-
-    suffix = ".arrow"
 
 
 class Calls(TableExporter):

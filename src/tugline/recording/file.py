@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
@@ -36,15 +35,6 @@ _HEAD = struct.Struct("<IIII")
 _LIMIT = 1 << 30
 """Largest record in bytes, far above any request."""
 _SECTOR = 512
-_FILE_TYPES = (
-    (b"\x1f\x8b", "gzip"),
-    (b"\x28\xb5\x2f\xfd", "zstd"),
-    (b"PK", "a zip archive"),
-    (b"PAR1", "Parquet"),
-    (b"SQLite", "an SQLite database"),
-    (b"{", "JSON"),
-    (b"[", "JSON"),
-)
 
 
 @dataclass(slots=True)
@@ -63,6 +53,15 @@ class Recording:
     """Length of a torn tail that was ignored."""
     damage: str = ""
     """Where and why a salvaging read stopped; empty if it reached the end."""
+
+    def describe_gaps(self) -> Iterator[str]:
+        """Yield what is missing, a line each."""
+        if self.result is None:
+            yield "no result is recorded"
+        if self.torn_bytes:
+            yield f"a torn tail of {self.torn_bytes} bytes was not read"
+        if self.damage:
+            yield f"only the records before the damage were read: {self.damage}"
 
 
 def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording:
@@ -130,7 +129,8 @@ def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
         return
     if not data.startswith(_NAME):
-        raise _make_foreign_error(path, data)
+        msg = f"{path} is no recording: it begins with {data[:8]!r} (offset 0)"
+        raise CaptureError(msg)
     at = 0
     while at + len(MAGIC) <= len(data):
         section = data.startswith(_NAME, at)
@@ -185,13 +185,6 @@ def _make_damage_error(path: Path, at: int, what: str) -> CaptureError:
     return CaptureError(
         f"{path} is damaged at offset {at}: {what}; --salvage reads the records before it"
     )
-
-
-def _make_foreign_error(path: Path, data: bytes) -> CaptureError:
-    known = next((name for start, name in _FILE_TYPES if data.startswith(start)), None)
-    text = data[:64].isascii() and b"\0" not in data[:64]
-    what = known or ("text" if text else "something else")
-    return CaptureError(f"{path} is no recording: it looks like {what} (offset 0: {data[:8]!r})")
 
 
 class Writer:
@@ -282,12 +275,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

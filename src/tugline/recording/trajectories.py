@@ -264,16 +264,7 @@ def _rebuild_one(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(data)
     entry = describe(trajectory, file.as_posix(), data)
-    return msgspec.structs.replace(entry, recording=name, note="; ".join(_describe_gaps(recording)))
-
-
-def _describe_gaps(recording: Recording) -> Iterator[str]:
-    if recording.result is None:
-        yield NO_RESULT.message
-    if recording.torn_bytes:
-        yield f"a torn tail of {recording.torn_bytes} bytes was not read"
-    if recording.damage:
-        yield f"built from the records before the damage: {recording.damage}"
+    return msgspec.structs.replace(entry, recording=name, note="; ".join(recording.describe_gaps()))
 
 
 def _find_superseded(paths: list[Path]) -> set[Path]:

@@ -214,14 +214,6 @@ def encode_arguments(arguments: Any) -> str:
         return json.dumps(arguments)
 
 
-def decode_arguments(arguments: str) -> Any:
-    """Decode arguments; text that is no JSON stays as it is."""
-    try:
-        return msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
-        return arguments
-
-
 # --------------------------------------------------------------------------- DSML
 _SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
 _INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]*)">\n(.*?)</｜DSML｜invoke>', re.DOTALL)

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
-from msgspec import structs
 from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus, build_training_sample
 
@@ -23,6 +22,8 @@ from tugline.chat.model_call import (
     ChoiceMode,
     JsonObject,
     ToolChoice,
+    decode_arguments,
+    place_system,
     serialize_message,
     serialize_tool,
 )
@@ -30,7 +31,6 @@ from tugline.chat.templates.base import (
     CONFIGS,
     Markers,
     Template,
-    decode_arguments,
     encode_arguments,
     parse_json_call,
     template,
@@ -45,7 +45,6 @@ RETENTIONS = ("all", "tool_cycle", "template")
 _CACHED = 64
 _CONTEXT = 24
 """Ids around a mark that a template may look at."""
-_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 _OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
 _LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
 """Raised by the library for messages it cannot place, and by JSON for a monstrous number."""
@@ -327,22 +326,8 @@ class Rendering:
     def _place_system(
         self, messages: Sequence[Message], *, leading: bool = True
     ) -> Sequence[Message]:
-        """Put system messages where the template has a place for them.
-
-        Where that is the beginning only, the leading ones are joined and later ones become a
-        user's: they keep their place, and nothing is left out.
-        """
-        if self.template.late_system:
-            return messages
-        front = 0
-        while leading and front < len(messages) and messages[front].role in _SYSTEM:
-            front += 1
-        joined = "\n\n".join(message.content for message in messages[:front])
-        placed = [Message(Role.SYSTEM, joined)] if front else []
-        for message in messages[front:]:
-            late = message.role in _SYSTEM
-            placed.append(structs.replace(message, role=Role.USER) if late else message)
-        return placed
+        late = self.template.late_system
+        return messages if late else place_system(messages, leading=leading)
 
     def _serialize_tools(self, tools: Sequence[Tool]) -> list[JsonObject] | None:
         """Serialize the tools, once while they stay the same object."""

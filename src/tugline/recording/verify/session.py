@@ -161,12 +161,7 @@ def verify_session(path: Path, recording: Recording, texts: TextVerifier) -> Ses
         turn.faults += numbers[turn.call]
     report.checks["numbers"] = check_result([one for faults in numbers.values() for one in faults])
     report.checks["ledger"], report.checks["traces"] = _check_builder(recording)
-    if recording.torn_bytes:
-        report.notes.append(f"a torn tail of {recording.torn_bytes} bytes was not read")
-    if recording.damage:
-        report.notes.append(f"only records before the damage were checked: {recording.damage}")
-    if recording.result is None:
-        report.notes.append("no result is recorded")
+    report.notes += recording.describe_gaps()
     return report
 
 

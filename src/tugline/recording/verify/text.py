@@ -7,14 +7,20 @@ begun itself (a forced tool call) or resumed after a break; each beginning that 
 tried. In observed mode the engine made the text; its words must be among the decoded ones.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tugline.chat.model_call import ChoiceMode, Piece, ReasoningDelta, TextDelta, ToolChoice
+from tugline.chat.model_call import (
+    ChoiceMode,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    ToolChoice,
+    decode_arguments,
+)
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -168,15 +174,8 @@ def _join(pieces: Sequence[Piece]) -> Message:
 def _normalize(message: Message | None) -> tuple[str, str, list[tuple[str, Any]]] | None:
     if message is None:
         return None
-    calls = [(call.name, _parse_arguments(call.arguments)) for call in message.tool_calls]
+    calls = [(call.name, decode_arguments(call.arguments)) for call in message.tool_calls]
     return message.content, message.reasoning or "", calls
-
-
-def _parse_arguments(arguments: str) -> Any:
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
 
 
 # --------------------------------------------------------------------------- observed mode
