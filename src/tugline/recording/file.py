@@ -56,12 +56,12 @@ class Recording:
 
     def describe_gaps(self) -> Iterator[str]:
         """Yield what is missing, a line each."""
-        if self.result is None:
-            yield "no result is recorded"
         if self.torn_bytes:
             yield f"a torn tail of {self.torn_bytes} bytes was not read"
         if self.damage:
             yield f"only the records before the damage were read: {self.damage}"
+        if self.result is None:
+            yield "no result is recorded"
 
 
 def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording:
