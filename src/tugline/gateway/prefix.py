@@ -18,19 +18,7 @@ import numpy as np
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
-from tugline.gateway.turns import (
-    Conversation,
-    MessageDigest,
-    Turn,
-    call_positions,
-    chain_digest,
-    compare_echo,
-    digest_message,
-    digest_tools,
-    nearest_by_meaning,
-    nearest_by_tokens,
-    repeats_sibling,
-)
+from tugline.gateway import turns
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
@@ -44,14 +32,14 @@ class Prompt:
 
     tokens: TokenSequence
     """Empty in observed mode until the engine reports its prompt."""
-    turn: Turn | None = None
+    turn: turns.Turn | None = None
     """The turn whose conversation it extends; None on a branch."""
     parent: int | None
     branch: Branch | None
     echo_changes: tuple[EchoChange, ...] = ()
     added: tuple[Message, ...]
     """Messages that are new with respect to the parent; all of them on a branch."""
-    digests: tuple[MessageDigest, ...]
+    digests: tuple[turns.MessageDigest, ...]
     """Of the messages in `added`."""
     reused: int
     """Leading ids that are the parent's own."""
@@ -67,11 +55,11 @@ class CallTree:
     def __init__(self, rendering: Rendering | None) -> None:
         """`rendering` is None in observed mode, where the engine renders the prompts."""
         self._rendering = rendering
-        self._by_digest: dict[bytes, list[Turn]] = {}
-        self._turns: list[Turn] = []
-        self._children: dict[int, list[Turn]] = {}
+        self._by_digest: dict[bytes, list[turns.Turn]] = {}
+        self._turns: list[turns.Turn] = []
+        self._children: dict[int, list[turns.Turn]] = {}
         """Turns by the number of the call that they extend."""
-        self._requests: list[Conversation] = []
+        self._requests: list[turns.Conversation] = []
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
 
     def match(
@@ -87,14 +75,14 @@ class CallTree:
         if tokens is None:
             return self._branch(request, tools, Branch.RENDERER_REFUSED)
         siblings = self._children.get(turn.number, ())
-        deleted = repeats_sibling(siblings, turn, request.digests[depth:])
+        deleted = turns.repeats_sibling(siblings, turn, request.digests[depth:])
         start = 0 if deleted else depth
         return Prompt(
             tokens=tokens,
             turn=turn,
             parent=turn.number,
             branch=Branch.TURN_DELETED if deleted else None,
-            echo_changes=compare_echo(turn.answer, messages[depth - 1]),
+            echo_changes=turns.compare_echo(turn.answer, messages[depth - 1]),
             added=tuple(messages[start:]),
             digests=tuple(request.digests[start:]),
             reused=len(turn.tokens),
@@ -111,7 +99,7 @@ class CallTree:
         inner = raw.strip()[1:-1]
         if prompt.turn is None or prompt.branch is not None:
             ids = _decode_ids(inner)
-            shared, near = nearest_by_tokens(self._turns, ids)
+            shared, near = turns.nearest_by_tokens(self._turns, ids)
             tokens = (
                 TokenSequence(ids)
                 if near is None
@@ -132,7 +120,7 @@ class CallTree:
 
     def add(self, prompt: Prompt, number: int, sampled: Ids, answer: Message) -> None:
         """Make an answered call a turn that later requests can extend."""
-        turn = Turn(
+        turn = turns.Turn(
             number=number,
             tokens=prompt.tokens.extend(sampled),
             prompt_length=len(prompt.tokens),
@@ -142,7 +130,7 @@ class CallTree:
             tools=prompt.tools,
             thread=prompt.thread,
         )
-        digest = chain_digest(prompt.digest, digest_message(answer, {}))
+        digest = turns.chain_digest(prompt.digest, turns.digest_message(answer, {}))
         self._by_digest.setdefault(digest, []).append(turn)
         self._turns.append(turn)
         if turn.parent is not None:
@@ -157,15 +145,15 @@ class CallTree:
         for known, digest in self._tools:
             if known is tools:
                 return digest
-        digest = digest_tools(tools)
+        digest = turns.digest_tools(tools)
         self._tools = [(tools, digest), *self._tools][:_REMEMBERED]
         return digest
 
     def _digest_request(
         self, messages: Sequence[Message], tools: bytes, thread: str | None
-    ) -> Conversation:
+    ) -> turns.Conversation:
         """Digest a request, starting from the known one with the longest common front."""
-        best, shared = Conversation(tools), 0
+        best, shared = turns.Conversation(tools), 0
         for known in self._requests:
             if known.tools == tools:
                 length = _identical_length(known.messages, messages)
@@ -174,19 +162,19 @@ class CallTree:
         digests = best.digests[:shared]
         chain = best.chain[: shared + 1] or [tools]
         answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
-        positions = next(map(call_positions, answers), {})
+        positions = next(map(turns.call_positions, answers), {})
         for message in messages[shared:]:
-            digests.append(digest_message(message, positions))
-            chain.append(chain_digest(chain[-1], digests[-1]))
+            digests.append(turns.digest_message(message, positions))
+            chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
-                positions = call_positions(message)
-        made = Conversation(tools, thread, messages, digests, chain)
+                positions = turns.call_positions(message)
+        made = turns.Conversation(tools, thread, messages, digests, chain)
         extended = best if shared == len(best.messages) else None
         others = [known for known in self._requests if known is not extended]
         self._requests = [made, *others][:_REMEMBERED]
         return made
 
-    def _find_deepest(self, request: Conversation) -> tuple[int, Turn | None]:
+    def _find_deepest(self, request: turns.Conversation) -> tuple[int, turns.Turn | None]:
         """The turn with the longest conversation that the request repeats, and its length."""
         for depth in range(len(request.messages), 0, -1):
             message = request.messages[depth - 1]
@@ -198,7 +186,7 @@ class CallTree:
 
     # ----------------------------------------------------------------------- prompts
     def _extend(
-        self, turn: Turn, tail: Sequence[Message], tools: Sequence[Tool]
+        self, turn: turns.Turn, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> TokenSequence | None:
         """The turn's exact ids and the rendered tail; None if the template cannot do that."""
         if self._rendering is None:
@@ -209,7 +197,7 @@ class CallTree:
         return None if more is None else turn.tokens.extend(more)
 
     def _branch(
-        self, request: Conversation, tools: Sequence[Tool], reason: Branch | None = None
+        self, request: turns.Conversation, tools: Sequence[Tool], reason: Branch | None = None
     ) -> Prompt:
         """Render the whole conversation; the parent is the turn with the most ids in common."""
         messages = request.messages
@@ -223,10 +211,10 @@ class CallTree:
         if self._rendering is not None:
             ids = self._rendering.render(messages, tools)
             tokens = TokenSequence(ids)
-            shared, near = nearest_by_tokens(self._turns, ids)
+            shared, near = turns.nearest_by_tokens(self._turns, ids)
             if near is not None and shared:
                 tokens = near.tokens.truncate(shared).extend(ids[shared:])
-        alike, why = nearest_by_meaning(self._turns, request)
+        alike, why = turns.nearest_by_meaning(self._turns, request)
         reason, near = reason or why, near or alike
         return Prompt(
             tokens=tokens,
@@ -248,7 +236,7 @@ def _identical_length(known: Sequence[Message], messages: Sequence[Message]) -> 
     return min(len(known), len(messages))
 
 
-def _select_by_call_ids(turns: Sequence[Turn], echoed: Message) -> Turn:
+def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.Turn:
     """Of answers with one meaning, the one whose call ids are echoed; else the latest."""
     ids = [call.id for call in echoed.tool_calls]
     for turn in reversed(turns):

@@ -13,15 +13,9 @@ the same arguments five times ends the session.
 import json
 from dataclasses import dataclass
 
+from tugline.harnesses import preset
 from tugline.harnesses.base import LaunchContext
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import (
-    NODE_CRASHES,
-    ExtensiblePreset,
-    McpServer,
-    Window,
-    fits_argument,
-)
 
 _SETTINGS = {
     "privacy": {"usageStatisticsEnabled": False},
@@ -31,10 +25,10 @@ _SETTINGS = {
 _MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill")
 
 
-class _SettingsFile(ExtensiblePreset):
+class _SettingsFile(preset.ExtensiblePreset):
     """What both have in common: one file of settings, MCP servers included."""
 
-    crash_patterns = NODE_CRASHES
+    crash_patterns = preset.NODE_CRASHES
     command_marks = ("/",)
 
     def write_settings(self, folder: str, own: dict[str, object]) -> dict[str, str]:
@@ -44,7 +38,7 @@ class _SettingsFile(ExtensiblePreset):
         return {f"{folder}/settings.json": json.dumps(settings, indent=1), **self.skill_files}
 
 
-def _format_server(server: McpServer) -> dict[str, object]:
+def _format_server(server: preset.McpServer) -> dict[str, object]:
     if server.url is not None:
         return {"httpUrl": server.url, "headers": server.headers, "trust": True}
     return {"command": server.command, "args": server.args, "env": server.env, "trust": True}
@@ -94,7 +88,7 @@ class QwenCode(_SettingsFile):
     skills_folder = ".qwen/skills"
 
     version: str = "0.24.4"
-    context_window: Window = 131072
+    context_window: preset.Window = 131072
 
     def make_package(self) -> Npm:
         """The npm package."""
@@ -107,7 +101,7 @@ class QwenCode(_SettingsFile):
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
         """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
-        return (f"--prompt={instruction}",) if fits_argument(instruction) else None
+        return (f"--prompt={instruction}",) if preset.fits_argument(instruction) else None
 
     def make_env(self, context: LaunchContext) -> dict[str, str]:
         """Address, key and model."""

@@ -17,16 +17,8 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import ConfigError
+from tugline.harnesses import install
 from tugline.harnesses.base import MAX_ARGUMENT, LaunchContext, choose
-from tugline.harnesses.install import (
-    Package,
-    Step,
-    bundle_libraries,
-    install_dir,
-    install_once,
-    mount_c_library,
-    run_installer,
-)
 from tugline.harnesses.preset import Preset, fits_argument
 from tugline.sandbox.base import Mount
 
@@ -37,7 +29,7 @@ _EXCLUDED = (
 )  # fmt: skip
 
 
-class PythonPackage(Package):
+class PythonPackage(install.Package):
     """Pinned Python packages in a virtual environment with a Python of its own.
 
     `module` is run by the environment's Python; `also` are further pinned requirements. The Python
@@ -53,31 +45,33 @@ class PythonPackage(Package):
         self._module = module
         self._requirements = (f"{package}=={version}", *also)
 
-    async def _install(self, trial: Step) -> tuple[Mount, ...]:
+    async def _install(self, trial: install.Step) -> tuple[Mount, ...]:
         async def fill(fresh: Path) -> None:
             _log.info("installing", packages=self._requirements, folder=str(self.folder))
             purpose = f"cannot install {self._requirements[0]}"
-            await run_installer(purpose, sys.executable, "-m", "venv", str(fresh), cwd=fresh)
+            await install.run_installer(
+                purpose, sys.executable, "-m", "venv", str(fresh), cwd=fresh
+            )
             pip = (str(fresh / "bin" / "python"), "-m", "pip", "install", "--quiet")
             options = ("--disable-pip-version-check", "--no-input", *self._list_packages(fresh))
-            await run_installer(purpose, *pip, *options, cwd=fresh)
+            await install.run_installer(purpose, *pip, *options, cwd=fresh)
             await asyncio.to_thread(_relink, fresh, await _copy_python())
 
         python = self.folder / "bin" / "python"
         self._command = (str(python), "-m", self._module)
-        await install_once(self.folder, fill, trial)
+        await install.install_once(self.folder, fill, trial)
         # The environment may have been made by another Python than this one.
         own = await asyncio.to_thread(python.resolve)
         return (
             *(Mount(str(folder), str(folder)) for folder in (self.folder, own.parent.parent)),
-            *await mount_c_library(own),
+            *await install.mount_c_library(own),
         )
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions")
         purpose = f"pip does not know {self._package}"
-        text = await run_installer(purpose, *pip, self._package, cwd=Path.cwd())
+        text = await install.run_installer(purpose, *pip, self._package, cwd=Path.cwd())
         return text.partition("(")[2].partition(")")[0]
 
     def _list_packages(self, fresh: Path) -> tuple[str, ...]:
@@ -97,7 +91,7 @@ async def _copy_python() -> Path:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = await asyncio.to_thread(Path(sys.executable).resolve)
     digest = hashlib.sha256(f"{origin} {sys.version}".encode()).hexdigest()[:8]
-    folder = install_dir() / f"python-{'.'.join(map(str, sys.version_info[:3]))}-{digest}"
+    folder = install.install_dir() / f"python-{'.'.join(map(str, sys.version_info[:3]))}-{digest}"
 
     async def fill(fresh: Path) -> None:
         copy = fresh / "bin" / f"python{version}"
@@ -111,9 +105,9 @@ async def _copy_python() -> Path:
             symlinks=False,
             ignore=shutil.ignore_patterns(*_EXCLUDED),
         )
-        await bundle_libraries(copy, fresh, list((library / "lib-dynload").glob("*.so")))
+        await install.bundle_libraries(copy, fresh, list((library / "lib-dynload").glob("*.so")))
 
-    await install_once(folder, fill)
+    await install.install_once(folder, fill)
     return folder / "bin" / f"python{version}"
 
 

@@ -11,15 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tugline.harnesses import preset
 from tugline.harnesses.base import LaunchContext, choose
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import (
-    NODE_CRASHES,
-    Preset,
-    Window,
-    fits_argument,
-    parse_skills,
-)
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -32,7 +26,7 @@ _APIS = {
 
 
 @dataclass(kw_only=True, eq=False)
-class Pi(Preset):
+class Pi(preset.Preset):
     """`tools` is pi's allow-list (None: all four); `args` are further options of its command line.
 
     The default `args` exclude AGENTS.md files of the folders *above* the task's files. `reasoning`
@@ -42,21 +36,21 @@ class Pi(Preset):
 
     name = "pi"
     log_globs = (".pi/agent/sessions/**/*.jsonl",)
-    crash_patterns = NODE_CRASHES
+    crash_patterns = preset.NODE_CRASHES
     command_marks = ("@",)
 
     version: str = "0.87.1"
     dialect: str = "openai_chat"
     reasoning: bool = False
     tools: Sequence[str] | None = None
-    context_window: Window = 131072
+    context_window: preset.Window = 131072
     skills: Mapping[str, str] | None = None
     args: Sequence[str] = ("--no-context-files",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._api, self._path = choose(self.name, "dialect", self.dialect, _APIS)
-        self._skills = parse_skills(self.name, self.skills, ".pi/agent/skills")
+        self._skills = preset.parse_skills(self.name, self.skills, ".pi/agent/skills")
 
     def make_package(self) -> Npm:
         """The npm package."""
@@ -70,7 +64,7 @@ class Pi(Preset):
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
         """As an argument where it fits: pi strips white space around what it reads on stdin."""
-        return ("--", instruction) if fits_argument(instruction) else None
+        return ("--", instruction) if preset.fits_argument(instruction) else None
 
     def make_env(self, context: LaunchContext) -> dict[str, str]:
         """The folder of its settings, and no connections of its own."""
