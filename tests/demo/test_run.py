@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tugline.demo.run import make_config
-from tugline.demo.settings import DemoSettings
+from tugline.demo.run import DemoSettings, make_config
 from tugline.trainers.grpo.config import GrpoConfig
 
 

@@ -29,8 +29,7 @@ from session_rig import ProgressLines, make_task, rendering, rig
 from transformers import Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.run import WARM_START
-from tugline.demo.settings import DemoSettings
+from tugline.demo.run import WARM_START, DemoSettings
 from tugline.demo.tasks import RepairProblem, generate
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Role, Tool, Trace, Trajectory

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.settings import DemoSettings, harness_spec
+from tugline.demo.run import DemoSettings, harness_spec
 from tugline.demo.tasks import RepairProblem
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
