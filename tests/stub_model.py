@@ -14,16 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tugline.recording.records import RecordedResult
-from tugline.types import (
-    Call,
-    Failure,
-    Finish,
-    Sampling,
-    Session,
-    Task,
-    Timings,
-    VersionSpan,
-)
+from tugline.types import Call, Failure, Finish, Sampling, Session, Task, Timings, VersionSpan
 from tugline.web.serve import serve
 
 Step = tuple[str, dict[str, object]] | str

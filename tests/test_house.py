@@ -38,7 +38,7 @@ CODE_LINES = 36_000
 """Lines of code in the package, without blank lines, comments and docstrings."""
 FILES = 272
 ALLOWED = {
-    "chat/stream_parser.py": "one state machine: the parser and its states refer to each other",
+    "chat/stream_parser.py": "one state machine: the parser and its states refer to each other"
 }
 """Files that may be longer than the budget, and why."""
 

@@ -49,9 +49,7 @@ def test_every_metric_is_documented(whose: str, families: dict[str, list[Metric]
     assert written == expected, "the table should be:\n" + "\n".join(expected)
 
 
-def test_the_dashboard_shows_metrics_that_there_are(
-    families: dict[str, list[Metric]],
-) -> None:
+def test_the_dashboard_shows_metrics_that_there_are(families: dict[str, list[Metric]]) -> None:
     """Each query names metrics and labels of ours, and each panel has one."""
     known: dict[str, set[str]] = {}
     for metric in (*families["the server"], *families["a node"]):

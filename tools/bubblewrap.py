@@ -15,10 +15,7 @@ def main() -> None:
     print("bubblewrap: installing it with apt-get ...", file=sys.stderr, flush=True)
     why = install(["bubblewrap"])
     if why:
-        print(
-            f"bubblewrap: its tests are skipped; install it yourself; {why}",
-            file=sys.stderr,
-        )
+        print(f"bubblewrap: its tests are skipped; install it yourself; {why}", file=sys.stderr)
 
 
 main()

@@ -32,16 +32,7 @@ from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
 from tugline.traces.builders import build_tree
-from tugline.types import (
-    Branch,
-    Call,
-    Finish,
-    Reason,
-    Sampling,
-    Timings,
-    Trace,
-    VersionSpan,
-)
+from tugline.types import Branch, Call, Finish, Reason, Sampling, Timings, Trace, VersionSpan
 
 BUILDERS = ("per_request", "prefix_merging", "tree")
 CHECKED = "check"

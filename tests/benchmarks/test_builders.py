@@ -13,13 +13,7 @@ import pytest
 
 from calls import make_call, make_header
 from tugline.recording.file import Writer
-from tugline.types import (
-    Branch,
-    Call,
-    EchoChange,
-    PluginSpec,
-    TraceKind,
-)
+from tugline.types import Branch, Call, EchoChange, PluginSpec, TraceKind
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "builders" / "run.py"
 END = 9

@@ -52,11 +52,7 @@ class EmbeddedUpdater(RemoteWeightUpdater):
         """Do nothing: `pause` held nothing."""
 
 
-UPDATERS = {
-    "embedded": EmbeddedUpdater,
-    "vllm": VllmWeightUpdater,
-    "sglang": SglangWeightUpdater,
-}
+UPDATERS = {"embedded": EmbeddedUpdater, "vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
 
 
 @dataclass(slots=True)

@@ -31,11 +31,7 @@ BASE: dict[str, dict[str, Any]] = {
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tests", {"command": "true"}, "format is None, must be one of junit, pytest"),
     ("tests", {"command": "true", "format": "xml"}, "format is 'xml'"),
-    (
-        "tests",
-        {"command": "true", "format": "junit"},
-        "needs {report} in it (--junitxml=",
-    ),
+    ("tests", {"command": "true", "format": "junit"}, "needs {report} in it (--junitxml="),
     ("tests", COMMAND | {"command": []}, "command is [], must be "),
     ("tests", COMMAND | {"command": ["a", 1]}, "command.1 is 1, must be a string"),
     ("tests", COMMAND | {"setup": ""}, "setup is '', must be "),

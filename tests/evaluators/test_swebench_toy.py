@@ -79,8 +79,7 @@ class Toy:
             assert await self.earns(task, easy) == 0.0
             git = "git -c safe.directory=*"
             said = await self.says(
-                task,
-                f"{git} log --all --reflog --format=%s; {git} fsck --unreachable --no-reflogs",
+                task, f"{git} log --all --reflog --format=%s; {git} fsck --unreachable --no-reflogs"
             )
             assert "Start" in said
             assert not [title for title in titles[number:] if title in said]

@@ -20,17 +20,7 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.builders import PrefixMerging
-from tugline.types import (
-    Branch,
-    Call,
-    CallOutcome,
-    Finish,
-    Image,
-    Message,
-    Mode,
-    Role,
-    TraceKind,
-)
+from tugline.types import Branch, Call, CallOutcome, Finish, Image, Message, Mode, Role, TraceKind
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)

@@ -42,12 +42,7 @@ async def main():
 
 asyncio.run(main())
 """
-TASK = Task(
-    id="t",
-    instruction="",
-    harness=PluginSpec("shell"),
-    evaluator=PluginSpec("tests"),
-)
+TASK = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
 BODY = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
 
 

@@ -224,8 +224,7 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "check"),
-    [({"forgets": False}, "abort"), ({"refuses": False}, "context overflow")],
+    ("fault", "check"), [({"forgets": False}, "abort"), ({"refuses": False}, "context overflow")]
 )
 async def test_other_faults_are_told(fault: dict[str, Any], check: str) -> None:
     """An engine that works on for nobody, and one that hides that a prompt is too long."""

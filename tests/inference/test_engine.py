@@ -294,9 +294,7 @@ async def test_pause_keeps_running_rows_frozen_until_resume(model: Qwen3ForCausa
     assert off(model, prompt(40), said[0]) < TOLERANCE
 
 
-async def test_a_dead_engine_fails_every_request_with_its_reason(
-    model: Qwen3ForCausalLM,
-) -> None:
+async def test_a_dead_engine_fails_every_request_with_its_reason(model: Qwen3ForCausalLM) -> None:
     """A fault in the forward pass reaches whoever waits, and whoever comes later."""
     async with make(model) as engine:
         await answer(engine, prompt(20), 1)

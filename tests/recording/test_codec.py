@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 from calls import make_call
 from tugline.recording.codec import join_floats, split_floats
 from tugline.recording.file import Writer, read
-from tugline.types import (
-    Call,
-    Image,
-    Message,
-    Role,
-    Tool,
-    ToolCall,
-    encode,
-)
+from tugline.types import Call, Image, Message, Role, Tool, ToolCall, encode
 
 NOISE = np.random.default_rng(0)
 LARGE = "data:image/png;base64," + base64.b64encode(NOISE.bytes(300_000)).decode()

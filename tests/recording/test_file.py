@@ -17,14 +17,7 @@ from calls import make_call
 from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Writer, read
 from tugline.recording.recorder import SampledTokens
-from tugline.types import (
-    Call,
-    Message,
-    Role,
-    Tool,
-    VersionSpan,
-    encode,
-)
+from tugline.types import Call, Message, Role, Tool, VersionSpan, encode
 
 
 def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}") -> Call:

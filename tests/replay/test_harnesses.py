@@ -18,15 +18,7 @@ from tugline.replay.source import Live
 from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
 from tugline.types import Role
 
-HARNESSES = (
-    "codex",
-    "claude_code",
-    "qwen_code",
-    "gemini_cli",
-    "opencode",
-    "mini_swe_agent",
-    "pi",
-)
+HARNESSES = ("codex", "claude_code", "qwen_code", "gemini_cli", "opencode", "mini_swe_agent", "pi")
 
 
 def unhurried(case: Case) -> Scenario:

@@ -249,12 +249,7 @@ CASES = [
         "/nonesuch.sock",
         runtime=PluginSpec("container", {"engine": "unix:///nonesuch.sock", "image": "x"}),
     ),
-    Case(
-        "a program that is missing",
-        Cause.CRASH,
-        "nonesuch: not found",
-        script="exec nonesuch",
-    ),
+    Case("a program that is missing", Cause.CRASH, "nonesuch: not found", script="exec nonesuch"),
     Case("a program that breaks", Cause.CRASH, "SIGSEGV", script=f"{ASK}; kill -SEGV $$"),
     Case(
         "a harness that cannot be installed",

@@ -143,10 +143,7 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize(
     "where",
-    [
-        "exec 3>x; rm x; cat /dev/zero >&3",
-        "mkdir m; cd m; while :; do : >$i; i=$((i+1)); done",
-    ],
+    ["exec 3>x; rm x; cat /dev/zero >&3", "mkdir m; cd m; while :; do : >$i; i=$((i+1)); done"],
     ids=["deleted", "many"],
 )
 async def test_the_disk_is_watched(tmp_path: Path, where: str) -> None:

@@ -231,9 +231,7 @@ async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: 
     assert (await looked_at(share, 0)).cause is Cause.AGENT_DISK
 
 
-async def test_a_sandbox_that_could_not_be_ended_is_ended_at_the_next_look(
-    tmp_path: Path,
-) -> None:
+async def test_a_sandbox_that_could_not_be_ended_is_ended_at_the_next_look(tmp_path: Path) -> None:
     """The engine did not answer once."""
     tried = []
 

@@ -7,14 +7,7 @@ import pytest
 
 from leased import Idler, Open, a_task, names, pass_time, result
 from tugline.errors import FencedError
-from tugline.protocol import (
-    CommitOutcome,
-    EventKind,
-    LeaseRequest,
-    PauseMode,
-    Release,
-    StopKind,
-)
+from tugline.protocol import CommitOutcome, EventKind, LeaseRequest, PauseMode, Release, StopKind
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.store import results, sessions, stats

@@ -24,9 +24,7 @@ Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetr
 
 
 @pytest.fixture
-def server(
-    open_control: Callable[..., AbstractAsyncContextManager[ControlPlane]],
-) -> Served:
+def server(open_control: Callable[..., AbstractAsyncContextManager[ControlPlane]]) -> Served:
     """A control plane and its metrics, on each kind of store."""
 
     @contextlib.asynccontextmanager

@@ -59,11 +59,7 @@ def solution(name: str) -> str:
     ids=["clean", "clean-forged", "in-place", "in-place-forged"],
 )
 async def test_an_agent_earns_what_its_work_is_worth(
-    name: str,
-    command: str,
-    reward: float,
-    podman: str,
-    tmp_path: Path,
+    name: str, command: str, reward: float, podman: str, tmp_path: Path
 ) -> None:
     """The reference's own commands earn 1, forged rewards and tests nothing."""
     done = await rolled(name, command, podman, tmp_path)

@@ -94,9 +94,7 @@ def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> N
     assert example.ids[-1] == END_OF_TURN
 
 
-def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(
-    rendering: Rendering,
-) -> None:
+def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(rendering: Rendering) -> None:
     """Directories are imaginary, answers and everything after the first of them stay."""
     problem = next(generate("train", 2))
     example = render_session(

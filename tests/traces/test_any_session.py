@@ -155,12 +155,7 @@ def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
     """Calls are numbered, so a shuffled recording gives the same bytes."""
     shuffled = list(drawn.calls)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for builder in (
-        PerRequest(),
-        PrefixMerging(),
-        Canonical(),
-        PrefixTree(),
-    ):
+    for builder in (PerRequest(), PrefixMerging(), Canonical(), PrefixTree()):
         one, other = builder.build(drawn.calls), builder.build(shuffled)
         assert one.ledger == other.ledger
         assert [encode(t) for t in one.traces] == [encode(t) for t in other.traces]

@@ -127,11 +127,7 @@ def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
         (PrefixMerging(max_length=5), TURNS, [([1, 2, 3, 4], "..xx", MAIN, None, 0)]),
         (PrefixMerging(max_length=3), TURNS, [([1, 2, 3], "..x", MAIN, None, 0)]),
         (PerRequest(max_length=1), TURNS[:1], [([1], ".", MAIN, None, 0)]),
-        (
-            PrefixMerging(),
-            TITLE,
-            [([7, 8], "..", SIDE, None, 0), ([1, 2], ".x", MAIN, None, 0)],
-        ),
+        (PrefixMerging(), TITLE, [([7, 8], "..", SIDE, None, 0), ([1, 2], ".x", MAIN, None, 0)]),
         *(
             (
                 builder(),
@@ -227,19 +223,13 @@ def test_another_picture_is_another_context(builder: type[PerRequest]) -> None:
         call(1, [1, 0, 2, 5], [3], messages=showing("data:b")),
     ]
     first, second = builder().build(calls).traces
-    assert (first.images, second.images) == (
-        (Image("data:a").digest,),
-        (Image("data:b").digest,),
-    )
+    assert (first.images, second.images) == ((Image("data:a").digest,), (Image("data:b").digest,))
     assert second.mask.tolist() == [False] * 4 + [True]
 
 
 def test_ledgers_add_up() -> None:
     """Per call, per trace and in sum; an empty sum is an empty ledger."""
-    calls = [
-        call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE),
-        call(1, [1], [5, 6, 7]),
-    ]
+    calls = [call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE), call(1, [1], [5, 6, 7])]
     traces, ledger, _ = PrefixMerging(max_length=3).build(calls)
     assert count_calls([TEXT], [])[1] == Ledger(sampled=7, dropped={Reason.NO_TOKEN_IDS: 7})
     assert count_calls(calls, traces) == {

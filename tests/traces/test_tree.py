@@ -39,11 +39,7 @@ def test_twins_stand_side_by_side() -> None:
     """Two calls that sampled the same ids are two runs of equal ids, each trained once."""
     calls = [call(0, [1, 2], [3]), call(1, [1, 2], [3]), call(2, [1, 2, 3, 9], [5], parent=1)]
     tree = PrefixTree().tree(calls)
-    assert drawn(tree) == [
-        ([1, 2], None, [-1, -1]),
-        ([3], 0, [0]),
-        ([3, 9, 5], 0, [1, -1, 2]),
-    ]
+    assert drawn(tree) == [([1, 2], None, [-1, -1]), ([3], 0, [0]), ([3, 9, 5], 0, [1, -1, 2])]
     assert tree.mask.sum() == 3
     assert tree.logprobs[[2, 3]].tolist() == [np.float32(-0.01), np.float32(-1.01)]
 

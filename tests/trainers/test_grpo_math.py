@@ -321,10 +321,7 @@ def test_unknown_keys_are_refused() -> None:
             "decay_updates is 5, must be more than warmup_updates, which is 5",
         ),
         ({"reward": "discounted", "turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
-        (
-            {"reward": "discounted", "turn_discount": 1.5},
-            "is 1.5, must be a number <= 1",
-        ),
+        ({"reward": "discounted", "turn_discount": 1.5}, "is 1.5, must be a number <= 1"),
     ],
 )
 def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], message: str) -> None:

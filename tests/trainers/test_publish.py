@@ -43,10 +43,7 @@ async def test_vllm_forgets_what_the_old_weights_computed() -> None:
         await weights.resume()
     assert seen == [
         ("/pause?mode=keep", {}),
-        (
-            "/collective_rpc",
-            {"method": "reload_weights", "kwargs": {"weights_path": "model"}},
-        ),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "model"}}),
         ("/reset_prefix_cache?reset_running_requests=true", {}),
         ("/update_weight_version", {"new_version": "7"}),
         ("/resume", {}),

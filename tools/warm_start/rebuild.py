@@ -188,10 +188,7 @@ async def record(
         return Reply(phases.encode_turn(turn, tokenizer).tolist())
 
     engine = ScriptedEngine(
-        reply,
-        vocab_size=tokenizer.size,
-        max_model_len=settings.window,
-        eos_ids=[END_OF_TURN],
+        reply, vocab_size=tokenizer.size, max_model_len=settings.window, eos_ids=[END_OF_TURN]
     )
     async with rig(engine, tokenizer, folder, slots=settings.slots) as up:
         trajectories = await up.run(tasks, live.sessions)

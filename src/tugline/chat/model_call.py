@@ -207,11 +207,7 @@ def serialize_message(
 
 def serialize_tool(tool: Tool) -> JsonObject:
     """Serialize the declaration of one tool."""
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-    }
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 

@@ -48,8 +48,7 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
     out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
     k: Annotated[int, typer.Option(min=1, help="Sessions per task, for pass@1 to pass@k.")] = 1,
     earlier: Annotated[
-        Path | None,
-        typer.Option("--compare", help="Folder of an earlier run of the same tasks."),
+        Path | None, typer.Option("--compare", help="Folder of an earlier run of the same tasks.")
     ] = None,
     config: up.ConfigFile = None,
     engine: up.Engines = None,

@@ -24,8 +24,7 @@ _SUM = 1e-6
 
 
 Form = Annotated[
-    str,
-    typer.Argument(metavar="FORMAT", help="parquet, calls, sft, trl, verl, slime or yours."),
+    str, typer.Argument(metavar="FORMAT", help="parquet, calls, sft, trl, verl, slime or yours.")
 ]
 Sessions = Annotated[
     list[str], typer.Argument(help="Recording files, folders of them, or ids of sessions.")

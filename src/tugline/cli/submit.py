@@ -38,8 +38,7 @@ def submit(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait",
-            help="Wait until all are released; exit 1 if any sample is missing.",
+            "--wait", help="Wait until all are released; exit 1 if any sample is missing."
         ),
     ] = False,
     server: Server = None,

@@ -12,12 +12,7 @@ from xml.etree import ElementTree as ET
 import msgspec
 
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
-from tugline.evaluators.text_formats import (
-    normalize_unittest,
-    read_cargo,
-    read_tap,
-    read_unittest,
-)
+from tugline.evaluators.text_formats import normalize_unittest, read_cargo, read_tap, read_unittest
 
 
 # --------------------------------------------------------------------------- JUnit

@@ -154,9 +154,7 @@ class SweBenchEvaluator(Evaluator):
         spec = await asyncio.to_thread(self._make_spec)
         token = secrets.token_hex(8)
         rules = Rules(
-            trusted=self._protected_files,
-            protected=self._protected,
-            editable=self._editable,
+            trusted=self._protected_files, protected=self._protected, editable=self._editable
         )
         async with open_runner(outcome, rules, deadline) as runner:
             home = runner.sandbox.home

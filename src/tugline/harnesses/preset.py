@@ -22,13 +22,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
-from tugline.harnesses.base import (
-    MAX_ARGUMENT,
-    Harness,
-    Launch,
-    LaunchContext,
-    find_fatal_signal,
-)
+from tugline.harnesses.base import MAX_ARGUMENT, Harness, Launch, LaunchContext, find_fatal_signal
 from tugline.harnesses.install import Package
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime

@@ -160,9 +160,7 @@ def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> N
     _check_prompt(request.prompt_ids, max_model_len, vocab_size)
     if not 1 <= request.max_tokens <= max_model_len:
         _refuse(
-            "max_tokens",
-            request.max_tokens,
-            f"must be between 1 and max_model_len={max_model_len}",
+            "max_tokens", request.max_tokens, f"must be between 1 and max_model_len={max_model_len}"
         )
     temperature = request.temperature
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < np.inf):

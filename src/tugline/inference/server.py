@@ -191,11 +191,7 @@ def _choice(chunk: base.SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
 
 def _usage(generation: base.GenerateRequest, count: int) -> dict[str, int]:
     prompt = len(generation.prompt_ids)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": count,
-        "total_tokens": prompt + count,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
 
 def metrics_text(stats: base.EngineStats, model: str) -> str:

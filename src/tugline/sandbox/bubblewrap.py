@@ -171,11 +171,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
     """One bubblewrap sandbox."""
 
     def __init__(
-        self,
-        layout: host.Layout,
-        limits: ProgramLimits,
-        allow: AllowList,
-        machine: _Machine,
+        self, layout: host.Layout, limits: ProgramLimits, allow: AllowList, machine: _Machine
     ) -> None:
         super().__init__(layout, limits, allow, machine.cgroup_parent)
         self._machine = machine

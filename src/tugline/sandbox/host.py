@@ -41,10 +41,7 @@ class HostSandbox(base.Sandbox):
     """A sandbox whose files and logs are in `directory` on this machine."""
 
     def __init__(
-        self,
-        directory: Path,
-        workspace: OverlayWorkspace,
-        folders: Mapping[PurePosixPath, Path],
+        self, directory: Path, workspace: OverlayWorkspace, folders: Mapping[PurePosixPath, Path]
     ) -> None:
         self.logs = directory / "logs"
         self._directory = directory

@@ -194,10 +194,7 @@ class LocalSandbox(HostSandbox):
             os.close(write)
 
     async def _end(
-        self,
-        process: asyncio.subprocess.Process | None,
-        record: ProgramRecord,
-        output: OutputLog,
+        self, process: asyncio.subprocess.Process | None, record: ProgramRecord, output: OutputLog
     ) -> None:
         """Without a process, cancelled while it was being started, the mark finds what there is."""
         await self._end_program(record)

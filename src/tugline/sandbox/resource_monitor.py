@@ -168,10 +168,7 @@ def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
 
 
 def _sizes(
-    folders: Iterable[str],
-    links: set[int],
-    within: tuple[str, ...],
-    unlocked: tuple[str, ...] = (),
+    folders: Iterable[str], links: set[int], within: tuple[str, ...], unlocked: tuple[str, ...] = ()
 ) -> Iterator[int]:
     """Yield the sizes of all files below; each hard link that was seen is added to `links`.
 

@@ -79,13 +79,7 @@ class ControlPlane:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(sessions.set_weights, self._tenants)
-            for part in (
-                self.logs,
-                self._expiry,
-                self.dispatcher,
-                self._webhooks,
-                self._retention,
-            ):
+            for part in (self.logs, self._expiry, self.dispatcher, self._webhooks, self._retention):
                 await stack.enter_async_context(part)
             self._stack = stack.pop_all()
         return self
@@ -241,12 +235,7 @@ class Expiry(_Background):
     """
 
     def __init__(
-        self,
-        database: Database,
-        *,
-        lease_s: float,
-        asleep_s: float = 5.0,
-        retry_s: float = 0.5,
+        self, database: Database, *, lease_s: float, asleep_s: float = 5.0, retry_s: float = 0.5
     ) -> None:
         self._database, self._lease_s = database, lease_s
         self._asleep_s, self._retry_s = asleep_s, retry_s

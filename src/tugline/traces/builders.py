@@ -14,17 +14,7 @@ import numpy as np
 
 from tugline.traces import base
 from tugline.traces.lineage import Answer, build_chains
-from tugline.types import (
-    Call,
-    Distribution,
-    Ids,
-    Logprobs,
-    Mask,
-    Reason,
-    Span,
-    Trace,
-    TraceKind,
-)
+from tugline.types import Call, Distribution, Ids, Logprobs, Mask, Reason, Span, Trace, TraceKind
 
 
 class PerRequest(base.Builder):

@@ -33,13 +33,7 @@ from tugline.recording import file as recordings
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
-from tugline.trainers.evaluation import (
-    Attempt,
-    Comparison,
-    compare,
-    evaluate,
-    format_estimate,
-)
+from tugline.trainers.evaluation import Attempt, Comparison, compare, evaluate, format_estimate
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measure_rollout

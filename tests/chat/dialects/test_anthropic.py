@@ -7,13 +7,7 @@ from typing import Any
 
 from chat.dialects.wires import WIRES, finished, sse
 from tugline.chat.dialects.base import ParseCache
-from tugline.chat.model_call import (
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    ThreadInfo,
-    Usage,
-)
+from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, ThreadInfo, Usage
 from tugline.types import Image, Message, Role, Sampling, Tool, ToolCall
 
 WIRE = WIRES["anthropic"]

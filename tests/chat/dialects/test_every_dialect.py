@@ -376,11 +376,7 @@ CODEX = "x-codex-turn-metadata"
         ),
         (
             ANTHROPIC,
-            {
-                f"{CLAUDE}session-id": "s",
-                f"{CLAUDE}agent-id": "b",
-                f"{CLAUDE}parent-agent-id": "a",
-            },
+            {f"{CLAUDE}session-id": "s", f"{CLAUDE}agent-id": "b", f"{CLAUDE}parent-agent-id": "a"},
             ThreadInfo("b", "a", SUB),
         ),
         (CHAT, {"x-session-id": "s", "x-session-affinity": "s"}, ThreadInfo("s")),

@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.model_call import (
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
-from tugline.errors import (
-    ContextOverflow,
-    EngineError,
-    RequestError,
-)
+from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
+from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall
 
 WIRE = WIRES["google"]

@@ -6,12 +6,7 @@ import json
 from typing import Any
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.model_call import (
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
+from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
 from tugline.types import Finish, Image, Message, Role, Tool, ToolCall, ToolKind
 
 WIRE = WIRES["openai_chat"]

@@ -12,23 +12,9 @@ from openai.types.responses import Response as SdkResponse
 from chat.dialects.wires import WIRES, finished, sse
 from tugline.chat.dialects.base import ParseCache
 from tugline.chat.dialects.responses_input import seal
-from tugline.chat.model_call import (
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
+from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
 from tugline.errors import EngineError, RequestError
-from tugline.types import (
-    Finish,
-    Image,
-    Message,
-    Role,
-    Tool,
-    ToolCall,
-    ToolKind,
-    TraceKind,
-)
+from tugline.types import Finish, Image, Message, Role, Tool, ToolCall, ToolKind, TraceKind
 
 WIRE = WIRES["openai_responses"]
 RESPONSES = WIRE.dialect

@@ -223,11 +223,7 @@ class _GoogleWire(Wire):
     tools = [
         {
             "functionDeclarations": [
-                {
-                    "name": "read",
-                    "description": "Read",
-                    "parametersJsonSchema": {"type": "object"},
-                }
+                {"name": "read", "description": "Read", "parametersJsonSchema": {"type": "object"}}
             ]
         }
     ]

@@ -19,17 +19,7 @@ from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
 from tugline.chat.model_call import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, Unsupported
-from tugline.types import (
-    Finish,
-    Image,
-    Message,
-    Mode,
-    Role,
-    Sampling,
-    Tool,
-    ToolCall,
-    VersionSpan,
-)
+from tugline.types import Finish, Image, Message, Mode, Role, Sampling, Tool, ToolCall, VersionSpan
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("recorded.json").read_text(encoding="utf-8")

@@ -244,10 +244,7 @@ def test_the_numbers_of_a_task_are_bounded() -> None:
     assert len(_bounds()) == 18
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://a.b/c?d=e", "https://[::1]:8080/x", "http://localhost"],
-)
+@pytest.mark.parametrize("url", ["http://a.b/c?d=e", "https://[::1]:8080/x", "http://localhost"])
 def test_a_callback_may_be_any_web_address(url: str) -> None:
     """Names, ports, IPv6, queries."""
     task = Task(id="t", instruction="i", harness=PluginSpec("a"), evaluator=PluginSpec("b"))

@@ -12,13 +12,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects import base
-from tugline.chat.model_call import (
-    ChoiceMode,
-    Constraint,
-    ConstraintKind,
-    ThreadInfo,
-    ToolChoice,
-)
+from tugline.chat.model_call import ChoiceMode, Constraint, ConstraintKind, ThreadInfo, ToolChoice
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Sampling, Tool, ToolCall, ToolKind, TraceKind
 

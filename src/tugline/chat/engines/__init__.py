@@ -24,7 +24,7 @@ _TEXT = EngineRoute(Mode.TEXT, lambda _: TextChat(), "give it a chat template")
 _PARSERS = "start it with --enable-auto-tool-choice --tool-call-parser NAME"
 ROUTES: dict[str, dict[str, EngineRoute]] = {
     "embedded": {
-        "generate": EngineRoute(Mode.EXACT, lambda _: Embedded(), "this is no engine of ours"),
+        "generate": EngineRoute(Mode.EXACT, lambda _: Embedded(), "this is no engine of ours")
     },
     "vllm": {
         "generate": EngineRoute(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),

@@ -12,12 +12,7 @@ import msgspec
 
 from tugline.chat.engines import base
 from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat
-from tugline.chat.engines.generate import (
-    Generate,
-    TokenFormat,
-    TokenReader,
-    build_sampling,
-)
+from tugline.chat.engines.generate import Generate, TokenFormat, TokenReader, build_sampling
 from tugline.errors import EngineError
 from tugline.types import LogprobMeaning
 

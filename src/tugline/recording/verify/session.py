@@ -19,11 +19,7 @@ import numpy as np
 
 from tugline.errors import CaptureError, ConfigError, UsageError
 from tugline.recording.file import Recording
-from tugline.recording.verify.engine import (
-    Scorer,
-    recompute_logprobs,
-    why_not_comparable,
-)
+from tugline.recording.verify.engine import Scorer, recompute_logprobs, why_not_comparable
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import make_builder
 from tugline.traces.lineage import Continuation, trace_lineage, versions_cover

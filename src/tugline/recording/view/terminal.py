@@ -125,10 +125,7 @@ class Terminal:
         return (
             (str(turn.call), "bold"),
             (f"{turn.kind.value} {thread}".strip(), ""),
-            (
-                f"{turn.continuation.value}{reasons}{source}",
-                CONTINUATION_STYLES[turn.continuation],
-            ),
+            (f"{turn.continuation.value}{reasons}{source}", CONTINUATION_STYLES[turn.continuation]),
             (f"{turn.shared:,}+{turn.prompt - turn.shared:,}", ""),
             (f"{turn.sampled:,}", ""),
             (_format_number(turn.mean_logprob), ""),

@@ -136,9 +136,7 @@ def control(tx: Tx) -> Control:
     """The state that all nodes apply."""
     [(generation, paused, version)] = tx.all("SELECT generation, paused, version FROM control")
     return Control(
-        generation=generation,
-        paused=None if paused is None else PauseMode(paused),
-        version=version,
+        generation=generation, paused=None if paused is None else PauseMode(paused), version=version
     )
 
 

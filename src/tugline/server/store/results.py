@@ -248,8 +248,7 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     rows = tx.all(f"SELECT view FROM results WHERE {condition}", **values)  # noqa: S608 - constants
     order = {task: place for place, task in enumerate(released)}
     items = sorted(
-        (_view.decode(view) for (view,) in rows),
-        key=lambda item: (order[item.task], item.sample),
+        (_view.decode(view) for (view,) in rows), key=lambda item: (order[item.task], item.sample)
     )
     return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
 

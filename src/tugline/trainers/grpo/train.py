@@ -66,10 +66,7 @@ class Grpo(Updater):
     config: GrpoConfig
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        config: GrpoConfig,
-        reference: torch.nn.Module | None = None,
+        self, model: torch.nn.Module, config: GrpoConfig, reference: torch.nn.Module | None = None
     ) -> None:
         if config.kl > 0 and reference is None:
             msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
