@@ -49,7 +49,7 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert tugline("list", cache=tmp_path).returncode == 1
     again = tugline("install", "pi", "--version", "0.90.0", cache=tmp_path)
     assert (again.returncode, again.stdout) == (1, "")
-    assert "pi 0.90.0 is not as it was installed; remove" in again.stderr
+    assert "pi 0.90.0 was changed: remove" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def ours(call: Call) -> dict[str, Any]:
 
 
 async def test_the_example_reads_what_a_gateway_wrote(tmp_path: Path) -> None:
-    """A real session of three turns, one of them a fork, with raw requests and responses."""
-    async with rig(tmp_path, in_turn("one", "two", "three"), raw="all") as it:
+    """A real session of three turns, one of them a fork, with raw requests."""
+    async with rig(tmp_path, in_turn("one", "two", "three")) as it:
         first = await it.ask()
         more = [*ASK, {"role": "assistant", "content": first["content"]}]
         await it.ask([*more, {"role": "user", "content": "And then?"}])
@@ -68,7 +68,7 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
             for call in part:
                 writer.append(call)
                 writer.append_record(
-                    RecordedEvent(RecordedEventKind.RESPONSE, 1.0, call.number, data=b"{}")
+                    RecordedEvent(RecordedEventKind.REPAIRED, 1.0, call.number, "{}")
                 )
     path.write_bytes(path.read_bytes() + b"torn")
     assert read_by_example(path) == [ours(call) for call in calls]

@@ -313,7 +313,7 @@ def test_unknown_keys_are_refused() -> None:
     [
         ({"reward": "best"}, "reward is 'best', must be one of discounted, outcome, per_trace"),
         ({"reward": "discounted"}, "turn_discount is missing: reward 'discounted' needs"),
-        ({"turn_discount": 0.9}, "turn_discount has no effect with reward 'outcome'"),
+        ({"turn_discount": 0.9}, "turn_discount needs reward 'discounted', not 'outcome'"),
         ({"importance_low": 1.5}, "importance_low is 1.5, but 1, the weight of"),
         ({"importance_high": 0.5}, "importance_high is 0.5, but 1, the weight of"),
         (

@@ -232,5 +232,5 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     one, other = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     changed = msgspec.structs.replace(config, every=9)
-    with pytest.raises(UsageError, match="was started with another every"):
+    with pytest.raises(UsageError, match="has another every"):
         run(changed, tmp_path / "run")

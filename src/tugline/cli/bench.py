@@ -29,10 +29,7 @@ def bench(
         raise UsageError(msg)
     program = Path(__file__).parents[3] / "benchmarks" / part / "run.py"
     if not program.is_file():
-        msg = (
-            f"the benchmark of the {part} is not at {program}: "
-            "it comes with the source, not with the package; run this in a checkout"
-        )
+        msg = f"{program} is missing: benchmarks come with the source; run this in a checkout"
         raise UsageError(msg)
     done = subprocess.run([sys.executable, str(program), *(options or ())], check=False)
     if done.returncode:

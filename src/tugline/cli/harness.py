@@ -172,10 +172,7 @@ def _install(program: Preset) -> None:
     folder = program.package.folder
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
         if asyncio.run(_is_sound(folder)) is False:
-            msg = (
-                f"{program.name} {program.version} is not as it was installed; "
-                f"remove {folder} and install it again"
-            )
+            msg = f"{program.name} {program.version} was changed: remove {folder} and reinstall"
             raise HarnessError(msg)
         asyncio.run(program.install())
 

@@ -88,9 +88,7 @@ class TaskTemplate(msgspec.Struct, frozen=True):
             raw = {**own, **raw, "id": "template"}
         task = msgspec.structs.replace(parse_task(raw, where, folder), id=prefix)
         if _PLACEHOLDER not in task.instruction:
-            msg = (
-                f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER} in it"
-            )
+            msg = f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER}"
             raise ConfigError(msg)
         limits = values.get("limits") or {}
         return cls(task, frozenset({*values, *(f"limits.{name}" for name in limits)}))

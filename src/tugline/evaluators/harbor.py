@@ -182,10 +182,7 @@ class HarborEvaluator(Evaluator):
         async with outcome.open_sandbox(outcome.task.files) as sandbox:
             control = await self._run(ScriptRunner(sandbox, deadline))
         if control.rewards is None:
-            msg = (
-                f"{self._tests / SCRIPT}: {run.reason}, and without the agent's work: "
-                f"{control.reason}"
-            )
+            msg = f"{self._tests / SCRIPT}: {run.reason}, and without the work: {control.reason}"
             raise EvaluatorError(f"{msg}: {control.log[-300:]}" if control.log else msg)
         self._proven = True
 

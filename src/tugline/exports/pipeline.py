@@ -183,9 +183,7 @@ class _RunningExport:
         if not self.summary.exported:
             why = ", ".join(f"{count} {reason}" for reason, count in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = (
-                f"nothing is left to export: of {self.summary.recordings} recordings, {why}{first}"
-            )
+            msg = f"nothing is left to export: of {self.summary.recordings}, {why}{first}"
             raise UsageError(msg)
         self._close_writers()
         for path in self.targets.values():

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 
@@ -48,7 +48,8 @@ _ESCAPE = re.compile(
 
 _log = log.get("gateway")
 
-RawMode = Literal["none", "requests", "all"]
+_RAW_LIMIT = 4 << 20
+"""Bytes of a request that are recorded as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,6 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         flush_s: float = 1.0,
-        raw: RawMode = "requests",
-        raw_limit: int = 4 << 20,
         settings: CallSettings = DEFAULTS,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -81,8 +80,7 @@ class Gateway:
 
         `rendering` makes the prompts in exact mode and is None in the other modes. A call that
         was answered survives the death of any process; every `flush_s` it becomes safe from a loss
-        of power as well. `raw` says which bodies are recorded as they were sent, of each the first
-        `raw_limit` bytes.
+        of power as well.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
@@ -92,7 +90,6 @@ class Gateway:
         self._upstream, self._folder = upstream, folder
         self._host, self._port = host, port
         self._flush_s = flush_s
-        self._raw, self._raw_limit = raw, raw_limit
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
         self._engine.gate.set()
@@ -284,14 +281,15 @@ class Gateway:
             if action is Action.COUNT:
                 await http.reply(200, dialect.encode_count(len(prompt.tokens)))
                 return
-            recorded = b"" if self._raw == "none" else truncate(body, self._raw_limit)
-            request = msgspec.structs.replace(request, dialect=dialect.name, body=recorded)
+            request = msgspec.structs.replace(
+                request, dialect=dialect.name, body=truncate(body, _RAW_LIMIT)
+            )
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
             if mended != body:
                 number = completion.choices[0].number
                 live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
-            await self._answer(http, dialect, request, completion, live)
+            await self._answer(http, dialect, request, completion)
 
     def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
         card = self._engine.card
@@ -301,15 +299,9 @@ class Gateway:
 
     # ----------------------------------------------------------------------- answering
     async def _answer(
-        self,
-        http: Http,
-        dialect: Dialect,
-        request: Request,
-        completion: Completion,
-        live: LiveSession,
+        self, http: Http, dialect: Dialect, request: Request, completion: Completion
     ) -> None:
         """Send the completion to this client, for as long as it listens."""
-        http.sent = [] if self._raw == "all" else None
         send = self._send_stream if request.stream else self._send_whole
         me = asyncio.current_task()
         watch = asyncio.create_task(http.wait_disconnected())
@@ -323,11 +315,6 @@ class Gateway:
                 raise
         finally:
             watch.cancel()
-            if http.sent:
-                sent = truncate(b"".join(http.sent), self._raw_limit)
-                live.transcript.note(
-                    RecordedEventKind.RESPONSE, call=completion.choices[0].number, data=sent
-                )
 
     async def _send_stream(
         self, http: Http, dialect: Dialect, request: Request, completion: Completion

@@ -260,19 +260,12 @@ class Transcript:
         self.writer.append(call)
         self._traffic.add(call)
 
-    def note(
-        self,
-        kind: RecordedEventKind,
-        detail: str = "",
-        *,
-        call: int | None = None,
-        data: bytes = b"",
-    ) -> None:
+    def note(self, kind: RecordedEventKind, detail: str = "", *, call: int | None = None) -> None:
         """Record an event; never fails and never waits for the disk."""
         if self.writer.closed or self.full:
             return
         try:
-            self.writer.append_record(RecordedEvent(kind, time.time(), call, detail, data))
+            self.writer.append_record(RecordedEvent(kind, time.time(), call, detail))
         except CaptureError as error:  # the session's next call reports it to its harness
             _log.error("event not written", path=str(self.writer.path), error=str(error))
 

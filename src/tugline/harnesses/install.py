@@ -182,10 +182,7 @@ def _detect_full_disk(folder: Path) -> Iterator[None]:
     except (OSError, HarnessError) as error:
         if not re.search("no space left|disk quota exceeded", str(error), re.IGNORECASE):
             raise
-        msg = (
-            f"cannot install {folder.name}: no room is left in {folder.parent}; "
-            "make some, or set TUGLINE_CACHE elsewhere"
-        )
+        msg = f"cannot install {folder.name}: no room in {folder.parent} (TUGLINE_CACHE moves it)"
         raise DiskFull(msg) from error
 
 

@@ -156,9 +156,7 @@ class Engine:
         ever.
         """
         if mode == "wait" and self._batch.frozen:
-            msg = (
-                "swap(mode='wait') while paused with 'keep' would never end: use 'keep' or 'abort'"
-            )
+            msg = "swap(mode='wait') after pausing with 'keep' would not end: use 'keep' or 'abort'"
             raise UsageError(msg)
         await self._run_in_thread(lambda: self._batch.swap(weights, version), mode)
 

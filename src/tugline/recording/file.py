@@ -144,10 +144,7 @@ def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
 def _parse_section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
         return Frame(at, at + len(MAGIC))
-    msg = (
-        f"{path} has version {data[at + len(_NAME)]} of the recording format (offset {at}); "
-        f"this release reads version {VERSION} alone"
-    )
+    msg = f"{path} has version {data[at + len(_NAME)]} (offset {at}); only {VERSION} can be read"
     raise CaptureError(msg)
 
 

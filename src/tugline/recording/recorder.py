@@ -38,10 +38,7 @@ class SampledTokens:
     def add(self, ids: Ids, logprobs: Logprobs, version: int) -> None:
         """Append tokens sampled under one policy version."""
         if len(ids) != len(logprobs):
-            msg = (
-                f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; "
-                "ask it for the logprob of every sampled token"
-            )
+            msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
             raise EngineError(msg)
         if not len(ids):
             return

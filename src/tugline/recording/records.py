@@ -61,8 +61,6 @@ class RecordedEventKind(StrEnum):
     RESUMED = "resumed"
     WEIGHTS = "weights"
     """The engine serves the policy version in `detail`."""
-    RESPONSE = "response"
-    """The raw response body of `call`, in `data`; only if configured."""
 
 
 class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
@@ -72,7 +70,6 @@ class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
     at: float
     call: int | None = None
     detail: str = ""
-    data: bytes = b""
 
 
 def truncate(data: bytes, limit: int) -> bytes:

@@ -61,10 +61,7 @@ class ContainerEngine:
 
     def __init__(self, wanted: str | None) -> None:
         if wanted not in {None, "podman", "docker"} and not str(wanted).startswith("unix:///"):
-            msg = (
-                f"runtime 'container': engine is {wanted!r}, must be 'podman', 'docker' or a"
-                " unix:///PATH of this machine"
-            )
+            msg = f"runtime 'container': engine is {wanted!r}, not podman, docker or unix:///PATH"
             raise ConfigError(msg)
         self._wanted = wanted
         self._lock = threading.Lock()

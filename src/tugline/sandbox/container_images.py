@@ -93,10 +93,7 @@ class ImageCache:
         elif workspace.image is not None:
             name, make = workspace.image, self._pull
         else:
-            msg = (
-                "runtime 'container': the task's workspace has neither image nor build, and the"
-                " runtime has no option image"
-            )
+            msg = "runtime 'container': neither the task's workspace nor the runtime has an image"
             raise UsageError(msg)
         image = await self._find(name) or await self._make_shared(name, make)
         await asyncio.to_thread(self._mark_used, name)

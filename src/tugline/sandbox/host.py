@@ -341,8 +341,6 @@ def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR)
         or ".." in workdir.parts
         or workdir in {base.HOME, *base.HOME.parents}
     ):
-        msg = (
-            f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {base.HOME}"
-        )
+        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder, not {base.HOME}"
         raise UsageError(msg)
     return workdir

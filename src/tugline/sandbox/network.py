@@ -278,10 +278,7 @@ def _parse_pattern(pattern: str) -> tuple[str, int | None]:
     found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
     port = found["port"] if found else ""
     if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
-        msg = (
-            f"option allow: {pattern!r} must be a host and its port, such as 'example.com:443' or "
-            "'*.example.net:80'"
-        )
+        msg = f"option allow: {pattern!r} must be HOST:PORT, such as '*.example.net:443'"
         raise ConfigError(msg)
     host = found["host"].lower()
     try:

@@ -170,10 +170,7 @@ def _read_end(session: str, epoch: int, data: bytes) -> End:
     trajectory = _decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
-        msg = (
-            f"a result of session {session} must name it and be final,"
-            f" this one is {trajectory.session} {status}"
-        )
+        msg = f"a result of {session} must name it and be final, not {trajectory.session} {status}"
         raise Invalid(msg, field="session" if status in TERMINAL else "status")
     digest = hashlib.sha256(data).hexdigest()
     failure = trajectory.failure

@@ -79,10 +79,7 @@ def store_config(folder: Path, config: Config) -> None:
             and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
         ]
         if changed:
-            msg = (
-                f"{folder} was started with another {', '.join(changed)} (see {CONFIG});"
-                " choose another --out"
-            )
+            msg = f"{folder} has another {', '.join(changed)} (see {CONFIG}); choose another --out"
             raise UsageError(msg)
     draft = path.with_suffix(".part")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))

@@ -231,8 +231,6 @@ class Http:
         }
         self.disconnected = False
         """Whether the client left before its reply was handed over whole."""
-        self.sent: list[bytes] | None = None
-        """Collects the reply's body if set to a list."""
         self._complete = False
         self._more = True
         """Whether a part of the request's body is still to come."""
@@ -301,8 +299,6 @@ class Http:
         self.disconnected = not self._complete  # the server says the same after a whole reply
 
     async def _send_body(self, data: bytes, *, more: bool = False) -> None:
-        if self.sent is not None:
-            self.sent.append(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:

@@ -52,9 +52,7 @@ class TokenReader(base.Reader[base.R]):
     ) -> None:
         """Add tokens of one version; `spans` override the version of the whole reply so far."""
         if len(ids) != len(logprobs):
-            msg = (
-                f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; {self.advice}"
-            )
+            msg = f"engine sent {len(ids)} token ids, {len(logprobs)} logprobs; {self.advice}"
             raise EngineError(msg)
         last = self.deltas[-1]
         changed = spans or (version is not None and version != last.version)

@@ -124,10 +124,7 @@ class _SglangReader(TokenReader[_SglangReply]):
             return
         pairs = meta.output_token_logprobs
         if new > len(pairs):
-            msg = (
-                f"sglang sampled {new} tokens but reported {len(pairs)}; "
-                "it must know `return_logprob` (any version of the last two years does)"
-            )
+            msg = f"sglang reported {len(pairs)} of {new} tokens; it must know `return_logprob`"
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
         self.add_tokens(

@@ -349,10 +349,7 @@ def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
     except (AssertionError, ValueError, RuntimeError) as error:
-        msg = (
-            f"renderer={renderer!r} cannot be made for the tokenizer "
-            f"{tokenizer.name_or_path}: {error}"
-        )
+        msg = f"renderer={renderer!r} cannot be made for {tokenizer.name_or_path}: {error}"
         raise ConfigError(msg) from error
 
 

@@ -122,9 +122,7 @@ async def connect_scorer(url: str) -> AsyncIterator[Scorer]:
     async with EngineHttp(url) as engine:
         card = await engine.card(None)
         if card.owned_by not in _OWNERS:
-            msg = (
-                f"{url} is not vLLM, SGLang or the embedded engine, so it cannot recompute logprobs"
-            )
+            msg = f"{url} is no vLLM, SGLang or embedded engine: it cannot recompute logprobs"
             raise EngineError(msg)
         facts = await engine.get_object(_OWNERS[card.owned_by])
         facts = facts["data"][0] if card.owned_by == "tugline" else facts

@@ -201,7 +201,6 @@ def _view_events(events: Sequence[RecordedEvent], start: float) -> tuple[Timelin
     return tuple(
         TimelineEvent(kind=event.kind, at=event.at - start, call=event.call, detail=event.detail)
         for event in sorted(events, key=lambda event: event.at)
-        if event.kind is not RecordedEventKind.RESPONSE
     )
 
 

@@ -79,10 +79,7 @@ def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
     """One session, if `epoch` is that of its present lease. Raises `FencedError`."""
     entry = get(tx, session)
     if entry.epoch != epoch or not entry.leased:
-        msg = (
-            f"session {session} is {entry.status} at epoch {entry.epoch};"
-            f" the lease of epoch {epoch} is lost"
-        )
+        msg = f"session {session} is {entry.status} at epoch {entry.epoch}; {epoch} is lost"
         raise FencedError(msg)
     return entry
 

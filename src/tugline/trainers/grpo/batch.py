@@ -94,10 +94,7 @@ def pack(
     """
     for row in rows:
         if row.sample.loss_mask[0]:
-            msg = (
-                f"session {row.sample.session}: loss_mask[0] is True, but the first token of a "
-                "trace has no context to be predicted from; it must be False"
-            )
+            msg = f"session {row.sample.session}: loss_mask[0] is True: its token has no context"
             raise CaptureError(msg)
     rank, world = rank_and_world()
     split = _tree_chunks if tree else _plain_chunks

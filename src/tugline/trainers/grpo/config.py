@@ -133,8 +133,5 @@ class GrpoConfig(UpdateConfig, frozen=True):
             msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
             raise ConfigError(msg, "turn_discount")
         if self.reward != "discounted" and self.turn_discount is not None:
-            msg = (
-                f"turn_discount has no effect with reward {self.reward!r}: leave it out, or set"
-                " reward to 'discounted'"
-            )
+            msg = f"turn_discount needs reward 'discounted', not {self.reward!r}; leave it out"
             raise ConfigError(msg, "turn_discount")

@@ -126,10 +126,7 @@ class PolicyModel:
         whole = torch.log_softmax(logits.float(), -1).gather(2, ids[:, 1:, None]).flatten()
         self._reshard()
         if not self._agree(whole, self._probe(tree=False)):
-            msg = (
-                f"model {type(self.model).__name__} changes its logits after the output layer "
-                "(soft-capping or scaling); the GRPO trainer needs one that does not"
-            )
+            msg = f"model {type(self.model).__name__} changes its logits after the output layer"
             raise ConfigError(msg)
 
     def _use_tree(self, inner: Any) -> None:
