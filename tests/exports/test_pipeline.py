@@ -81,7 +81,7 @@ def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> N
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
     """An empty file would be found much later."""
     record(tmp_path, "a", status=None)
-    with pytest.raises(UsageError, match="nothing is left to export: of 1 recordings, 1 no_reward"):
+    with pytest.raises(UsageError, match="nothing is left to export: of 1, 1 no_reward"):
         export("verl", tmp_path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.0.rec"]
 

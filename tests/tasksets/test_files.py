@@ -144,7 +144,7 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
         ("path: rows.jsonl", "path: none.jsonl", "none.jsonl: No such file"),
         ("path: rows.jsonl", "path: rows.txt", "must end in .jsonl, .json, .csv, .parquet"),
         ("path: rows.jsonl", "split: x", "give either path or dataset"),
-        ('"{instruction} Be', '"Be', "must have {instruction} in it"),
+        ('"{instruction} Be', '"Be', "must have {instruction}"),
         ("prefix: x-", "select: {include: [zzz]}", "no task is left"),
         ("prefix: x-", "select: {limit: 0}", "select.limit is 0"),
         ("prefix: x-", "select: {shufle: 0}", "unknown key 'select.shufle'"),
