@@ -228,7 +228,7 @@ async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: 
     assert (await looked_at(share, 0)).cause is None
     (tmp_path / "new").write_bytes(b"x" * (3 << 20))
     async with asyncio.timeout(20):  # after a slow look the next one waits longer
-        while (await looked_at(share, 0)).cause is not Cause.AGENT_DISK:
+        while (await looked_at(share, 0)).cause is not Cause.AGENT_DISK:  # noqa: ASYNC110 - of looks
             await asyncio.sleep(0.1)
 
 
