@@ -137,7 +137,8 @@ async def test_any_addition_leaves_the_tests_as_they_were(
 
 
 @pytest.mark.slow
-@settings(EXAMPLES, max_examples=60)
+@pytest.mark.timeout(900)
+@settings(EXAMPLES, max_examples=20)
 @given(added=LOTS)
 async def test_many_additions_leave_the_tests_as_they_were(
     tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
