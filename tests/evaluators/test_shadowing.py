@@ -48,6 +48,7 @@ BESIDE: dict[str, str | None] = {
     "hidden/test_calc.abi3.so": "no library",
     "hidden/test_calc.pyc": "none",
     "hidden/__init__.py": MEND,
+    "__init__.py": MEND,
     "hidden.py": MEND,
     "src/hidden/__init__.py": MEND,
     "src/statistics.py": f"{MEND}def mean(_): return -1\n",
@@ -138,7 +139,7 @@ async def test_any_addition_leaves_the_tests_as_they_were(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(EXAMPLES, max_examples=20)
+@settings(EXAMPLES, max_examples=60)
 @given(added=LOTS)
 async def test_many_additions_leave_the_tests_as_they_were(
     tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]

@@ -194,14 +194,14 @@ class _Layout(NamedTuple):
     test_folders: frozenset[PurePosixPath]
     """The folders around the tests, but for the workdir."""
     test_packages: frozenset[PurePosixPath]
-    """Folders that become packages of the tests if they get an ``__init__``."""
+    """The workdir, and folders that become packages of the tests with an ``__init__``."""
 
 
 def _find_layout(rules: Rules) -> _Layout:
     paths = (PurePosixPath(path) for path in {*rules.trusted, *rules.fresh.files})
     python = {path for path in paths if path.suffix == ".py"}
     tests = [p for p in python if str(p) in rules.trusted or find_match(p, rules.protected)]
-    packages = {test.parent for test in tests}
+    packages = {PurePosixPath(), *(test.parent for test in tests)}  # pytest imports the top's
     for inner in sorted(python, key=lambda path: -len(path.parts)):
         if inner.name == "__init__.py" and inner.parent in packages:
             packages.add(inner.parent.parent)
