@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from sandboxes import mount_table, read_log, run_shell
@@ -18,7 +19,7 @@ from tugline.plugins import make
 from tugline.sandbox.base import Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.overlay import OverlayWorkspace
-from tugline.sandbox.processes import ProgramRecord, end_program, start_time
+from tugline.sandbox.processes import MARK, ProgramRecord, end_program, start_time
 from tugline.types import PluginSpec, Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -86,6 +87,32 @@ def test_a_recycled_pid_is_not_hit() -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+@LINUX
+def test_a_daemon_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment it has no environment, and so no mark to be known by: it is looked at again."""
+    daemon = subprocess.Popen(["sleep", "60"], start_new_session=True, env={MARK: "m" * 32})
+    environ, cmdline = psutil.Process.environ, psutil.Process.cmdline
+    looks: list[int] = []
+
+    def empty_at_first(process: psutil.Process) -> dict[str, str]:
+        if process.pid != daemon.pid or len(looks) > 3:
+            return dict(environ(process))
+        looks.append(process.pid)
+        return {}
+
+    def always_empty(process: psutil.Process) -> list[str]:
+        return [] if process.pid == daemon.pid else list(cmdline(process))
+
+    monkeypatch.setattr(psutil.Process, "environ", empty_at_first)
+    monkeypatch.setattr(psutil.Process, "cmdline", always_empty)
+    try:
+        assert end_program(ProgramRecord(0, None, "m" * 32), grace_s=0.0) == 1
+    finally:
+        daemon.kill()
+        assert daemon.wait() == -signal.SIGKILL
+    assert len(looks) == 4
 
 
 async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ _CHUNK = 1 << 16
 _CHUNKS_PER_COPY = 16
 _WIDE_PIPE = 1 << 20
 _DISCARD_PAUSE_S = 0.005
+_EXEC_LOOKS, _EXEC_PAUSE_S = 50, 0.002
+_KERNEL_PID = 2
+"""Parent of the kernel's own threads, which have no environment."""
 
 
 class ProgramRecord(msgspec.Struct, frozen=True):
@@ -296,7 +299,19 @@ def _members(record: ProgramRecord) -> Iterator[psutil.Process]:
             in_group = group_trusted and record.pid in {os.getpgid(pid), os.getsid(pid)}
             if in_group:
                 in_group = (start_time(pid) or 0.0) >= (record.start or 0.0)
-            marked = in_group or process.environ().get(MARK) == record.mark
+            marked = in_group or _environ(process, record.start or 0.0).get(MARK) == record.mark
             alive = marked and process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
             if alive and pid != os.getpid():
                 yield process
+
+
+def _environ(process: psutil.Process, since: float) -> dict[str, str]:
+    """Its environment. A young process without one may be in the middle of `exec`: wait for it."""
+    for _ in range(_EXEC_LOOKS):
+        environ: dict[str, str] = process.environ()
+        if environ or process.cmdline() or (start_time(process.pid) or 0.0) < since:
+            break
+        if process.status() == psutil.STATUS_ZOMBIE or process.ppid() == _KERNEL_PID:
+            break
+        time.sleep(_EXEC_PAUSE_S)
+    return environ
