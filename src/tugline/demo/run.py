@@ -149,6 +149,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
             steps=settings.steps,
             tasks_per_step=settings.tasks_per_step,
             samples=settings.samples,
+            balance="family",
             seed=settings.seed,
             minutes=settings.minutes,
             keep=2,

@@ -12,7 +12,7 @@ chance); the tests fail before the change, pass after the right one and fail aft
 import random
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -102,12 +102,10 @@ def split_of(*parts: str) -> Split:
 
 
 def generate(split: Split, seed: int) -> Iterator[RepairProblem]:
-    """Endless problems of `split`; the same seed gives the same sequence."""
+    """Endless problems of `split`, of each family in turn; the same seed gives the same ones."""
     rng = random.Random(f"{split}/{seed}")
-    number = 0
-    while True:
-        yield _problem(rng, split, f"{split}-{seed}-{number}")
-        number += 1
+    for number, family in enumerate(cycle(VOCABULARY.families)):
+        yield _problem(rng, split, f"{split}-{seed}-{number}", family)
 
 
 class _Function(NamedTuple):
@@ -155,8 +153,8 @@ class _Function(NamedTuple):
         return "\n".join([*lines, ""])
 
 
-def _problem(rng: random.Random, split: Split, name: str) -> RepairProblem:
-    family, module, wording = _combination(rng, split)
+def _problem(rng: random.Random, split: Split, name: str, family: Family) -> RepairProblem:
+    module, wording = _combination(rng, split, family)
     target = _function(rng, split, family, taken=())
     right, bug, *rest = target.choices
     old = target.gap(bug)
@@ -199,12 +197,11 @@ def _correct_function(rng: random.Random, split: Split, target: _Function, old: 
             return other
 
 
-def _combination(rng: random.Random, split: Split) -> tuple[Family, str, int]:
+def _combination(rng: random.Random, split: Split, family: Family) -> tuple[str, int]:
     while True:
-        family, module = rng.choice(VOCABULARY.families), rng.choice(VOCABULARY.modules)
-        wording = rng.randrange(len(VOCABULARY.wordings))
+        module, wording = rng.choice(VOCABULARY.modules), rng.randrange(len(VOCABULARY.wordings))
         if split_of(family.name, module, str(wording)) == split:
-            return family, module, wording
+            return module, wording
 
 
 def _function(

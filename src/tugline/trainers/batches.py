@@ -5,6 +5,7 @@ So a position in the data is one number, and a resumed run submits the very same
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ class TaskBatches:
         self.run = ""
         """Begins the ids of all tasks, where a server has those of other runs as well."""
         self._trained = _read(config.tasks, config, folder, "tasks")
+        self._kinds = _read_tags(self._trained, config.schedule.balance)
         held_out = config.heldout
         self.samples = held_out.samples if held_out else 0
         """Sessions of a held-out task."""
@@ -72,7 +74,7 @@ class TaskBatches:
 
     def _group(self, index: int) -> Task:
         epoch, place = divmod(index, len(self._trained))
-        task = self._trained[_order(len(self._trained), f"{self._schedule.seed}/{epoch}")[place]]
+        task = self._trained[_order(self._kinds, f"{self._schedule.seed}/{epoch}")[place]]
         made = self._make(f"g{index:07d}", task, str(index))
         return replace(made, samples=self._schedule.samples)
 
@@ -87,11 +89,25 @@ class TaskBatches:
 
 
 @lru_cache(maxsize=2)
-def _order(size: int, seed: str) -> Sequence[int]:
-    """Return a random order of `size` tasks."""
-    order = list(range(size))
+def _order(kinds: Sequence[str], seed: str) -> Sequence[int]:
+    """Return a random order of tasks in which those of each kind are evenly spread."""
+    order = list(range(len(kinds)))
     random.Random(seed).shuffle(order)
-    return order
+    sizes, seen, places = Counter(kinds), Counter[str](), {}
+    for index in order:
+        places[index] = (seen[kinds[index]] + 0.5) / sizes[kinds[index]]
+        seen[kinds[index]] += 1
+    return sorted(order, key=places.__getitem__)
+
+
+def _read_tags(tasks: Sequence[Task], tag: str | None) -> tuple[str, ...]:
+    """Return each task's value of a tag. Raises `ConfigError` if no task has it."""
+    kinds = tuple(task.tags.get(tag or "", "") for task in tasks)
+    if tag is not None and not any(kinds):
+        known = ", ".join(sorted({name for task in tasks for name in task.tags}))
+        msg = f"schedule.balance is {tag!r}, must be a tag of the tasks: {known}"
+        raise ConfigError(msg, "schedule.balance")
+    return kinds
 
 
 def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> list[Task]:

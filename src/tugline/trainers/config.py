@@ -45,6 +45,9 @@ class Schedule(Config, frozen=True):
     """Groups that one step trains on."""
     samples: Annotated[int, Meta(ge=2)] = 8
     """Sessions of one group."""
+    balance: str | None = None
+    """Tag, such as `family`, whose values every step has in the same proportion as all tasks; None:
+    each step has any tasks."""
     staleness: NonNegativeInt = 0
     """Most versions that a session may be behind when it is trained on; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT
