@@ -11,7 +11,7 @@ import pytest
 from exports.made import call, export, record
 from tugline.errors import UnknownPlugin, UsageError
 from tugline.exports.base import SkipReason
-from tugline.exports.select import Split
+from tugline.exports.pipeline import Split
 from tugline.types import PluginSpec
 
 FORMS = ["parquet", "calls", "sft", "trl", "verl", "slime"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exports.made import call, export, record, two_turns
 from tugline.exports.base import SkipReason
-from tugline.exports.select import Selection, SessionSummary, Split, select, summarize
+from tugline.exports.pipeline import Selection, SessionSummary, Split, select, summarize
 from tugline.types import Status
 
 

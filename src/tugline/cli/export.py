@@ -13,8 +13,7 @@ from rich.table import Table
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
-from tugline.exports.pipeline import Export, ExportSummary, run
-from tugline.exports.select import Selection, Split
+from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
 from tugline.recording.folder import resolve
 from tugline.types import PluginSpec, Status, TraceKind
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tugline.chat.model_call import serialize_message, serialize_tool
 from tugline.errors import ConfigError, UsageError
 from tugline.exports.base import Exporter, ExportRow, RowWriter, SessionExport, SkipReason
+from tugline.trainers.grpo.samples import read_spans
 from tugline.types import Message, Trace
 
 try:
@@ -122,9 +123,6 @@ class Parquet(TableExporter):
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the fields of the trace and of its session."""
-        versions = np.full(len(trace.ids), -1, np.int32)
-        for span in trace.spans:
-            versions[span.start : span.end] = span.version
         values = {
             "trace": index,
             "kind": trace.kind,
@@ -136,7 +134,7 @@ class Parquet(TableExporter):
             "ids": trace.ids,
             "loss_mask": trace.mask,
             "logprobs": trace.logprobs,
-            "versions": versions,
+            "versions": read_spans(trace)[0],
             "spans": msgspec.to_builtins(trace.spans),
             "images": list(trace.images),
         }

@@ -143,3 +143,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of engine that sampled it; empty where it is not known."""
     harness: str = ""
     """Name of the harness that it was sampled for; empty where it is not known."""
+    reward: float | None = None
+    """Of the session; None for text that no policy sampled."""
+    reward_parts: dict[str, float] = {}

@@ -84,28 +84,47 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     )
     for _, members in groupby(ordered, key=lambda trajectory: trajectory.task):
         group = list(members)
-        rewarded = {
-            trajectory.session: found
-            for trajectory in group
-            if (found := _rewards(trajectory, config))
-        }
-        rewards = [trajectory.session for trajectory in rewarded.values()]
-        levels = baselines(rewards, config.advantage, config.advantage_eps)
-        baseline = dict(zip(rewarded, levels, strict=True))
-        signal = has_signal(rewards)
+        graded, signal = _grade(group, config)
         for trajectory in group:
             ledger.add(trajectory)
-            if trajectory.session not in rewarded:
+            if trajectory.session not in graded:
                 ledger.drop(Reason.SESSION_FAILED, trajectory.ledger.trained)
             elif config.drop_truncated and _is_truncated(trajectory):
                 ledger.drop(Reason.TRUNCATED, trajectory.ledger.trained)
             elif not signal:
                 ledger.drop(Reason.NO_SIGNAL, trajectory.ledger.trained)
             else:
-                advantage = baseline[trajectory.session].advantage
-                advantages = [advantage(reward) for reward in rewarded[trajectory.session].by_trace]
+                advantages = graded[trajectory.session]
                 samples += _samples(trajectory, advantages, config, version, ledger)
     return Prepared(tuple(samples), ledger.build())
+
+
+def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:
+    """Yield the samples of one task's sessions with a finite reward, for a trainer of any kind.
+
+    Nothing is left out for its reward or age: a group without signal has advantages of 0.
+    """
+    graded, _ = _grade(group, config)
+    for trajectory in group:
+        if trajectory.session in graded:
+            advantages = graded[trajectory.session]
+            yield from _samples(trajectory, advantages, config, 0, _LedgerBuilder())
+
+
+def _grade(
+    group: Sequence[Trajectory], config: GrpoConfig
+) -> tuple[Mapping[str, Sequence[float]], bool]:
+    """Return the advantage of each trace, by session with a reward, and whether any differ."""
+    rewarded = {
+        trajectory.session: found for trajectory in group if (found := _rewards(trajectory, config))
+    }
+    rewards = [one.session for one in rewarded.values()]
+    levels = baselines(rewards, config.advantage, config.advantage_eps)
+    graded = {
+        session: [level.advantage(reward) for reward in one.by_trace]
+        for (session, one), level in zip(rewarded.items(), levels, strict=True)
+    }
+    return graded, has_signal(rewards)
 
 
 def _is_truncated(trajectory: Trajectory) -> bool:
@@ -154,7 +173,7 @@ def _samples(
         trained = [span.call for span in spans if span.masked is None]
         shares = turn_shares(trained, config.turn_discount)
     for trace, advantage in zip(trajectory.traces, advantages, strict=True):
-        versions, temperatures = _read_spans(trace)
+        versions, temperatures = read_spans(trace)
         mask = trace.mask & (temperatures > 0)
         ledger.mask(Reason.UNREPRODUCIBLE, int(trace.mask.sum() - mask.sum()))
         if config.max_staleness is not None:
@@ -173,6 +192,8 @@ def _samples(
                 session=trajectory.session,
                 engine="+".join(sorted({span.engine for span in trace.spans})),
                 harness=trajectory.harness,
+                reward=None if trajectory.reward is None else trajectory.reward.value,
+                reward_parts={} if trajectory.reward is None else trajectory.reward.parts,
             )
 
 
@@ -186,7 +207,7 @@ def _token_advantages(
     return np.where(mask, values, np.float32(0))
 
 
-def _read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
+def read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
     """Return the version (-1 where nothing was sampled) and temperature of each token.
 
     The temperature is 0 where no forward pass reproduces the logprob, 1 where nothing was sampled.

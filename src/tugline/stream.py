@@ -1,0 +1,125 @@
+"""Graded groups of a rollout server, for the loop of any trainer. Needs neither torch nor asyncio.
+
+    with GroupStream("my-trainer") as stream:
+        for group in stream:
+            update(group.samples)
+            save_checkpoint()
+            stream.acknowledge(group)
+
+Groups come whole, in the order of their release. What was read and not acknowledged comes again
+after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. A
+bounded number of groups may be unacknowledged: then the stream waits, and nothing is read ahead.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from tugline.client.streams import GroupResults
+from tugline.client.sync import SyncClient
+from tugline.errors import UsageError
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.samples import read_group
+from tugline.types import Sample, Trajectory
+
+_POLL_S = 0.5
+"""Between two looks at what another process has acknowledged."""
+
+
+class GradedGroup:
+    """All sessions of one task that has ended."""
+
+    def __init__(self, results: GroupResults) -> None:
+        self.id = results.view.id
+        """The task."""
+        self.cursor = results.cursor
+        """Position to acknowledge."""
+        self.missing = results.view.missing
+        """Samples without a reward, for a reason that says nothing about the policy."""
+        found = (result.trajectory for result in results.results)
+        self.trajectories: tuple[Trajectory, ...] = tuple(one for one in found if one is not None)
+        """Of the sessions that ran, with or without a reward, by sample."""
+
+    @cached_property
+    def samples(self) -> tuple[Sample, ...]:
+        """Each trace with something to train on, of each session with a reward.
+
+        Advantages are ``(r - mean) / (std + 1e-4)`` over the sessions, 0 if all earned the same;
+        a trainer that computes its own has `reward`.
+        """
+        return tuple(read_group(self.trajectories, GrpoConfig()))
+
+
+class GroupStream:
+    """Groups of one consumer, from the first that it has not acknowledged; a context manager.
+
+    `consumer` is a name of your choice, kept by the server; the server is found as by `Client`.
+    """
+
+    def __init__(  # noqa: PLR0913 - where to read, what, and how far ahead
+        self,
+        consumer: str,
+        server: str | None = None,
+        token: str | None = None,
+        *,
+        folder: Path | str | None = None,
+        tasks: Sequence[str] = (),
+        follow: bool = True,
+        max_unacknowledged: int = 64,
+        within_s: float = 3600.0,
+    ) -> None:
+        """Set what to read: groups of `tasks` only, and without `follow` only those of now.
+
+        At `max_unacknowledged` groups the stream waits up to `within_s` for one to be
+        acknowledged, by another thread or process. Raises `UsageError` then, and for a bound of 0.
+        """
+        if max_unacknowledged < 1:
+            msg = f"max_unacknowledged is {max_unacknowledged}, must be a whole number from 1"
+            raise UsageError(msg)
+        self.consumer, self._tasks, self._follow = consumer, tasks, follow
+        self._bound, self._within_s = max_unacknowledged, within_s
+        self._client = SyncClient(server, token, folder=folder)
+        self._acknowledged = 0
+
+    def __enter__(self) -> Self:
+        self._client.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._client.__exit__(*exc)
+
+    def __iter__(self) -> Iterator[GradedGroup]:
+        """Yield the groups. Raises `ServerError` if the server is away for too long."""
+        unacknowledged: deque[int] = deque()
+        for results in self._client.groups(self.consumer, tasks=self._tasks, follow=self._follow):
+            yield GradedGroup(results)
+            unacknowledged.append(results.cursor)
+            self._wait_for_room(unacknowledged)
+
+    def acknowledge(self, group: GradedGroup) -> None:
+        """Acknowledge this group and all before it; call it after the checkpoint that has them."""
+        self._client.ack(self.consumer, group.cursor)
+        self._acknowledged = max(self._acknowledged, group.cursor)
+
+    def _wait_for_room(self, unacknowledged: deque[int]) -> None:
+        """Wait until less than the bound of groups are unacknowledged."""
+        deadline = time.monotonic() + self._within_s
+        while not self._has_room(unacknowledged):
+            if time.monotonic() >= deadline:
+                msg = (
+                    f"{self._bound} groups of consumer {self.consumer!r} are not acknowledged after"
+                    f" {self._within_s:g} s: acknowledge them once a checkpoint has them, or raise"
+                    " max_unacknowledged"
+                )
+                raise UsageError(msg)
+            time.sleep(_POLL_S)
+            known = [one.acked for one in self._client.consumers() if one.name == self.consumer]
+            self._acknowledged = max(known, default=self._acknowledged)
+
+    def _has_room(self, unacknowledged: deque[int]) -> bool:
+        while unacknowledged and unacknowledged[0] <= self._acknowledged:
+            unacknowledged.popleft()
+        return len(unacknowledged) < self._bound

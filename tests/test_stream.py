@@ -1,0 +1,225 @@
+"""The stream of graded groups, from a real server to a loop in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from house import House, task
+from served import TOKENS
+from tugline.client.nodes import NodeClient
+from tugline.errors import UsageError
+from tugline.protocol import LeaseRequest, NodeRegistration
+from tugline.stream import GradedGroup, GroupStream
+from tugline.types import (
+    Boundary,
+    Distribution,
+    Failure,
+    Group,
+    Ledger,
+    Reward,
+    Span,
+    Status,
+    Trace,
+    Trajectory,
+    encode,
+)
+
+CONSUMER = """
+import sys
+from tugline.stream import GroupStream
+
+with GroupStream("trainer", sys.argv[1], sys.argv[2]) as stream:
+    assert not {"torch", "transformers"} & set(sys.modules)
+    for group in stream:
+        print(group.id, *(sample.session for sample in group.samples), flush=True)
+        if sys.stdin.readline() == "acknowledge\\n":
+            stream.acknowledge(group)
+"""
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A server that is up."""
+    made = House(tmp_path)
+    await made.start()
+    try:
+        async with asyncio.timeout(100):
+            yield made
+    finally:
+        await made.stop()
+
+
+def trajectory(session: str, of: str, sample: int, reward: float | None) -> Trajectory:
+    """Two answers around a tool result; the second one was sampled greedily, under version 4."""
+    greedy = Distribution(temperature=0.0)
+    spans = (Span(0, 2, 4, 3), Span(1, 5, 6, 4, distribution=greedy))
+    mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
+    trace = Trace(
+        ids=np.arange(10, 16, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        spans=spans,
+    )
+    return Trajectory(
+        session=session,
+        task=of,
+        sample=sample,
+        status=Status.FAILED if reward is None else Status.COMPLETED,
+        traces=(trace,),
+        ledger=Ledger(sampled=3, trained=3),
+        reward=None if reward is None else Reward(reward, {"tests": reward}),
+        failure=Failure(Boundary.INFRASTRUCTURE, "gone") if reward is None else None,
+    )
+
+
+async def finish(house: House, **tasks: list[float | None]) -> None:
+    """Submit these tasks, and play a node that earns these rewards, task by task."""
+    async with house.client() as client, NodeClient(house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="played", slots=99, capacity=99))
+        for name, rewards in tasks.items():
+            await client.submit(task(name, samples=len(rewards), group=Group(attempts=1)))
+            ask = LeaseRequest(capacity=99, applied=welcome.control.generation, wait_s=5.0)
+            for one in (await node.lease(welcome.node, ask)).work:
+                of = one.session
+                done = trajectory(of.id, name, of.sample, rewards[of.sample])
+                await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
+
+
+def read(stream: GroupStream) -> list[GradedGroup]:
+    """Everything that is there now."""
+    with stream:
+        return list(stream)
+
+
+async def test_a_group_has_all_that_a_trainer_needs(house: House) -> None:
+    """Whole groups in flat arrays; no reward is made up, and equal ones have no advantage."""
+    await finish(house, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
+    stream = GroupStream("me", house.url, TOKENS.client, follow=False)
+    a, b, c = await asyncio.to_thread(read, stream)
+    assert [one.id for one in (a, b, c)] == ["a", "b", "c"]
+    assert [one.session for one in a.samples] == ["a-0", "a-1", "a-2"]
+    assert [one.reward for one in a.samples] == [1.0, 0.0, 1.0]
+    first = a.samples[0]
+    assert (first.group, first.reward_parts) == ("a", {"tests": 1.0})
+    assert first.input_ids.tolist() == [10, 11, 12, 13, 14, 15]
+    assert first.loss_mask.tolist() == [False, False, True, True, False, False]
+    assert first.logprobs.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert first.versions.tolist() == [-1, -1, 3, 3, -1, 4]
+    assert first.temperatures.tolist() == [1, 1, 1, 1, 1, 0]
+    scale = np.sqrt(2) / 3 + 1e-4
+    assert first.advantages.tolist() == pytest.approx([0, 0, 1 / 3 / scale, 1 / 3 / scale, 0, 0])
+    assert all(not one.advantages.any() for one in (*b.samples, *c.samples))
+
+
+async def test_a_session_without_a_verdict_is_not_a_sample(house: House) -> None:
+    """It is missing from its group, with its trajectory and its failure at hand."""
+    await finish(house, a=[1.0, None])
+    stream = GroupStream("me", house.url, TOKENS.client, follow=False)
+    (group,) = await asyncio.to_thread(read, stream)
+    assert [one.session for one in group.samples] == ["a-0"]
+    assert [one.failure is None for one in group.trajectories] == [True, False]
+    assert group.missing == (1,)
+
+
+async def test_a_killed_consumer_gets_what_it_did_not_acknowledge(house: House) -> None:
+    """Killed between reading and acknowledging it gets the group again; after that never."""
+    await finish(house, a=[1.0, 0.0], b=[0.0, 1.0])
+    first = await start_consumer(house)
+    assert await read_line(first) == "a a-0 a-1"
+    await acknowledge(first)
+    assert await read_line(first) == "b b-0 b-1"
+    first.send_signal(signal.SIGKILL)
+    await first.wait()
+    second = await start_consumer(house)
+    assert await read_line(second) == "b b-0 b-1"
+    await acknowledge(second)
+    await finish(house, c=[1.0, 0.0])
+    assert await read_line(second) == "c c-0 c-1"
+    await acknowledge(second)
+    await finish(house, d=[1.0])  # read once c is acknowledged
+    assert await read_line(second) == "d d-0"
+    second.send_signal(signal.SIGKILL)
+    await second.wait()
+    stream = GroupStream("trainer", house.url, TOKENS.client, follow=False)
+    assert [one.id for one in await asyncio.to_thread(read, stream)] == ["d"]
+
+
+async def start_consumer(house: House) -> asyncio.subprocess.Process:
+    """A loop in a process of its own."""
+    words = (sys.executable, "-c", CONSUMER, house.url, TOKENS.client)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+
+
+async def read_line(process: asyncio.subprocess.Process) -> str:
+    """What it read next."""
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+async def acknowledge(process: asyncio.subprocess.Process) -> None:
+    """Let it acknowledge that."""
+    assert process.stdin is not None
+    process.stdin.write(b"acknowledge\n")
+    await process.stdin.drain()
+
+
+async def test_a_stream_waits_for_another_process_to_acknowledge(house: House) -> None:
+    """At the bound nothing is read, until the one who saves checkpoints says so."""
+    await finish(house, a=[1.0], b=[1.0], c=[1.0])
+    bounded = GroupStream(
+        "me", house.url, TOKENS.client, follow=False, max_unacknowledged=2, within_s=60.0
+    )
+    other = GroupStream("me", house.url, TOKENS.client)
+
+    def work() -> None:
+        with bounded, other:
+            groups = iter(bounded)
+            first, _ = next(groups), next(groups)
+            waiting = asyncio.run_coroutine_threadsafe(asyncio.to_thread(next, groups), loop)
+            assert not waiting.done()
+            other.acknowledge(first)
+            assert waiting.result(60).id == "c"
+
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(work)
+
+
+async def test_who_never_acknowledges_is_told(house: House) -> None:
+    """The error says what to do; a bound that allows nothing is refused at once."""
+    await finish(house, a=[1.0], b=[1.0])
+    with pytest.raises(UsageError, match="max_unacknowledged is 0"):
+        GroupStream("me", house.url, TOKENS.client, max_unacknowledged=0)
+    stream = GroupStream("me", house.url, TOKENS.client, max_unacknowledged=1, within_s=0.0)
+    with pytest.raises(UsageError, match="1 groups of consumer 'me' are not acknowledged"):
+        await asyncio.to_thread(read, stream)
+
+
+@pytest.mark.slow
+async def test_a_data_loader_reads_ahead_in_a_process_of_its_own(house: House) -> None:
+    """The loop of the example acknowledges what its worker has read; the next one goes on."""
+    await finish(house, **{name: [1.0, 0.0] for name in "abcdefghijkl"})
+    assert await run_example(house) == [f"{name} {name}-0=1 {name}-1=0" for name in "abcdefghijkl"]
+    await finish(house, m=[1.0])
+    assert await run_example(house) == ["m m-0=1"]
+
+
+async def run_example(house: House) -> list[str]:
+    """What it prints."""
+    where = {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client}
+    script = Path(__file__).parents[1] / "examples" / "torch_dataset.py"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, script, "mine", env=os.environ | where, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode().splitlines()
