@@ -73,24 +73,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--grpo", type=json.loads, default={"lr": 5e-3, "importance": "truncate"})
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     runs: list[Run] = []
     for seed in options.seeds:  # a machine that gets busier does so for all of a seed
         for staleness in options.staleness:
-            runs.append(train(staleness, seed, options.steps, options.lr))
+            runs.append(train(staleness, seed, options.steps, options.grpo))
             print(json.dumps(runs[-1]._asdict()), file=None if options.json else sys.stderr)
     if not options.json:
         print_table(runs)
 
 
-def train(staleness: int, seed: int, steps: int, lr: float) -> Run:
+def train(staleness: int, seed: int, steps: int, grpo: dict[str, Any]) -> Run:
     """Run ``tugline train`` in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_config(folder, staleness, seed, steps, lr)
+        write_config(folder, staleness, seed, steps, grpo)
         command = [
             Path(sys.executable).with_name("tugline"),
             "train",
@@ -128,7 +128,7 @@ def train(staleness: int, seed: int, steps: int, lr: float) -> Run:
     )  # fmt: skip
 
 
-def write_config(folder: Path, staleness: int, seed: int, steps: int, lr: float) -> None:
+def write_config(folder: Path, staleness: int, seed: int, steps: int, grpo: dict[str, Any]) -> None:
     """Write the model, the tasks, the agent and the configuration of a run."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -164,7 +164,7 @@ def write_config(folder: Path, staleness: int, seed: int, steps: int, lr: float)
         },
         "engine": {"renderer": "qwen3"},
         "node": {"slots": 32},
-        "grpo": {"lr": lr},
+        "grpo": grpo,
         "schedule": {
             "steps": steps, "tasks_per_step": 4, "samples": 6, "staleness": staleness, "seed": seed,
         },
