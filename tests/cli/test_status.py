@@ -38,7 +38,6 @@ async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
     """Server and node, with the API at an address."""
     async with observed(folder) as rig:
         app = Api(rig.control, TOKENS, rig.pages)
-        rig.pages.waiting = lambda: app.state.waits.open
         async with serve_api(app) as url:
             yield rig, url
 

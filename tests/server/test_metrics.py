@@ -160,13 +160,12 @@ async def test_open_long_answers_are_counted(tmp_path: Path) -> None:
     """One that waits over HTTP is on the page, and gone from it with its client."""
     async with observed(tmp_path) as rig:
         app = Api(rig.control, TOKENS, rig.pages)
-        rig.pages.waiting = lambda: app.state.waits.open
         headers = {"authorization": f"Bearer {TOKENS.read}"}
         async with serve_api(app) as url, aiohttp.ClientSession(headers=headers) as http:
             asking = asyncio.ensure_future(http.get(f"{url}/v1/results?wait_s=20"))
-            await until(lambda: app.state.waits.open == 1)
+            await until(lambda: app.waits.open == 1)
             async with http.get(f"{url}/metrics") as answer:
                 found = read(await answer.read())
             asking.cancel()
-            await until(lambda: app.state.waits.open == 0)
+            await until(lambda: app.waits.open == 0)
     assert found["tugline_waiting"][()] == 1

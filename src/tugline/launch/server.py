@@ -150,7 +150,6 @@ async def serve_control_plane(
     """Serve the API; yields its URL, which is also in `folder` for clients on this machine."""
     metrics = ServerMetrics(control.database)
     app = Api(control, load_tokens(folder), metrics)
-    metrics.waiting = lambda: app.state.waits.open
     async with serve_api(app, settings.host, settings.port) as url:
         write_address(folder, make_reachable(url))
         yield make_reachable(url), metrics

@@ -219,10 +219,10 @@ class _Encoding(RequestError):
     code = "unsupported_encoding"
 
 
-class Http:
-    """A request and its response."""
+class HttpRequest:
+    """A request."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope["query_string"].decode("latin-1")
@@ -234,7 +234,7 @@ class Http:
         self._complete = False
         self._more = True
         """Whether a part of the request's body is still to come."""
-        self._receive, self._send = receive, send
+        self._receive = receive
 
     async def body(
         self, limit: int, timeout_s: float, take: Callable[[int], None] = lambda _size: None
@@ -273,6 +273,35 @@ class Http:
         take(len(data))
         return data
 
+    async def wait_disconnected(self) -> None:
+        """Wait until the client hangs up."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = not self._complete  # the server says the same after a whole reply
+
+    async def _read(self, limit: int, keep: Callable[[bytes], object]) -> None:
+        size = 0
+        while self._more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                msg = "the client hung up before its request was complete"
+                raise ClientGone(msg)
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            self._more = message.get("more_body", False)
+            if size > limit:
+                raise _too_large(size, limit)
+            keep(part)
+
+
+class Http(HttpRequest):
+    """A request and its response."""
+
+    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive)
+        self._send = send
+
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a whole JSON reply."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})})
@@ -292,12 +321,6 @@ class Http:
         self._complete = True
         await self._send_body(data)
 
-    async def wait_disconnected(self) -> None:
-        """Wait until the client hangs up."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.disconnected = not self._complete  # the server says the same after a whole reply
-
     async def _send_body(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -305,21 +328,6 @@ class Http:
         named = {"content-type": "application/json", **headers}
         encoded = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
-
-    async def _read(self, limit: int, keep: Callable[[bytes], object]) -> None:
-        size = 0
-        while self._more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.disconnected = True
-                msg = "the client hung up before its request was complete"
-                raise ClientGone(msg)
-            part: bytes = message.get("body", b"")
-            size += len(part)
-            self._more = message.get("more_body", False)
-            if size > limit:
-                raise _too_large(size, limit)
-            keep(part)
 
 
 async def lifespan(receive: Receive, send: Send) -> None:

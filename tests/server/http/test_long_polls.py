@@ -22,7 +22,7 @@ SSE = {"accept": "text/event-stream"}
 
 async def _until(app: Api, waiting: int) -> None:
     async with asyncio.timeout(10):
-        while app.state.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
+        while app.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
@@ -33,7 +33,7 @@ async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -
     await server.finish()
     told = await asyncio.wait_for(asking, 20)
     assert [one["session"] for one in told.json["items"]] == ["t-0"]
-    assert server.app.state.waits.open == 0
+    assert server.app.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:

@@ -60,7 +60,7 @@ async def test_events_of_one_task(server: Served) -> None:
 
 async def test_a_silent_stream_says_that_it_lives(server: Served) -> None:
     """A comment, now and then, for proxies and for readers that want to know."""
-    server.app.state.waits.keep_alive_s = 0.05
+    server.app.waits.keep_alive_s = 0.05
     async with server.request("GET", "/v1/events", headers=SSE) as got:
         text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 20)
     assert all(line.startswith(b":") for line in text.split(b"\n") if line)

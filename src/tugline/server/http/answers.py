@@ -13,12 +13,11 @@ import asyncio
 import contextlib
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from tugline import errors, log
 from tugline.protocol import Problem
@@ -54,6 +53,12 @@ _NAMES: dict[type[errors.TuglineError], str] = {
     errors.UsageError: "invalid",
     errors.StoreError: "unavailable",
 }
+_HEADERS = {
+    401: {"www-authenticate": 'Bearer realm="tugline"'},
+    408: {"connection": "close"},
+    413: {"connection": "close"},
+    503: {"retry-after": "1"},
+}
 _log = log.get("server.http")
 T = TypeVar("T")
 
@@ -61,23 +66,14 @@ T = TypeVar("T")
 class Refusal(errors.TuglineError):
     """A request that does not reach the control plane; `name` is a key of `PROBLEMS`."""
 
-    def __init__(
-        self,
-        detail: str,
-        name: str,
-        *,
-        field: str = "",
-        known: tuple[str, ...] = (),
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, detail: str, name: str, *, known: tuple[str, ...] = ()) -> None:
         super().__init__(detail)
-        self.name, self.field, self.known, self.headers = name, field, known, headers or {}
+        self.name, self.known = name, known
 
 
 def respond(error: Exception) -> Response:
     """The problem answer for an error. An unexpected one is logged."""
-    name = error.name if isinstance(error, Refusal) else _name_of(error)
-    detail = str(error)
+    name, detail = _name_of(error), str(error)
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
         trace = "".join(traceback.format_exception(error))  # without locals: they hold tokens
@@ -89,24 +85,22 @@ def respond(error: Exception) -> Response:
         title=title,
         status=status,
         detail=detail,
-        field=getattr(error, "field", "") or "",
-        known=getattr(error, "known", ()) or (),
+        field=getattr(error, "field", ""),
+        known=getattr(error, "known", ()),
     )
-    headers = dict(error.headers) if isinstance(error, Refusal) else {}
-    if status == 503:
-        headers["retry-after"] = "1"
+    headers = {"allow": ", ".join(problem.known)} if status == 405 else _HEADERS.get(status)
     return Response(msgspec.json.encode(problem), status, headers, media_type=MEDIA)
 
 
 def _name_of(error: Exception) -> str:
+    if isinstance(error, Refusal):
+        return error.name
+    if isinstance(error, errors.RequestError):  # of a body that was not read to its end
+        return next(name for name, (status, _) in PROBLEMS.items() if status == error.status)
     return next((name for kind, name in _NAMES.items() if isinstance(error, kind)), "fault")
 
 
 # --------------------------------------------------------------------------- waiting
-class ClientDisconnected(Exception):
-    """The client hung up; there is nobody to answer."""
-
-
 class Waits:
     """Open long polls and streams of a server; streams send something every `keep_alive_s`."""
 
@@ -119,64 +113,30 @@ class Waits:
         """End all of them now, and later ones at once."""
         self._stopped.set()
 
-    async def attend(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises `ClientDisconnected`, or `Refusal` on `stop`."""
+    async def attend(self, work: Coroutine[Any, Any, T], *leaving: Coroutine[Any, Any, None]) -> T:
+        """The result of `work`. Raises `ClientGone` when `leaving` ends, `Refusal` on `stop`."""
         working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_disconnect(receive))
-        stopping = asyncio.ensure_future(self._stopped.wait())
+        ends = [asyncio.ensure_future(each) for each in (*leaving, self._stopped.wait())]
         self.open += 1
         try:
-            first: set[asyncio.Future[Any]] = {working, leaving, stopping}
+            first: set[asyncio.Future[Any]] = {working, *ends}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
         finally:
             self.open -= 1
-            await _cancel(working, leaving, stopping)
+            for future in (working, *ends):
+                future.cancel()
+            await asyncio.gather(working, *ends, return_exceptions=True)
         if self._stopped.is_set():
             msg = "the server is shutting down; ask again in a moment"
             raise Refusal(msg, "stopping")
-        raise ClientDisconnected
+        msg = "the client hung up before it was answered"
+        raise errors.ClientGone(msg)
 
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancel(*futures: asyncio.Future[Any]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.wait(futures)
-    for future in futures:
-        if not future.cancelled():
-            future.exception()  # mark it as retrieved
-
-
-class EventStream(Response):
-    """An answer in pieces; a slow reader slows down the source."""
-
-    def __init__(
-        self,
-        pieces: AsyncGenerator[bytes],
-        media: str,
-        waits: Waits,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(media_type=media, headers={"cache-control": "no-store", **(headers or {})})
-        del self.headers["content-length"]
-        self._pieces, self._waits = pieces, waits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the source, the client or the server ends."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-        async with contextlib.aclosing(self._pieces) as pieces:
-            with contextlib.suppress(Refusal):  # the server shuts down: a regular end
-                while True:
-                    piece = await self._waits.attend(receive, anext(pieces, None))
-                    if piece is None:
-                        break
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def forward(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """`pieces` until the server shuts down, which ends a stream like any other."""
+        async with contextlib.aclosing(pieces):
+            with contextlib.suppress(Refusal):
+                while (piece := await self.attend(anext(pieces, None))) is not None:
+                    yield piece

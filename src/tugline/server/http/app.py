@@ -8,52 +8,55 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
-from starlette import routing
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tugline import log
-from tugline.errors import Missing, TuglineError
+from tugline.errors import ClientGone, Invalid, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import answers, results, tasks
-from tugline.server.http.answers import ClientDisconnected, Refusal, Waits
+from tugline.server.http import openapi, results, tasks
+from tugline.server.http.answers import Refusal, Waits, respond
 from tugline.server.http.route import (
     JSON,
+    READERS,
     ApiCall,
-    AppState,
     Caller,
     Nothing,
     Route,
     Tokens,
-    authorize,
     identify,
 )
 from tugline.server.metrics import ServerMetrics
-from tugline.web.serve import serve
+from tugline.web.serve import HttpRequest, lifespan, serve
 
 THREAD_BYTES = 256 << 10
 """Size from which JSON is decoded in a thread."""
 
-_BINARY = frozenset(
-    {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain", ""}
-)
-_IDS = {"id": re.compile(r"[A-Za-z0-9._-]{1,160}"), "number": re.compile(r"[0-9]{1,18}")}
-ROUTES = (*tasks.ROUTES, *results.ROUTES)
-"""Every route, in the order of the documentation."""
+_BINARY = {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain"}
+_PATTERNS = {"{id}": r"([A-Za-z0-9._-]{1,160})", "{number}": r"([0-9]{1,18})"}
 _log = log.get("server.http")
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+@results.ROUTES.add("GET", "/openapi.json", READERS)
+async def get_document(_call: ApiCall[Nothing, Nothing]) -> Response:
+    """Get this document."""
+    return Response(await asyncio.to_thread(openapi.document, ROUTES), media_type=JSON)
+
+
+ROUTES = (*tasks.ROUTES, *results.ROUTES)
+"""Every route, in the order of the documentation."""
+
+
 class Api:
-    """The application. Call `stop` before its sockets are closed: it ends long polls and streams.
+    """The application. Call `waits.stop` before its sockets are closed: it ends long answers.
 
     A body must arrive within `body_s`; streams send something every `keep_alive_s`.
     """
@@ -67,133 +70,91 @@ class Api:
         body_s: float = 120.0,
         keep_alive_s: float = 15.0,
     ) -> None:
-        self.state = AppState(control, Waits(keep_alive_s), metrics, ROUTES)
-        self._tokens, self._body_s = tokens, body_s
-        by_path: dict[str, list[Route]] = {}
+        self.waits = Waits(keep_alive_s)
+        self._control, self._tokens, self._body_s = control, tokens, body_s
+        self._metrics = metrics or ServerMetrics(control.database)
+        self._metrics.waiting = lambda: self.waits.open
+        self._paths: dict[re.Pattern[str], dict[str, Route]] = {}
         for route in ROUTES:
-            by_path.setdefault(route.path, []).append(route)
-        self._router = routing.Router(
-            [routing.Route(path, _Endpoint(self, routes)) for path, routes in by_path.items()],
-            redirect_slashes=False,
-            default=_Endpoint(self, ()),
-            lifespan=self._lifespan,
-        )
-
-    def stop(self) -> None:
-        """End every long poll and stream now."""
-        self.state.waits.stop()
+            pattern = route.path.replace(".", r"\.")
+            for name, accepted in _PATTERNS.items():
+                pattern = pattern.replace(name, accepted)
+            self._paths.setdefault(re.compile(pattern), {})[route.method] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await self._router(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send)
+            return
+        request, began, name = HttpRequest(scope, receive), time.perf_counter(), "unknown"
+        try:
+            route, ident = self._find(request, scope["raw_path"].decode("latin-1"))
+            name = route.name
+            response = await self._call(route, request, ident)
+        except ClientGone:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
+            response = respond(error)
+        self._metrics.count_request(name, response.status_code, time.perf_counter() - began)
+        try:
+            await response(scope, receive, send)
+        except TuglineError as error:  # in the middle of a stream: it breaks off, unfinished
+            _log.warning("stream broke off", route=name, error=str(error))
 
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _app: object) -> AsyncIterator[None]:
-        yield
-        self.stop()
+    def _find(self, request: HttpRequest, path: str) -> tuple[Route, str]:
+        """The route at a path as it was sent (an escaped slash is none), and the id in it."""
+        for pattern, routes in self._paths.items():
+            if match := pattern.fullmatch(path):
+                if request.method in routes:
+                    return routes[request.method], "".join(match.groups())
+                known = tuple(sorted(routes))
+                msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
+                raise Refusal(msg, "method", known=known)
+        msg = f"nothing is at {path[:200]}; /openapi.json lists what there is"
+        raise Refusal(msg, "no-route")
 
-    async def call(self, route: Route, request: Request) -> Response:
+    async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
         """Authorize and decode a request, and run its handler."""
         caller = Caller()
         if route.roles:
-            header = request.headers.get("authorization")
-            find_node = self.state.control.dispatcher.find_node
+            header, find_node = (
+                request.headers.get("authorization"),
+                self._control.dispatcher.find_node,
+            )
             caller = await identify(header, self._tokens, find_node)
-            authorize(caller, route.roles, route.name)
-        ident = ""
-        for kind, ident in request.path_params.items():
-            if not _IDS[kind].fullmatch(ident):
-                msg = f"nothing has the id {ident[:80]!r}"
-                raise Missing(msg)
-        query = decode_query(request.scope["query_string"].decode("latin-1"), route.query)
+            if caller.role not in route.roles:
+                needed = " or ".join(sorted(route.roles))
+                msg = f"{route.name} needs the {needed} token; this is a {caller.role} token"
+                raise Refusal(msg, "forbidden")
+        query = decode_query(request.query, route.query)
         body = Nothing() if request.method == "GET" else await self._read_body(request, route)
-        call = ApiCall(self.state, caller, request, ident, query, body)
-        answer = await route.handler(call)
+        answer = await route.handler(
+            ApiCall(self._control, self._metrics, self.waits, caller, request, ident, query, body)
+        )
         if isinstance(answer, Response):
             return answer
         if answer is None:
             return Response(status_code=204)
         return Response(msgspec.json.encode(answer), route.statuses[0], media_type=JSON)
 
-    async def _read_body(self, request: Request, route: Route) -> Any:
+    async def _read_body(self, request: HttpRequest, route: Route) -> Any:
         """The decoded body, bounded in size and time."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             msg = f"Content-Encoding is {encoding[:40]!r}, must be identity"
             raise Refusal(msg, "media-type")
-        if route.body is bytes and kind not in _BINARY:
-            msg = f"Content-Type is {kind[:80]!r}, must be application/octet-stream"
+        data = await request.body(route.max_body, self._body_s)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        binary = route.body is bytes
+        if kind not in _BINARY | {""} if binary else data and kind != JSON:
+            must = "application/octet-stream" if binary else JSON
+            msg = f"Content-Type is {kind[:80]!r}, must be {must}"
             raise Refusal(msg, "media-type")
-        try:
-            async with asyncio.timeout(self._body_s):
-                data = await _receive(request, route.max_body)
-        except TimeoutError as error:
-            msg = f"the body did not arrive within {self._body_s:g} s"
-            raise Refusal(msg, "slow", headers={"connection": "close"}) from error
-        if route.body is bytes:
+        if binary:
             return data
-        if data and kind != JSON:
-            msg = f"Content-Type is {kind[:80]!r}, must be {JSON}"
-            raise Refusal(msg, "media-type")
         if len(data) > THREAD_BYTES:
             return await asyncio.to_thread(decode_json, data, route.body)
         return decode_json(data, route.body)
-
-
-class _Endpoint:
-    """Serves the methods of one path; without routes, answers 404."""
-
-    def __init__(self, api: Api, routes: Sequence[Route]) -> None:
-        self._api, self._routes = api, {route.method: route for route in routes}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, began, name = Request(scope, receive), time.perf_counter(), "unknown"
-        try:
-            route = self._find(request)
-            name = route.name
-            response = await self._api.call(route, request)
-        except (ClientDisconnected, ClientDisconnect):
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
-            response = answers.respond(error)
-        if self._api.state.metrics is not None:
-            seconds = time.perf_counter() - began
-            self._api.state.metrics.count_request(name, response.status_code, seconds)
-        try:
-            await response(scope, receive, send)
-        except (ClientDisconnected, ClientDisconnect):
-            return
-        except TuglineError as error:  # in the middle of a stream: it breaks off, unfinished
-            _log.warning("stream broke off", route=name, error=str(error))
-
-    def _find(self, request: Request) -> Route:
-        path = request.scope["path"][:200]
-        if not self._routes:
-            msg = f"nothing is at {path}; /openapi.json lists what there is"
-            raise Refusal(msg, "no-route")
-        if request.method not in self._routes:
-            allow = ", ".join(sorted(self._routes))
-            msg = f"{path} takes {allow}, not {request.method}"
-            raise Refusal(msg, "method", known=tuple(self._routes), headers={"allow": allow})
-        return self._routes[request.method]
-
-
-async def _receive(request: Request, bound: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdigit() else 0
-    parts: list[bytes] = []
-    if size <= bound:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > bound:
-                break
-            parts.append(part)
-    if size > bound:
-        msg = f"the body has {size} bytes or more, must have at most {bound}"
-        raise Refusal(msg, "too-large", headers={"connection": "close"})
-    return b"".join(parts)
 
 
 # --------------------------------------------------------------------------- decoding
@@ -232,19 +193,19 @@ def decode_query(query: str, kind: type[S]) -> S:
     for name, value in pairs:
         if "\0" in value:
             msg = f"{name} holds a zero byte"
-            raise Refusal(msg, "invalid", field=name)
+            raise Invalid(msg, field=name)
         if name in repeated:
             values.setdefault(name, []).append(value)
         elif name in values:
             msg = f"{name} is given twice, must be given once"
-            raise Refusal(msg, "invalid", field=name)
+            raise Invalid(msg, field=name)
         else:
             values[name] = value
     decoded = decode(values, kind, strict=False)
     for name, value in values.items():
         if getattr(decoded, name) is None:  # msgspec takes the text "null" for None
             msg = f"{name} is {value!r}; leave it out instead"
-            raise Refusal(msg, "invalid", field=name)
+            raise Invalid(msg, field=name)
     return decoded
 
 
@@ -255,4 +216,4 @@ async def serve_api(app: Api, host: str = "127.0.0.1", port: int = 0) -> AsyncIt
         try:
             yield url
         finally:
-            app.stop()
+            app.waits.stop()

@@ -7,7 +7,6 @@ msgpack (`Results`), followed by one such length and that many bytes of trajecto
 items, where a length of 0 says that the session never ran.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated
 
@@ -15,10 +14,9 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from tugline.errors import Invalid, Missing
+from tugline.errors import Invalid
 from tugline.protocol import Ack, Consumer, Counts, Delivery, DeliveryState, Event, Results
-from tugline.server.http import openapi, route
-from tugline.server.http.answers import EventStream
+from tugline.server.http import route
 from tugline.server.store import events, nodes, results, stats
 from tugline.web.sse import encode_event
 
@@ -58,7 +56,7 @@ async def list_results(call: route.ApiCall[ResultQuery, route.Nothing]) -> Resul
         return await (call.attend(page) if query.wait_s else page)
     first = await _read_results(call, query.after, 0.0, query.consumer)
     pieces = _lines(call, first) if media == route.NDJSON else _frames(call, first)
-    return EventStream(pieces, media, call.state.waits)
+    return call.stream(pieces, media)
 
 
 async def _read_results(
@@ -82,7 +80,7 @@ async def _pages(
     call: route.ApiCall[ResultQuery, route.Nothing], page: Results
 ) -> AsyncGenerator[Results]:
     """`page` and what follows; empty ones keep a quiet stream alive."""
-    wait_s = call.state.waits.keep_alive_s if call.query.follow else 0.0
+    wait_s = call.waits.keep_alive_s if call.query.follow else 0.0
     while page.items or page.groups or call.query.follow:
         yield page
         page = await _read_results(call, page.cursor, wait_s)
@@ -152,9 +150,7 @@ async def list_events(call: route.ApiCall[EventQuery, route.Nothing]) -> list[Ev
     after = _parse_last_event_id(call)
     if after is None:
         after = await call.db.read(events.latest)
-    return EventStream(
-        _stream(call, await _read_events(call, after), after), route.SSE, call.state.waits
-    )
+    return call.stream(_stream(call, await _read_events(call, after), after), route.SSE)
 
 
 async def _read_events(
@@ -183,7 +179,7 @@ async def _stream(
             data = msgspec.json.encode(event)
             yield encode_event(data, event.kind, event.position)
             after = event.position
-        page = await _read_events(call, after, call.state.waits.keep_alive_s)
+        page = await _read_events(call, after, call.waits.keep_alive_s)
         if not page:
             yield b": keep-alive\n\n"
 
@@ -215,17 +211,7 @@ async def check_health(call: route.ApiCall[route.Nothing, route.Nothing]) -> Res
     return Response(b'{"status":"ok"}', media_type=route.JSON)
 
 
-@ROUTES.add("GET", "/metrics", route.READERS, media=(route.TEXT,), problems=("missing",))
+@ROUTES.add("GET", "/metrics", route.READERS, media=(route.TEXT,))
 async def get_metrics(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
     """Get the metrics for Prometheus."""
-    if call.state.metrics is None:
-        msg = "this server has no metrics"
-        raise Missing(msg)
-    return Response(await call.state.metrics.page(), media_type=route.TEXT)
-
-
-@ROUTES.add("GET", "/openapi.json", route.READERS)
-async def get_document(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
-    """Get this document."""
-    document = await asyncio.to_thread(openapi.document, call.state.routes)
-    return Response(document, media_type=route.JSON)
+    return Response(await call.metrics.page(), media_type=route.TEXT)

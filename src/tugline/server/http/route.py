@@ -7,7 +7,7 @@ document alike, so they cannot drift apart.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import UnionType
@@ -15,14 +15,14 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_t
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from tugline.errors import UsageError
 from tugline.server.control import ControlPlane
 from tugline.server.http.answers import Refusal, Waits
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import Database
+from tugline.web.serve import HttpRequest
 
 Q = TypeVar("Q")
 B = TypeVar("B")
@@ -92,39 +92,23 @@ class Tokens(msgspec.Struct, frozen=True):
         return "Tokens(...)"
 
 
-FindNode = Callable[[str], Awaitable[str | None]]
-
-
-async def identify(header: str | None, tokens: Tokens, find_node: FindNode) -> Caller:
+async def identify(
+    header: str | None, tokens: Tokens, find_node: Callable[[str], Awaitable[str | None]]
+) -> Caller:
     """The caller that sends this ``Authorization`` header. Raises `Refusal`."""
     scheme, _, token = (header or "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
         message = "send the header 'Authorization: Bearer TOKEN'"
-        raise _refuse(message)
-    own = {ApiRole.CLIENT: tokens.client, ApiRole.READ: tokens.read, ApiRole.JOIN: tokens.join}
-    sent = token.encode()
-    matches = [role for role, each in own.items() if hmac.compare_digest(each.encode(), sent)]
-    if matches:
-        return Caller(matches[0])
+        raise Refusal(message, "unauthorized")
+    for role in (ApiRole.CLIENT, ApiRole.READ, ApiRole.JOIN):
+        if hmac.compare_digest(getattr(tokens, role).encode(), token.encode()):
+            return Caller(role)
     node = await find_node(token)
     if node is None:
         message = "this token is unknown, or of a node that is gone"
-        raise _refuse(message, ', error="invalid_token"')
+        raise Refusal(message, "unauthorized")
     return Caller(ApiRole.NODE, node)
-
-
-def authorize(caller: Caller, roles: frozenset[ApiRole], route: str) -> None:
-    """Raises `Refusal` unless the caller has one of `roles`."""
-    if caller.role not in roles:
-        needed = " or ".join(sorted(roles))
-        msg = f"{route} needs the {needed} token; this is a {caller.role} token"
-        raise Refusal(msg, "forbidden")
-
-
-def _refuse(message: str, error: str = "") -> Refusal:
-    challenge = f'Bearer realm="tugline"{error}'
-    return Refusal(message, "unauthorized", headers={"www-authenticate": challenge})
 
 
 # --------------------------------------------------------------------------- routes
@@ -132,41 +116,33 @@ class Nothing(msgspec.Struct, frozen=True):
     """No fields."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppState:
-    """State shared by all requests to one server."""
-
-    control: ControlPlane
-    waits: Waits
-    metrics: ServerMetrics | None
-    routes: tuple[Route, ...]
-
-
 @dataclass(slots=True)
 class ApiCall(Generic[Q, B]):
     """A decoded request."""
 
-    state: AppState
+    control: ControlPlane
+    metrics: ServerMetrics
+    waits: Waits
     caller: Caller
-    request: Request
+    request: HttpRequest
     id: str
     """The id in the path; empty where there is none."""
     query: Q
     body: B
 
     @property
-    def control(self) -> ControlPlane:
-        """The control plane."""
-        return self.state.control
-
-    @property
     def db(self) -> Database:
         """The store."""
-        return self.state.control.database
+        return self.control.database
 
     async def attend(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, at most as long as the client and the server are there."""
-        return await self.state.waits.attend(self.request.receive, work)
+        return await self.waits.attend(work, self.request.wait_disconnected())
+
+    def stream(self, pieces: AsyncGenerator[bytes], media: str, **headers: str) -> Response:
+        """An answer in pieces, for as long; a slow reader slows down the source."""
+        headers = {"cache-control": "no-store", **headers}
+        return StreamingResponse(self.waits.forward(pieces), headers=headers, media_type=media)
 
     def accept(self, *media: str) -> str:
         """The first of `media` that the client accepts. Raises `Refusal` (406)."""
@@ -209,8 +185,9 @@ class Route:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(self.handler)
-        query, body = get_args(hints["call"])
-        answer = hints["return"]
+        answer = hints.pop("return")
+        (call,) = hints.values()
+        query, body = get_args(call)
         if isinstance(answer, UnionType):
             answer = next(kind for kind in get_args(answer) if kind is not Response)
         for name, kind in (("query", query), ("body", body), ("answer", answer)):

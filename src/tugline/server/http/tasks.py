@@ -19,7 +19,7 @@ from tugline import protocol
 from tugline.errors import FencedError, Invalid
 from tugline.protocol.nodes import Epoch
 from tugline.server.http import route
-from tugline.server.http.answers import EventStream, Refusal
+from tugline.server.http.answers import Refusal
 from tugline.server.store import nodes, results, sessions, tasks
 from tugline.types import Status, Task, Trajectory, decode
 
@@ -168,10 +168,10 @@ async def cancel_session(call: route.ApiCall[CancelQuery, route.Nothing]) -> pro
 @ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS, media=(route.TEXT,))
 async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
-    query, waits = call.query, call.state.waits
+    query, waits = call.query, call.waits
     offset = query.offset if query.tail is None else -query.tail
     first = await call.control.read_log(call.id, offset=offset)
-    headers = {"tugline-offset": str(first.offset - len(first.data))}
+    start = str(first.offset - len(first.data))
 
     async def pieces() -> AsyncGenerator[bytes]:
         part = first
@@ -181,7 +181,7 @@ async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
             wait_s = waits.keep_alive_s if query.follow else 0.0
             part = await call.control.read_log(call.id, offset=part.offset, wait_s=wait_s)
 
-    return EventStream(pieces(), route.TEXT, waits, headers)
+    return call.stream(pieces(), route.TEXT, **{"tugline-offset": start})
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/result", route.READERS)
