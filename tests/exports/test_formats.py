@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
+from transformers import PreTrainedTokenizerFast
 
 from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
+from trainers.sessions import tiny
 from tugline.chat.templates.base import CONFIGS
+from tugline.demo.run import WARM_START
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.builders import PrefixMerging
@@ -334,3 +338,48 @@ def _renamed(one: Call) -> Call:
     assert one.answer is not None
     use = replace(one.answer.tool_calls[0], name="list", arguments='{"depth":2}')
     return replace(one, answer=replace(one.answer, tool_calls=(use,)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning")  # TRL's calls
+def test_trl_trains_on_its_table(
+    tmp_path: Path, load: Callable[[str, Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of its SFT trainer counts the masked tokens; a row makes a sample of its other one."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trl = importlib.import_module("trl")
+    rollouts = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
+    record(tmp_path, "a", reward=1.0)
+    record(tmp_path, "b", sample=1, reward=0.0)
+    out = tmp_path / "t.parquet"
+    export("trl", tmp_path, out)
+    loaded = load("parquet", out)
+    names = {each.name for each in dataclasses.fields(rollouts.RolloutSample)}
+    columns = {name: value for name, value in loaded[0].items() if name in names}
+    made = rollouts.RolloutSample(prompt=[], completion=[], metrics={}, **columns)
+    assert (made.input_ids, made.completion_mask, made.model_version) == (IDS, MASK, 3)
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path / "sft"),
+        max_steps=1,
+        completion_only_loss=True,
+        max_length=None,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        activation_checkpointing=False,
+    )
+    trainer = trl.SFTTrainer(
+        model=tiny(),
+        args=settings,
+        train_dataset=loaded.select_columns(["input_ids", "completion_mask"]),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_file=str(WARM_START / "tokenizer.json"),
+            eos_token="<|im_end|>",
+            pad_token="<|im_end|>",
+        ),
+    )
+    (batch,) = trainer.get_train_dataloader()
+    assert batch["labels"].tolist() == [[-100, -100, 12, 13, -100, 15]] * 2
+    assert np.isfinite(trainer.train().training_loss)

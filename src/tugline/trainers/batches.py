@@ -34,13 +34,13 @@ class TaskBatches:
         self._schedule = config.schedule
         self.run = ""
         """Begins the ids of all tasks, where a server has those of other runs as well."""
-        self._trained = _read(config.tasks, config, folder, "tasks")
-        self._kinds = _read_tags(self._trained, config.schedule.balance)
+        self.trained = _read(config.tasks, config, folder, "tasks")
+        self._kinds = _read_tags(self.trained, config.schedule.balance)
         held_out = config.heldout
         self.samples = held_out.samples if held_out else 0
         """Sessions of a held-out task."""
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
-        both = {_instance(task) for task in self._trained} & {
+        both = {_instance(task) for task in self.trained} & {
             _instance(task) for task in self.held_out
         }
         if both:
@@ -49,7 +49,7 @@ class TaskBatches:
 
     def __len__(self) -> int:
         """Tasks that are trained on."""
-        return len(self._trained)
+        return len(self.trained)
 
     def check(self) -> None:
         """Raises `Invalid` for the first task that could not be run."""
@@ -65,7 +65,7 @@ class TaskBatches:
         """Return the held-out tasks for a version; their random draws are those of any version."""
         return [
             replace(
-                self._make(f"eval{version:06d}", task, f"heldout/{_instance(task)}"),
+                self.make(f"eval{version:06d}", task, f"heldout/{_instance(task)}"),
                 samples=self.samples,
                 priority=_FIRST,
             )
@@ -73,12 +73,13 @@ class TaskBatches:
         ]
 
     def _group(self, index: int) -> Task:
-        epoch, place = divmod(index, len(self._trained))
-        task = self._trained[_order(self._kinds, f"{self._schedule.seed}/{epoch}")[place]]
-        made = self._make(f"g{index:07d}", task, str(index))
+        epoch, place = divmod(index, len(self.trained))
+        task = self.trained[_order(self._kinds, f"{self._schedule.seed}/{epoch}")[place]]
+        made = self.make(f"g{index:07d}", task, str(index))
         return replace(made, samples=self._schedule.samples)
 
-    def _make(self, prefix: str, task: Task, draw: str) -> Task:
+    def make(self, prefix: str, task: Task, draw: str) -> Task:
+        """Return `task` under an id that begins with `prefix`; equal `draw`s sample alike."""
         seed = zlib.crc32(f"{self._schedule.seed}/{draw}".encode())
         return replace(
             task,

@@ -68,7 +68,7 @@ class TrainerGroup:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights to serve, whole, by the names of the model without an adapter."""
         with self._on_all_ranks("weights"):
-            return _merge_adapter(self._trainer.model)
+            return merge_adapter(self._trainer.model)
 
     def save(self, folder: Path, step: int, version: int, extra: dict[str, Any], keep: int) -> None:
         """See `checkpoint.save`."""
@@ -107,7 +107,7 @@ class TrainerGroup:
 
 
 @torch.no_grad()
-def _merge_adapter(model: Any) -> dict[str, torch.Tensor]:
+def merge_adapter(model: Any) -> dict[str, torch.Tensor]:
     """Return whole weights with those of an adapter added; `model` stays as it is."""
     if not hasattr(model, "peft_config"):
         return dict(gather_tensors(model.state_dict()))

@@ -1,0 +1,165 @@
+"""Sessions of Tugline for TRL's `GRPOTrainer`: its `rollout_func`, its reward and its data set.
+
+Each call of TRL publishes the trainer's weights to the engine if they changed, runs one group of
+sessions per prompt with the real harness, and returns their exact tokens. The configuration is that
+of `tugline train`, of which TRL takes over the update.
+"""
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from anyio.from_thread import start_blocking_portal
+from datasets import Dataset
+from msgspec.structs import replace
+from trl import GRPOTrainer
+
+from tugline.errors import UsageError
+from tugline.inference.load import load
+from tugline.launch.local import LocalServer
+from tugline.trainers.batches import TaskBatches
+from tugline.trainers.config import TrainConfig
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.samples import read_group
+from tugline.trainers.models import (
+    Models,
+    RemoteServer,
+    merge_adapter,
+    open_replicas,
+    open_server,
+    write_model,
+)
+from tugline.trainers.publish import Publisher
+from tugline.trainers.state import name_run
+from tugline.types import Sample, Task, Trajectory
+
+
+class TuglineRollouts:
+    """`rollout_func` of one `GRPOTrainer` in one process; a context manager."""
+
+    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
+        """`tasks_folder` is that of the configuration file; sessions are kept in `run_folder`."""
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._config, self._folder = config, run_folder
+        self._batches = TaskBatches(config, tasks_folder)
+        self._batches.run = name_run(run_folder)
+        self._tasks = {task.id: task for task in self._batches.trained}
+        served, tokenizer, end_ids = load(config.model or Path(), dtype=torch.float32)
+        self._models = Models(self, served, tokenizer, end_ids)
+        self._step, self._calls = -1, itertools.count()
+        self.version = 0
+        """Of the weights that the engine has."""
+        self.tokens_left_out = 0
+        """Tokens in traces that TRL has no row for: it takes one per session, the longest."""
+
+    def __enter__(self) -> Self:
+        """Start engine, server and node, or connect to running ones."""
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            opened = self._portal.wrap_async_context_manager(self._open())
+            self._server, self._publisher = stack.enter_context(opened)
+            known = self._portal.call(self._server.weights).version
+            self.version = known + 1 if known else 0  # a version is never used again
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stack.close()
+
+    def dataset(self) -> Dataset:
+        """Return the tasks; a prompt is the id of one, which the harness turns into messages."""
+        return Dataset.from_dict({"prompt": list(self._tasks)})
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the trainer's weights, with an adapter of PEFT added to what it adapts."""
+        return merge_adapter(self._trainer.accelerator.unwrap_model(self._trainer.model))
+
+    def __call__(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Run a group for each prompt, which TRL repeats once per session."""
+        if trainer.accelerator.num_processes > 1:
+            msg = "this recipe is for one process of TRL; `torchrun tugline train` takes several"
+            raise UsageError(msg)
+        self._trainer, training = trainer, trainer.model.training
+        if trainer.state.global_step != self._step:
+            self._publish()
+        size = trainer.num_generations if training else trainer.num_generations_eval
+        run = f"{'step' if training else 'eval'}{self._step:06d}.{next(self._calls)}"
+        tasks = [
+            replace(self._batches.make(f"{run}.{i}", self._tasks[name], f"{run}.{i}"), samples=size)
+            for i, name in enumerate(prompts[::size])
+        ]
+        results = self._portal.call(self._server.run, tasks, lambda _done, _total: None)
+        rows = [row for task in tasks for row in self._make_rows(task, results)]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
+        plan = self._config.schedule
+        async with (
+            open_replicas(self._config, self._models) as replicas,
+            open_server(self._config, self._folder, replicas.connection) as server,
+        ):
+            barrier = server if isinstance(server, RemoteServer) else server.control.weights
+            yield (
+                server,
+                Publisher(barrier, replicas.updaters, mode=plan.pause, within_s=plan.publish_s),
+            )
+
+    def _publish(self) -> None:
+        """Bring the trainer's weights to every replica, under the next version."""
+        self.version += self._step >= 0
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as name:
+            if self._config.engine.urls:
+                write_model(self._models, Path(name))
+            self._portal.call(self._publisher.publish, Path(name).absolute(), self.version)
+        self._step, self._calls = self._trainer.state.global_step, itertools.count()
+
+    def _make_rows(self, task: Task, results: Sequence[Trajectory]) -> list[dict[str, Any]]:
+        """Return the row of each sample of a task, whatever became of it."""
+        group = {one.sample: one for one in results if one.task == task.id}
+        samples = list(read_group(list(group.values()), GrpoConfig()))
+        samples.sort(key=lambda sample: int(sample.loss_mask.sum()))
+        longest = {sample.session: sample for sample in samples}
+        self.tokens_left_out += sum(
+            int(sample.loss_mask.sum())
+            for sample in samples
+            if sample is not longest[sample.session]
+        )
+        end_id = min(self._models.eos_ids)
+        return [make_row(group.get(i), longest, end_id) for i in range(task.samples)]
+
+
+def make_row(
+    session: Trajectory | None, samples: Mapping[str, Sample], end_id: int
+) -> dict[str, Any]:
+    """Return the columns of a session; the completion begins with the first sampled token.
+
+    One without a sample trains nothing, and counts for its group if it has a reward.
+    """
+    reward = session.reward.value if session is not None and session.reward else None
+    sample = samples.get(session.session) if session is not None else None
+    if sample is None:
+        prompt, completion, mask, logprobs = [end_id], [end_id], [0], [0.0]
+    else:
+        first = int(np.argmax(sample.versions >= 0))
+        prompt = sample.input_ids[:first].tolist()
+        completion = sample.input_ids[first:].tolist()
+        mask = sample.loss_mask[first:].astype(int).tolist()
+        logprobs = sample.logprobs[first:].tolist()
+    return {
+        "prompt_ids": prompt,
+        "completion_ids": completion,
+        "env_mask": mask,
+        "logprobs": logprobs,
+        "tugline_reward": reward,
+    }
+
+
+def reward(tugline_reward: list[float | None], **_: Any) -> list[float | None]:
+    """Return the evaluator's rewards; None where a failure says nothing about the policy."""
+    return tugline_reward
