@@ -21,6 +21,8 @@ from tugline.recording.trajectories import RESULTS
 from tugline.trainers.sft import read_set
 from tugline.web.serve import serve
 
+SECRET, VARIABLE = "sk-3f9d27c1a8", "KEY_OF_THE_API"
+API = ("--messages-only", "--served-name", "strong", "--api-key-env", VARIABLE)
 USAGE = {"prompt_tokens": 40, "completion_tokens": 5, "total_tokens": 45}
 
 
@@ -32,10 +34,12 @@ def write_tasks(folder: Path) -> None:
     (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
 
 
-def generate(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
+def generate(
+    folder: Path, *words: str, code: int = 0, env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Run the command; return its JSON."""
     done = run_command(
-        "generate", "set.json", "--out", "run", "--json", *words, cwd=folder, timeout=200
+        "generate", "set.json", "--out", "run", "--json", *words, cwd=folder, env=env, timeout=200
     )
     assert done.returncode == code, done.stderr
     return msgspec.json.decode(done.stdout, type=dict[str, Any])
@@ -67,18 +71,37 @@ def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
     assert (tmp_path / "run" / RESULTS).read_bytes() == results
 
 
-def make_api(calls: list[dict[str, Any]]) -> Starlette:
-    """A chat API as any provider has it: text and usage, no token ids; keeps the requests."""
+def find_files(folder: Path, text: bytes) -> set[Path]:
+    """Files below `folder` that have `text` in them."""
+    return {path for path in folder.rglob("*") if path.is_file() and text in path.read_bytes()}
 
-    async def models(_request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "strong"}]})
+
+def make_api(*, lists_freely: bool = False) -> Starlette:
+    """A chat API as any provider has it: it wants a key, has text and usage, and no token ids.
+
+    `lists_freely` is whether it lists its models without the key. It repeats a key that is wrong.
+    """
+
+    def refuse(request: Request) -> Response | None:
+        given = request.headers.get("authorization", "")
+        message = f"Incorrect API key provided: {given}"
+        wrong = given != f"Bearer {SECRET}"
+        return JSONResponse({"error": {"message": message}}, 401) if wrong else None
+
+    async def models(request: Request) -> Response:
+        refused = None if lists_freely else refuse(request)
+        return refused or JSONResponse({"data": [{"id": "weak"}, {"id": "strong"}]})
 
     async def chat(request: Request) -> Response:
-        calls.append(await request.json())
+        if refused := refuse(request):
+            return refused
+        body = await request.json()
+        assert body["model"] == "strong"
         part = {"role": "assistant", "content": "Two words."}
         choice = {"index": 0, "finish_reason": "stop"}
+        streams = body.get("stream")
         body = {"id": "1", "model": "strong", "usage": USAGE}
-        if not calls[-1].get("stream"):
+        if not streams:
             return JSONResponse(body | {"choices": [choice | {"message": part}]})
         event = body | {"choices": [choice | {"delta": part}]}
         return StreamingResponse(
@@ -92,17 +115,22 @@ def make_api(calls: list[dict[str, Any]]) -> Starlette:
     return app
 
 
-async def test_an_api_without_token_ids_gives_messages_and_their_cost(tmp_path: Path) -> None:
-    """Prompt and answer are priced by the API's own counts; a set without ids is rendered."""
+async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
+    """Prompt and answer are priced by the API's own counts; a set without ids is rendered.
+
+    The key is in no file, though the log and the agents' own keys are.
+    """
     write_tasks(tmp_path)
-    async with serve(make_api([])) as url:
+    async with serve(make_api()) as url:
         report = await asyncio.to_thread(
-            generate, tmp_path, "--engine", url, "--messages-only", "--accept", "reward>=0",
-            "--price-in", "1", "--price-out", "10",
+            generate, tmp_path, "--engine", f"{url}/v1", *API, "--accept", "reward>=0",
+            "--price-in", "1", "--price-out", "10", "--log", "log.jsonl", env={VARIABLE: SECRET},
         )  # fmt: skip
         refused = await asyncio.to_thread(
             run_command, "generate", "set.json", "--out", "run", "--accept", "good", cwd=tmp_path
         )
+    assert find_files(tmp_path, b"engine") > {tmp_path / "log.jsonl"}
+    assert not find_files(tmp_path, SECRET.encode())
     total = report["tags"]["all"]
     assert (total["sessions"], total["accepted"]) == (5, 5)
     assert (total["prompt_tokens"], total["sampled_tokens"]) == (200, 25)
@@ -116,3 +144,28 @@ async def test_an_api_without_token_ids_gives_messages_and_their_cost(tmp_path: 
     assert tokenizer.decode(said).endswith("Two words.<|im_end|>")
     assert refused.returncode == 2
     assert "--accept 'good' must be a name, >= and a number" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.parametrize(
+    ("key", "lists_freely", "message"),
+    [
+        ("", False, f"the environment variable {VARIABLE} is not set"),
+        ("sk-stale-key", False, "(--api-key-env) must name an environment variable with one"),
+        ("sk-stale-key", True, "the engine answered 401: see engine.api_key_env for its API key"),
+    ],
+)
+async def test_a_missing_or_wrong_key_is_named(
+    tmp_path: Path, command: str, key: str, message: str, *, lists_freely: bool
+) -> None:
+    """At once, before a session is run; a key that the API repeats is not shown."""
+    write_tasks(tmp_path)
+    async with serve(make_api(lists_freely=lists_freely)) as url:
+        done = await asyncio.to_thread(
+            run_command, command, "set.json", "--out", "run", "--engine", url, *API,
+            cwd=tmp_path, env={VARIABLE: key},
+        )  # fmt: skip
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert message in said
+    assert "stale" not in said

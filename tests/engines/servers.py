@@ -56,6 +56,7 @@ def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
 
 
@@ -103,12 +104,13 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def running(name: str, folder: Path, logs: Path) -> Iterator[Server]:
+def running(name: str, folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
     """The engine, while it serves the model in `folder`; its log stays in `logs`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command, more = COMMANDS[name](folder, port)
+    command += flags
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
     log = logs / f"{name}.log"
     with log.open("wb") as file:

@@ -19,20 +19,34 @@ from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-RUNS: list[tuple[str, dict[str, Any]]] = [
+MERGED: list[tuple[str, dict[str, Any]]] = [
     ("keep", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
     ("wait", {}),
     ("abort", {}),
     ("keep", {}),
 ]
+ADAPTER: list[tuple[str, dict[str, Any]]] = [
+    (pause, {"lora": {"rank": 4, "publish": "adapter"}, "grpo": {"lr": 1e-2}})
+    for pause in ("wait", "abort")
+]
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-async def test_weights_arrive_in_every_pause_mode(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags", "runs"),
+    [
+        ("vllm", (), MERGED),
+        ("sglang", (), MERGED),
+        ("vllm", ("--enable-lora", "--max-lora-rank", "8"), ADAPTER),
+    ],
+    ids=["vllm", "sglang", "vllm-adapter"],
+)
+async def test_weights_arrive_in_every_pause_mode(
+    tmp_path: Path, name: str, flags: tuple[str, ...], runs: list[tuple[str, dict[str, Any]]]
+) -> None:
     """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
     folder = tool_model.make().first
-    with servers.running(name, folder, tmp_path) as server:
-        for pause, changes in RUNS:
+    with servers.running(name, folder, tmp_path, *flags) as server:
+        for pause, changes in runs:
             home = tmp_path / f"{pause}{len(changes)}"
             home.mkdir()
             schedule = {"staleness": 1, "pause": pause, "samples": 4}

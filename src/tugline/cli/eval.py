@@ -52,6 +52,9 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
     ] = None,
     config: up.ConfigFile = None,
     engine: up.Engines = None,
+    api_key_env: up.KeyEnv = None,
+    served_name: up.Served = None,
+    messages_only: up.MessagesOnly = False,
     model: up.Model = None,
     tokenizer: up.Tokenizer = None,
     renderer: up.Renderer = None,
@@ -61,6 +64,7 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
 ) -> None:
     """Measure a model on tasks: pass@1, pass@k, intervals, and what changed."""
     flags = up.engine_flags(engine, model, tokenizer, renderer)
+    flags = {**flags, **up.api_flags(api_key_env, served_name, messages_only=messages_only)}
     settings = up.local_settings(config, slots, flags)
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None

@@ -30,7 +30,7 @@ from tugline.exports.pipeline import run as export
 from tugline.protocol import ResultView
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.types import Mode, PluginSpec
+from tugline.types import PluginSpec
 
 REPORT = "generation.json"
 FILES = {
@@ -69,9 +69,6 @@ Samples = Annotated[
 Accept = Annotated[str, typer.Option(help="Least reward, or least part of it: 'passed>=2'.")]
 PriceIn = Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens.")]
 PriceOut = Annotated[float, typer.Option(min=0, help="Price of a million sampled tokens.")]
-MessagesOnly = Annotated[
-    bool, typer.Option("--messages-only", help="For an API that reports no token ids.")
-]
 
 
 def generate(  # noqa: PLR0913 - each is a flag
@@ -82,9 +79,11 @@ def generate(  # noqa: PLR0913 - each is a flag
     accept: Accept = "reward>=1",
     price_in: PriceIn = 0.0,
     price_out: PriceOut = 0.0,
-    messages_only: MessagesOnly = False,
     config: up.ConfigFile = None,
     engine: up.Engines = None,
+    api_key_env: up.KeyEnv = None,
+    served_name: up.Served = None,
+    messages_only: up.MessagesOnly = False,
     model: up.Model = None,
     tokenizer: up.Tokenizer = None,
     renderer: up.Renderer = None,
@@ -95,8 +94,8 @@ def generate(  # noqa: PLR0913 - each is a flag
     """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`."""
     condition = _parse_condition(accept)
     flags = up.engine_flags(engine, model, tokenizer, renderer)
-    mode = Mode.TEXT.value if messages_only else None
-    settings = up.local_settings(config, slots, {**flags, "mode": mode})
+    flags = {**flags, **up.api_flags(api_key_env, served_name, messages_only=messages_only)}
+    settings = up.local_settings(config, slots, flags)
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
     progress = run_with_progress(tasks, settings, out, log_file, console)

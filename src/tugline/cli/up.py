@@ -18,6 +18,7 @@ from tugline.cli.options import INTERRUPTED
 from tugline.errors import UsageError
 from tugline.launch.server import is_local, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
+from tugline.types import Mode
 from tugline.web import serve
 
 DATA = Path("tugline-data")
@@ -35,6 +36,16 @@ Tokenizer = Annotated[
     Path | None, typer.Option(help="With --engine: its tokenizer.json, for exact mode.")
 ]
 Renderer = Annotated[str | None, typer.Option(help="Chat template for exact mode, such as qwen3.")]
+KeyEnv = Annotated[
+    str | None,
+    typer.Option("--api-key-env", help="With --engine: environment variable with its API key."),
+]
+Served = Annotated[
+    str | None, typer.Option(help="With --engine: name of the model (default: the first).")
+]
+MessagesOnly = Annotated[
+    bool, typer.Option("--messages-only", help="For an API that reports no token ids.")
+]
 Slots = Annotated[int | None, typer.Option(help="Agents that run concurrently.")]
 Name = Annotated[str | None, typer.Option(help="Name of the node (default: the machine's).")]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Write a log of JSON lines here.")]
@@ -87,6 +98,12 @@ def engine_flags(
     return {"urls": urls or None, "model": model, "tokenizer": tokenizer, "renderer": renderer}
 
 
+def api_flags(key_env: str | None, served_name: str | None, *, messages_only: bool) -> Flags:
+    """Settings of an API of somebody else from the flags of ``tugline generate`` and ``eval``."""
+    mode = Mode.TEXT.value if messages_only else None
+    return {"api_key_env": key_env, "served_name": served_name, "mode": mode}
+
+
 def local_settings(
     config: Path | None, slots: int | None, engine: Flags, name: str | None = None
 ) -> Settings:
@@ -106,6 +123,9 @@ def add_default_engine(settings: Settings) -> Settings:
         raise UsageError(msg)
     if engine.tokenizer and not engine.urls:
         msg = "--tokenizer is for an engine at an address; a model folder brings its own"
+        raise UsageError(msg)
+    if engine.api_key_env and not engine.urls:
+        msg = "--api-key-env is for an engine at an address: add --engine, or leave it out"
         raise UsageError(msg)
     if engine.urls or engine.model:
         return settings

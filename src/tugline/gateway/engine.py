@@ -227,7 +227,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
                 default = route.make(LogprobMeaning.RAW).logprob_meaning
                 return route.make(self.logprob_meaning or default)
         wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
-        advice = "; ".join(self.advice) or "see `tugline doctor`"
+        failed = [f"{one.name}: {one.detail}" for one in self.checks if one.outcome == "fail"]
+        advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"
         msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
         raise UsageError(msg)
 

@@ -57,9 +57,9 @@ _RUNNING = re.compile(
 _log = log.get("gateway.probe")
 
 
-async def probe(url: str, model: str | None = None) -> EngineReport:
+async def probe(url: str, model: str | None = None, key: str = "") -> EngineReport:
     """Probe the engine at `url`. Raises `EngineError` if it does not answer at all."""
-    async with EngineHttp(url) as engine:
+    async with EngineHttp(url, key) as engine:
         return await _Probe(engine, await engine.card(model)).run()
 
 
@@ -69,13 +69,14 @@ async def connect(
     mode: Mode | None = None,
     model: str | None = None,
     settings: CallSettings = DEFAULTS,
+    key: str = "",
 ) -> Upstream:
     """Probe the replicas at `urls`, and use them in `mode` or the best that works.
 
     Raises `EngineError` if one does not answer, `UsageError` naming the flag to add if the mode
     does not work, the models there are if it is none of them, or what differs between replicas.
     """
-    reports = await asyncio.gather(*(probe(url, model) for url in urls))
+    reports = await asyncio.gather(*(probe(url, model, key) for url in urls))
     if not reports:
         msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
         raise UsageError(msg)
@@ -90,7 +91,7 @@ async def connect(
     for report, wire in zip(reports, wires, strict=True):
         _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
     card = ModelCard(first.model, first.window)
-    return Upstream(urls, wires[0], model=card.id, card=card, settings=settings)
+    return Upstream(urls, wires[0], model=card.id, card=card, settings=settings, key=key)
 
 
 # --------------------------------------------------------------------------- requests

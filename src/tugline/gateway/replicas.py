@@ -21,7 +21,7 @@ from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
-from tugline.web.engine_http import ModelCard, fetch_card
+from tugline.web.engine_http import ModelCard, authorize, fetch_card
 from tugline.web.sse import read_payloads
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -34,7 +34,7 @@ class Replica:
 
     def __init__(self, url: str, eject_after: int = DEFAULTS.eject_after) -> None:
         """`eject_after` is the number of consecutive faults after which it is left out."""
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self.faults = 0
         self.ejected = False
         self._eject_after = eject_after
@@ -110,7 +110,7 @@ class TokenSource(ABC):
 class Upstream(TokenSource):
     """Replicas of one engine behind one connection pool."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an engine's address, format and limits
         self,
         urls: str | Sequence[str],
         wire: EngineFormat,
@@ -119,10 +119,11 @@ class Upstream(TokenSource):
         card: ModelCard | None = None,
         idle_s: float = 300.0,
         settings: CallSettings = DEFAULTS,
+        key: str = "",
     ) -> None:
         """`model` is a served name, the first if None; `idle_s` how long a reply may pause.
 
-        With a `card` the engine is not asked for its model.
+        With a `card` the engine is not asked for its model. `key` is its API key, if it wants one.
         """
         self.name, self._card = model, card
         urls = [urls] if isinstance(urls, str) else urls
@@ -131,7 +132,7 @@ class Upstream(TokenSource):
             msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
             raise UsageError(msg)
         self.wire = wire
-        self._settings = settings
+        self._settings, self._headers = settings, authorize(key)
         self._timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
         self._client: aiohttp.ClientSession | None = None
         self._probes: asyncio.Task[None] | None = None
@@ -141,7 +142,11 @@ class Upstream(TokenSource):
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._client = aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, read_bufsize=1 << 20, auto_decompress=True
+            connector=connector,
+            timeout=self._timeout,
+            read_bufsize=1 << 20,
+            auto_decompress=True,
+            headers=self._headers,
         )
         self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
         return self

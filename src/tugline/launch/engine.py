@@ -6,6 +6,7 @@ waited for; one that lacks what we need is refused at once, with the flag to add
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,13 +103,13 @@ async def _connect(settings: EngineSettings) -> EngineConnection:
 async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
     """The replicas, as soon as all of them answer."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + settings.wait_s
+    deadline, key = loop.time() + settings.wait_s, read_api_key(settings)
     retried = False
     while True:
         try:
             calls = CallSettings(silent_s=settings.silent_s)
             return await connect(
-                settings.urls, mode=mode, model=settings.served_name, settings=calls
+                settings.urls, mode=mode, model=settings.served_name, settings=calls, key=key
             )
         except UsageError as error:
             if retried:
@@ -120,6 +121,19 @@ async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
                 raise
             _log.warning("waiting for the engine", error=str(error))
         await asyncio.sleep(_RETRY_S)
+
+
+def read_api_key(settings: EngineSettings) -> str:
+    """Read the engine's API key from the environment; empty if it wants none.
+
+    Raises `UsageError`.
+    """
+    name = settings.api_key_env
+    key = os.environ.get(name, "").strip() if name else ""
+    if name and not key:
+        msg = f"engine.api_key_env (--api-key-env): the environment variable {name} is not set"
+        raise UsageError(msg)
+    return key
 
 
 def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:

@@ -48,6 +48,8 @@ class EngineSettings(Config, frozen=True):
     """Folder of the model that is served in this process; None: the tiny one of the demo."""
     served_name: str | None = None
     """The model's name at the engine; None: the first one that it lists."""
+    api_key_env: str | None = None
+    """Environment variable with the engine's API key; None: it wants none."""
     mode: Mode | None = None
     """Who renders prompts to ids; None: `exact` where there is a tokenizer, else `observed`."""
     tokenizer: Path | None = None

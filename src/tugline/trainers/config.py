@@ -1,7 +1,7 @@
 """Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -73,6 +73,8 @@ class Lora(Config, frozen=True):
     """The update is scaled by this, divided by `rank`."""
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one, such as `q_proj`; none: all but the output layer."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get: whole weights with the adapter added, or the adapter by itself (vLLM)."""
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
@@ -125,6 +127,14 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         if "samples" in self.template:
             msg = "template.samples has no effect: set schedule.samples and heldout.samples"
             raise ConfigError(msg, "template.samples")
+        if self.publishes_adapter and (
+            not self.engine.urls or self.server or self.schedule.pause is PauseMode.KEEP
+        ):
+            msg = (
+                "lora.publish is 'adapter': it needs engine.urls, no server, and schedule.pause"
+                " 'wait' or 'abort', since a kept answer would end under the adapter it began with"
+            )
+            raise ConfigError(msg, "lora.publish")
         stale = self.grpo.max_staleness
         if stale is not None and stale < self.schedule.staleness:
             msg = (
@@ -132,6 +142,11 @@ class TrainConfig(Config, frozen=True, kw_only=True):
                 f" {self.schedule.staleness}: tokens would be sampled to be thrown away"
             )
             raise ConfigError(msg, "grpo.max_staleness")
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether engines get the adapter by itself."""
+        return self.lora is not None and self.lora.publish == "adapter"
 
 
 def read_config(path: Path, default_model: Path) -> TrainConfig:

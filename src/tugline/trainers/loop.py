@@ -94,7 +94,7 @@ async def train(
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         try:
             async with (
-                open_replicas(config, models) as replicas,
+                open_replicas(config, models, (folder / WEIGHTS / "first").absolute()) as replicas,
                 open_server(config, folder, replicas.connection) as server,
             ):
                 freeze_gc()
@@ -132,6 +132,7 @@ class TrainingLoop:
             replicas.updaters,
             mode=config.schedule.pause,
             within_s=config.schedule.publish_s,
+            connect=replicas.connect,
         )
         self.state, self._sinks, self._report = state, sinks, report
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s
@@ -278,7 +279,7 @@ class TrainingLoop:
         """Bring the trainer's weights to every replica."""
         folder = (self._folder / WEIGHTS / f"v{self.state.version}").absolute()
         if self._config.engine.urls:
-            await asyncio.to_thread(write_model, self._models, folder)
+            await asyncio.to_thread(write_model, self._config, self._models, folder)
         async with self._publishing:
             publication = await self._publish_folder(folder, self.state.version, probe)
             old, self._published = self._published, (folder, self.state.version)

@@ -2,8 +2,8 @@
 
 Rank 0 runs the whole loop. The other ranks only train: what rank 0 calls on its `TrainerGroup`,
 they call, too. The engine is in the process of rank 0 with a copy of the model, or running vLLM or
-SGLang; it always gets whole weights, with an adapter added to what it adapts. A server of this
-process has one node; one elsewhere has any number, and outlives the trainer.
+SGLang; it gets whole weights, with an adapter added to what it adapts, or the adapter by itself. A
+server of this process has one node; one elsewhere has any number, and outlives the trainer.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,31 @@ from transformers import PreTrainedModel
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.client.api import Client
-from tugline.errors import Missing
+from tugline.errors import Missing, UsageError
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
-from tugline.launch.engine import EngineConnection, make_rendering, open_engine, serve_engine
+from tugline.launch.engine import (
+    EngineConnection,
+    make_rendering,
+    open_engine,
+    read_api_key,
+    serve_engine,
+)
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import ServerSettings, Settings
+from tugline.recording.verify.engine import connect_scorer
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.publish import Running, Update, make_updater
+from tugline.trainers.publish import (
+    ADAPTER,
+    Connect,
+    Running,
+    Update,
+    VllmWeightUpdater,
+    make_updater,
+)
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -69,6 +84,14 @@ class TrainerGroup:
         """Return the weights to serve, whole, by the names of the model without an adapter."""
         with self._on_all_ranks("weights"):
             return merge_adapter(self._trainer.model)
+
+    def write_adapter(self, folder: Path) -> None:
+        """Write the adapter as PEFT does."""
+        with self._on_all_ranks("write_adapter", folder):
+            model = self._trainer.model
+            weights = dict(gather_tensors(checkpoint.unique_weights(model)))
+            if self._rank == 0:
+                checkpoint.write_model(folder, model, weights)
 
     def save(self, folder: Path, step: int, version: int, extra: dict[str, Any], keep: int) -> None:
         """See `checkpoint.save`."""
@@ -186,20 +209,40 @@ class Replicas:
 
     connection: EngineConnection
     updaters: Mapping[str, Update]
+    connect: Connect = connect_scorer
 
 
 @contextlib.asynccontextmanager
-async def open_replicas(config: TrainConfig, models: Models) -> AsyncIterator[Replicas]:
-    """Connect to the engines at ``engine.urls``, or serve a copy of the model in this process."""
+async def open_replicas(
+    config: TrainConfig, models: Models, folder: Path
+) -> AsyncIterator[Replicas]:
+    """Connect to the engines at ``engine.urls``, or serve a copy of the model in this process.
+
+    An adapter is loaded from `folder` first, because calls use it by its name.
+    """
     if config.engine.urls:
-        async with (
-            open_engine(config.engine, slots=config.node.slots) as connection,
-            contextlib.AsyncExitStack() as stack,
-        ):
-            remotes = [await make_updater(url) for url in connection.urls]
+        slots, key = config.node.slots, read_api_key(config.engine)
+        async with contextlib.AsyncExitStack() as stack:
+            connection = await stack.enter_async_context(open_engine(config.engine, slots=slots))
+            remotes = [await make_updater(url, key) for url in connection.urls]
             for each in remotes:
                 await stack.enter_async_context(each)
-            yield Replicas(connection, {each.url: each.update for each in remotes})
+            if config.publishes_adapter:
+                if other := [one.url for one in remotes if not isinstance(one, VllmWeightUpdater)]:
+                    msg = f"lora.publish is 'adapter', but {other[0]} is no vLLM: set 'merged'"
+                    raise UsageError(msg)
+                await asyncio.to_thread(write_model, config, models, folder)
+                for each in remotes:
+                    await each.update(folder, 0, "wait")
+                template = connection.rendering and connection.rendering.name
+                named = replace(config.engine, served_name=ADAPTER, renderer=template)
+                connection = await stack.enter_async_context(open_engine(named, slots=slots))
+            name = ADAPTER if config.publishes_adapter else None
+            yield Replicas(
+                connection,
+                {each.url: each.update for each in remotes},
+                partial(connect_scorer, model=name, key=key),
+            )
         return
     text = models.served.config.get_text_config()
     engine = Engine(
@@ -218,9 +261,12 @@ async def open_replicas(config: TrainConfig, models: Models) -> AsyncIterator[Re
         yield Replicas(connection, {connection.urls[0]: swap})
 
 
-def write_model(models: Models, folder: Path) -> None:
+def write_model(config: TrainConfig, models: Models, folder: Path) -> None:
     """Write the weights to serve and their configuration, as Hugging Face and the engines do."""
     folder.mkdir(parents=True, exist_ok=True)
+    if config.publishes_adapter:
+        models.trainer.write_adapter(folder)
+        return
     weights = models.trainer.weights()
     first = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
     unique = {name: weights[name] for name in first.values()}

@@ -10,9 +10,11 @@ and an error names the replica (I3). No torch here.
 """
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,9 +23,9 @@ import msgspec
 import numpy as np
 
 from tugline.client.api import Client
-from tugline.errors import EngineError
+from tugline.errors import EngineError, UsageError
 from tugline.protocol import Barrier, PauseMode
-from tugline.recording.verify.engine import connect_scorer
+from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.server.control import Weights
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
@@ -31,10 +33,11 @@ from tugline.web.engine_http import EngineHttp
 Running = Literal["keep", "abort", "wait"]
 """How answers that are being sampled are treated."""
 _TIMEOUT_S = 600.0
-
+ADAPTER = "tugline-adapter"
+"""Name by which calls use an adapter that is published as such."""
 
 Update = Callable[[Path, int, Running], Awaitable[None]]
-"""Makes one engine serve the model in a folder, which it can read, as a version."""
+"""Makes one engine serve the model, or on vLLM the adapter, in a folder that it can read."""
 
 
 class RemoteWeightUpdater(EngineHttp, ABC):
@@ -46,7 +49,7 @@ class RemoteWeightUpdater(EngineHttp, ABC):
 
     @abstractmethod
     async def load(self, folder: Path, version: int) -> None:
-        """Serve the model in `folder` as `version`."""
+        """Serve what is in `folder` as `version`."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -89,10 +92,25 @@ class VllmWeightUpdater(RemoteWeightUpdater):
 
     async def load(self, folder: Path, version: int) -> None:
         """Reload, recompute running contexts, and set the version."""
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._post("/collective_rpc", reload)
+        if (folder / "adapter_config.json").exists():
+            await self._load_adapter(folder)
+        else:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._post("/collective_rpc", reload)
         await self._post("/reset_prefix_cache?reset_running_requests=true")
         await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def _load_adapter(self, folder: Path) -> None:
+        """Replace the adapter; what runs would go on under the one with which it began."""
+        with contextlib.suppress(EngineError):  # there is none, as after a start
+            await self._post("/v1/unload_lora_adapter", {"lora_name": ADAPTER})
+        try:
+            body = {"lora_name": ADAPTER, "lora_path": str(folder)}
+            await self._post("/v1/load_lora_adapter", body)
+        except EngineError as error:
+            msg = f"{error}; start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a"
+            msg += " --max-lora-rank of at least lora.rank"
+            raise EngineError(msg, status=error.status) from error
 
     async def resume(self) -> None:
         """Admit requests again."""
@@ -128,14 +146,14 @@ class SglangWeightUpdater(RemoteWeightUpdater):
 _REMOTE = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
 
 
-async def make_updater(url: str) -> RemoteWeightUpdater:
+async def make_updater(url: str, key: str = "") -> RemoteWeightUpdater:
     """Make the updater for the engine at `url`. Raises `EngineError` for another kind of engine."""
-    async with EngineHttp(url) as engine:
+    async with EngineHttp(url, key) as engine:
         owner = (await engine.card(None)).owned_by
     if owner not in _REMOTE:
         msg = f"the engine at {url} is owned by {owner!r}: only vLLM and SGLang take new weights"
         raise EngineError(msg)
-    return _REMOTE[owner](url)
+    return _REMOTE[owner](url, key)
 
 
 # --------------------------------------------------------------------------- all replicas
@@ -165,6 +183,10 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     where the change is smaller than the difference between engine and trainer."""
 
 
+Connect = Callable[[str], AbstractAsyncContextManager[Scorer]]
+"""Connects to the replica at a URL, which scores with what is published."""
+
+
 class Publisher:
     """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
 
@@ -175,9 +197,10 @@ class Publisher:
         *,
         mode: PauseMode,
         within_s: float,
+        connect: Connect = connect_scorer,
     ) -> None:
         """`updaters` by URL. `within_s` bounds the pause, and each replica's load and proof."""
-        self._weights, self._updaters = weights, updaters
+        self._weights, self._updaters, self._connect = weights, updaters, connect
         self._mode, self._within_s = mode, within_s
 
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
@@ -210,10 +233,13 @@ class Publisher:
 
         Raises `EngineError` if one does not answer.
         """
-        versions = {}
+        versions: dict[str, int | None] = {}
         for url in self._updaters:
-            async with connect_scorer(url) as scorer:
-                versions[url] = scorer.version
+            try:
+                async with self._connect(url) as scorer:
+                    versions[url] = scorer.version
+            except UsageError:  # it has no adapter, and so no version of it
+                versions[url] = -1
         return [url for url, other in versions.items() if other not in {None, version}]
 
     async def _load(self, url: str, folder: Path, version: int) -> None:
@@ -229,7 +255,7 @@ class Publisher:
     ) -> tuple[float, float | None]:
         """Return the largest difference, and the share of the update that the replica shows."""
         try:
-            async with asyncio.timeout(self._within_s), connect_scorer(url) as scorer:
+            async with asyncio.timeout(self._within_s), self._connect(url) as scorer:
                 if scorer.version not in {None, version}:
                     msg = f"the replica {url} has version {scorer.version}, not {version}"
                     raise EngineError(msg)

@@ -22,8 +22,21 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = ""
 
 
+class _ListedModel(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    owned_by: str = ""
+    parent: str | None = None
+    """Of an adapter: the model it is added to, whose window is its own."""
+
+
 class _Models(msgspec.Struct):
-    data: list[ModelCard]
+    data: list[_ListedModel]
+
+
+def authorize(key: str) -> dict[str, str]:
+    """Headers of all requests to an engine that wants this API key; none if it is empty."""
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 async def fetch_card(
@@ -32,6 +45,10 @@ async def fetch_card(
     """The model of this name, or the first. Raises `EngineError` or `UsageError`."""
     try:
         async with asyncio.timeout(timeout_s), client.get(f"{url}/v1/models") as response:
+            if response.status == 401:
+                msg = f"the engine at {url} refuses the API key, or wants one: engine.api_key_env"
+                msg += " (--api-key-env) must name an environment variable with one that it accepts"
+                raise UsageError(msg)
             response.raise_for_status()
             cards = msgspec.json.decode(await response.read(), type=_Models).data
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -40,7 +57,8 @@ async def fetch_card(
         raise EngineError(msg) from error
     for card in cards:
         if model in {None, card.id}:
-            return card
+            windows = [one.max_model_len for one in cards if one.id in {card.id, card.parent}]
+            return ModelCard(card.id, max(n or 0 for n in windows), card.owned_by)
     names = ", ".join(card.id for card in cards) or "none"
     msg = f"the engine at {url} serves no model {model!r}; it serves {names}"
     raise UsageError(msg)
@@ -49,13 +67,17 @@ async def fetch_card(
 class EngineHttp:
     """An engine's address and a connection pool; no retries."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key` is its API key, if it wants one."""
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = authorize(key)
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, connect=10)
-        self._client = aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20)
+        self._client = aiohttp.ClientSession(
+            timeout=timeout, read_bufsize=1 << 20, headers=self._headers
+        )
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

@@ -267,7 +267,8 @@ _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+)
 
 def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
     """Parse an engine's error body; a prompt beyond the window is a `ContextOverflow`."""
-    text = _find_message(body)
+    # An engine may repeat the key that it refuses.
+    text = "see engine.api_key_env for its API key" if status == 401 else _find_message(body)
     too_long = _TOO_LONG.search(text)
     if status in {400, 413, 422} and too_long:
         counts = [int(count) for count in re.findall(r"\d+", text)]

@@ -117,10 +117,15 @@ class Scorer:
 
 
 @asynccontextmanager
-async def connect_scorer(url: str) -> AsyncIterator[Scorer]:
-    """Connect to the engine at `url`. Raises `EngineError` if it is not there or cannot score."""
-    async with EngineHttp(url) as engine:
-        card = await engine.card(None)
+async def connect_scorer(
+    url: str, model: str | None = None, key: str = ""
+) -> AsyncIterator[Scorer]:
+    """Connect to the engine at `url`; `model` is a served name, the first if None.
+
+    Raises `EngineError` if it is not there or cannot score, `UsageError` if it has no such model.
+    """
+    async with EngineHttp(url, key) as engine:
+        card = await engine.card(model)
         if card.owned_by not in _OWNERS:
             msg = f"{url} is no vLLM, SGLang or embedded engine: it cannot recompute logprobs"
             raise EngineError(msg)

@@ -79,7 +79,7 @@ def save(
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        _write_model(draft, trainer.model, weights)
+        write_model(draft, trainer.model, weights)
         rest = {"optimizer": optimizer, "order": trainer.order.get_state()}
         torch.save(rest, draft / OPTIMIZER)
         _write_state(draft, trainer, step=step, version=version, extra=extra or {})
@@ -105,7 +105,7 @@ def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: named[name].detach() for name in reversed(first.values())}
 
 
-def _write_model(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
+def write_model(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
     """Write weights and their configuration as Hugging Face, or PEFT, reads them."""
     adapters = getattr(model, "peft_config", None)
     write_weights(folder / (ADAPTER if adapters else WEIGHTS), weights)
