@@ -29,6 +29,7 @@ from tugline.types import Ids, LogprobMeaning, Mode
 from tugline.web.serve import serve
 
 WINDOW = 512
+_ADAPTER = {"id": "adapter", "max_model_len": None, "parent": "m"}
 LOGITS = np.array([2.0, 1.0, 0.0])
 
 
@@ -60,9 +61,9 @@ class Stub:
         )
 
     async def models(self, _: Request) -> Response:
-        """One model."""
-        card = {"id": "m", "max_model_len": WINDOW, "owned_by": self.owner}
-        return JSONResponse({"data": [card]})
+        """One model, and an adapter for it, as vLLM lists them."""
+        card = {"id": "m", "max_model_len": WINDOW, "owned_by": self.owner, "parent": None}
+        return JSONResponse({"data": [card, _ADAPTER | {"owned_by": self.owner}]})
 
     async def version(self, _: Request) -> Response:
         """Some version."""
@@ -245,8 +246,15 @@ async def test_nothing_there_is_one_clear_error() -> None:
     with pytest.raises(EngineError, match="no usable engine at"):
         await probe("http://127.0.0.1:9")
     async with served(Stub()) as url:
-        with pytest.raises(UsageError, match="serves no model 'x'; it serves m"):
+        with pytest.raises(UsageError, match="serves no model 'x'; it serves m, adapter"):
             await probe(url, "x")
+
+
+async def test_an_adapter_has_the_window_of_its_model() -> None:
+    """Engines list none for it."""
+    async with served(Stub()) as url:
+        report = await probe(url, "adapter")
+    assert (report.model, report.window, report.mode) == ("adapter", WINDOW, Mode.EXACT)
 
 
 # --------------------------------------------------------------------------- connecting

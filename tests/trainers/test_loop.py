@@ -165,6 +165,13 @@ def _train_set() -> dict[str, Any]:
     return {"name": "jsonl", "options": options}
 
 
+KEPT: dict[str, Any] = {
+    "lora": {"publish": "adapter"},
+    "engine": {"urls": ["http://127.0.0.1:9"]},
+    "schedule": {"pause": "keep"},
+}
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -172,6 +179,8 @@ def _train_set() -> dict[str, Any]:
         ({"engine": {"tokenizer": "x"}}, "engine.tokenizer is for an engine at engine.urls"),
         ({"template": {"samples": 4}}, "template.samples has no effect"),
         ({"grpo": {"max_staleness": 0}, "schedule": {"staleness": 1}}, "at least schedule.stal"),
+        ({"lora": {"publish": "adapter"}}, "lora.publish is 'adapter': it needs engine.urls"),
+        (KEPT, "schedule.pause 'wait' or 'abort'"),
         ({"schedule": {"stepz": 1}}, "unknown key 'schedule.stepz'"),
     ],
 )

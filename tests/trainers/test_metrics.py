@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from tugline.inference.engine import Engine
 from tugline.inference.sampling import score
 from tugline.inference.server import create_app
 from tugline.protocol import PauseMode
+from tugline.recording.verify.engine import connect_scorer
 from tugline.server.control import Weights
 from tugline.server.store.database import open_database
 from tugline.trainers.grpo.config import GrpoConfig
@@ -105,8 +107,12 @@ async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Pat
         async def swap(_folder: Path, version: int, running: Running) -> None:
             await engine.swap(sent.state_dict(), version, running)
 
-        publisher = Publisher(Weights(database), {url: swap}, mode=PauseMode.WAIT, within_s=60)
+        server, updaters = Weights(database), {url: swap}
+        make = partial(Publisher, server, updaters, mode=PauseMode.WAIT, within_s=60)
+        publisher = make()
         assert await publisher.find_outdated(VERSION + 1) == [url]
         publication = await publisher.publish(folder, VERSION + 1, probe)
         assert await publisher.find_outdated(VERSION + 1) == []
+        lost = make(connect=partial(connect_scorer, model="an adapter that it lost"))
+        assert await lost.find_outdated(VERSION + 1) == [url]
         return publication

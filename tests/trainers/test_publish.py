@@ -50,6 +50,24 @@ async def test_vllm_forgets_what_the_old_weights_computed() -> None:
     ]
 
 
+async def test_vllm_replaces_an_adapter(tmp_path: Path) -> None:
+    """The one before goes, if there is one."""
+    (tmp_path / "adapter_config.json").touch()
+    name = {"lora_name": "tugline-adapter"}
+    none_yet = "/v1/unload_lora_adapter"
+    async with engine(fails=none_yet) as (url, seen), VllmWeightUpdater(url) as weights:
+        await weights.load(tmp_path, 7)
+    assert seen == [
+        (none_yet, name),
+        ("/v1/load_lora_adapter", name | {"lora_path": str(tmp_path)}),
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/update_weight_version", {"new_version": "7"}),
+    ]
+    async with engine(fails="/v1/load_lora_adapter") as (url, _), VllmWeightUpdater(url) as weights:
+        with pytest.raises(EngineError, match=r"start it with .*--enable-lora"):
+            await weights.load(tmp_path, 7)
+
+
 async def test_sglang_gets_its_own_requests() -> None:
     """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
     load = ("/update_weights_from_disk", _load(7))
