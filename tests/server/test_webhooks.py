@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
+from tugline.server.background import run_beside
 from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
@@ -107,8 +109,10 @@ async def _until(database: Database, state: DeliveryState, count: int) -> list[D
     return found
 
 
-def _sender(database: Database, retries: WebhookRetries = SOON) -> WebhookSender:
-    return WebhookSender(database, key_of(SECRET), retries=retries)
+def _sender(
+    database: Database, retries: WebhookRetries = SOON, secret: str = SECRET
+) -> AbstractAsyncContextManager[None]:
+    return run_beside(WebhookSender(database, key_of(secret), retries=retries).run())
 
 
 # --------------------------------------------------------------------------- what is sent
@@ -260,7 +264,8 @@ async def test_an_endless_answer_is_not_read(database: Database, receiver: Recei
 async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Receiver) -> None:
     """A host that is not listed is refused in a task; what is in the outbox already is dead."""
     hosts = frozenset({"trainer.example"})
-    async with WebhookSender(database, key_of(SECRET), hosts=hosts, retries=SOON) as sender:
+    sender = WebhookSender(database, key_of(SECRET), hosts=hosts, retries=SOON)
+    async with run_beside(sender.run()):
         with pytest.raises(Invalid, match=r"callback.url is .*must go to one of: trainer.example"):
             sender.check(_task("t", receiver.url, 1))
         sender.check(_task("t", "https://trainer.example:8443/x", 1))
@@ -331,7 +336,7 @@ async def test_the_example_receiver_takes_what_is_genuine(
             "session.result",
             "task.released",
         ]
-        async with WebhookSender(database, key_of(new_secret()), retries=SOON):
+        async with _sender(database, secret=new_secret()):
             await _tell(database, "u", url)
             dead = await _until(database, DeliveryState.DEAD, 2)
         assert {one.error for one in dead} == {"answered 401"}

@@ -18,6 +18,7 @@ import msgspec
 from tugline import log
 from tugline.errors import Invalid, StoreError
 from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
+from tugline.server.background import run_beside
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
@@ -79,8 +80,9 @@ class ControlPlane:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(sessions.set_weights, self._tenants)
-            for part in (self.logs, self._expiry, self.dispatcher, self._webhooks, self._retention):
-                await stack.enter_async_context(part)
+            await self._expiry.extend_all()
+            parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self._retention)
+            await stack.enter_async_context(run_beside(*(part.run() for part in parts)))
             self._stack = stack.pop_all()
         return self
 
@@ -212,21 +214,7 @@ def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Contro
 
 
 # --------------------------------------------------------------------------- background
-class _Background:
-    """A task that runs while the context manager is open."""
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
-
-    async def _run(self) -> None:
-        raise NotImplementedError
-
-
-class Expiry(_Background):
+class Expiry:
     """Expire leases, group deadlines and stop orders when they are due.
 
     One task sleeps until the nearest deadline and is woken when a nearer one comes up. When the
@@ -240,17 +228,14 @@ class Expiry(_Background):
         self._database, self._lease_s = database, lease_s
         self._asleep_s, self._retry_s = asleep_s, retry_s
 
-    async def __aenter__(self) -> None:
-        await self._extend_all()
-        await super().__aenter__()
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Do so until it is cancelled."""
         away = False
         with self._database.hub.subscribe("timers") as timers:
             while True:
                 try:
                     if away:
-                        await self._extend_all()
+                        await self.extend_all()
                         away = False
                     due = await self._database.read(self._next_due)
                     if due is not None and due <= time.time():
@@ -265,7 +250,8 @@ class Expiry(_Background):
                     away = True
                     await asyncio.sleep(self._retry_s)
 
-    async def _extend_all(self) -> None:
+    async def extend_all(self) -> None:
+        """Restart all deadlines."""
         await self._database.write(nodes.extend_all, self._lease_s)
 
     def _next_due(self, tx: Tx) -> float | None:
@@ -289,7 +275,7 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     leases.end_unstopped(tx, tx.now - lease_s)
 
 
-class Retention(_Background):
+class Retention:
     """Delete old tasks, events and nodes, and blobs without a result: at the start, then hourly."""
 
     def __init__(
@@ -305,7 +291,8 @@ class Retention(_Background):
         self._keep_events_s, self._keep_tasks_s = keep_events_s, keep_tasks_s
         self._every_s = every_s
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Do so until it is cancelled."""
         while True:
             try:
                 await self.run_once(time.time())

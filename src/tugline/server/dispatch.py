@@ -51,28 +51,29 @@ class _Known(NamedTuple):
 
 
 class ServerDispatcher:
-    """Implements `protocol.Dispatcher` on the store; an async context manager."""
+    """Implements `protocol.Dispatcher` on the store; gives out work while `run` runs."""
 
     def __init__(self, database: Database, blobs: Blobs, logs: Logs, *, lease_s: float) -> None:
         self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, _Known] = {}
         self._task_cache: OrderedDict[str, Task] = OrderedDict()
-        self._work = Subscription()
         self._tokens: dict[str, str] = {}
+        self._nodes_changed = database.hub.add("nodes")
+        self._tokens_changed = database.hub.add("nodes")
+        self._work = database.hub.add("work")
 
-    async def __aenter__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        subscribe = self._database.hub.subscribe
-        self._nodes_changed = self._stack.enter_context(subscribe("nodes"))
-        self._tokens_changed = self._stack.enter_context(subscribe("nodes"))
-        self._work = self._stack.enter_context(subscribe("work"))
-        self._granting = asyncio.create_task(self._grant_all())
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self._granting.cancel()
-        await asyncio.wait({self._granting})
-        self._stack.close()
+    async def run(self) -> None:
+        """Give out work until it is cancelled."""
+        while True:
+            await self._work.wait()
+            try:
+                await self._grant()
+            except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
+                known = isinstance(error, StoreError)
+                _log.error("no work is given out", error=str(error), exc_info=not known)
+                await asyncio.sleep(_PAUSE_S)
+                self._work.notify()
 
     # ------------------------------------------------------------------ the dispatcher
     async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
@@ -215,17 +216,6 @@ class ServerDispatcher:
             _log.warning("blob left behind", blob=blob, error=str(error))
 
     # ------------------------------------------------------------------ granting
-    async def _grant_all(self) -> None:
-        while True:
-            await self._work.wait()
-            try:
-                await self._grant()
-            except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
-                known = isinstance(error, StoreError)
-                _log.error("no work is given out", error=str(error), exc_info=not known)
-                await asyncio.sleep(_PAUSE_S)
-                self._work.notify()
-
     async def _grant(self) -> None:
         waiters = dict(self._waiting)
         if not waiters:

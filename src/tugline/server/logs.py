@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from tugline import log
 from tugline.errors import Missing, StoreError
@@ -55,8 +55,8 @@ class _Piece(NamedTuple):
 class Logs:
     """Logs under `folder`, up to `limit` bytes for each lease of a session.
 
-    An async context manager: while it is open, logs older than `keep_s` are deleted, and the
-    oldest ones while all together have more than `total` bytes.
+    A sweep deletes those older than `keep_s`, and the oldest ones while all together have more
+    than `total` bytes.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Logs:
         self._lock = asyncio.Lock()
         self._hub = Hub()
         self._followed: dict[str, float] = {}
-        self._sweeper: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        self._sweeper = asyncio.create_task(self._sweep_all())
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait([self._sweeper])
+    async def run(self) -> None:
+        """Sweep, again and again, until it is cancelled."""
+        while True:
+            try:
+                if deleted := await self.sweep():
+                    _log.info("old logs deleted", sessions=deleted)
+            except OSError as error:
+                _log.warning("old logs cannot be deleted", error=str(error))
+            await asyncio.sleep(_SWEEP_S)
 
     async def append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append a chunk that starts at `offset` of this lease's log; returns its length.
@@ -201,15 +201,6 @@ class Logs:
             total -= size
             deleted += 1
         return deleted
-
-    async def _sweep_all(self) -> None:
-        while True:
-            try:
-                if deleted := await self.sweep():
-                    _log.info("old logs deleted", sessions=deleted)
-            except OSError as error:
-                _log.warning("old logs cannot be deleted", error=str(error))
-            await asyncio.sleep(_SWEEP_S)
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -78,7 +78,7 @@ class _Try(NamedTuple):
 
 
 class WebhookSender:
-    """Sends due deliveries while it is open. Without a `secret` nothing is signed.
+    """Sends due deliveries while `run` runs. Without a `secret` nothing is signed.
 
     `hosts` names allowed receivers, with their port if it matters; None allows all.
     """
@@ -98,17 +98,16 @@ class WebhookSender:
         self._client: _Client | None = None
         """Made for the first delivery."""
 
-    async def __aenter__(self) -> Self:
-        self._watching = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        running = [self._watching, *self._senders.values()]
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
-        if self._client is not None:
-            await self._client.close()
+    async def run(self) -> None:
+        """Send until it is cancelled."""
+        try:
+            await self._watch()
+        finally:
+            for sender in self._senders.values():
+                sender.cancel()
+            await asyncio.gather(*self._senders.values(), return_exceptions=True)
+            if self._client is not None:
+                await self._client.close()
 
     def check(self, task: Task) -> None:
         """Raises `Invalid` for a task whose callback would never be sent."""

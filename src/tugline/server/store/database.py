@@ -59,12 +59,17 @@ class Hub:
     def __init__(self) -> None:
         self._topics: dict[str, set[Subscription]] = {}
 
-    @contextmanager
-    def subscribe(self, *topics: str) -> Iterator[Subscription]:
-        """Subscribe to all of `topics` while the block lasts."""
+    def add(self, *topics: str) -> Subscription:
+        """Subscribe to all of `topics` for good."""
         subscription = Subscription()
         for topic in topics:
             self._topics.setdefault(topic, set()).add(subscription)
+        return subscription
+
+    @contextmanager
+    def subscribe(self, *topics: str) -> Iterator[Subscription]:
+        """Subscribe to all of `topics` while the block lasts."""
+        subscription = self.add(*topics)
         try:
             yield subscription
         finally:
@@ -110,6 +115,25 @@ class _Outcome(NamedTuple):
     error: BaseException | None = None
 
 
+class _Slot:
+    """A connection that is opened when it is needed."""
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+
+    def open(self, driver: Driver, *, reading: bool = False) -> Connection:
+        """The connection."""
+        if self._connection is None:
+            self._connection = driver.connect(reading=reading)
+        return self._connection
+
+    def close(self) -> None:
+        """Drop it; the next use opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
 class Database:
     """A store and its threads; an async context manager. `hub` is notified after each commit.
 
@@ -127,10 +151,12 @@ class Database:
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
-        self._readers: queue.LifoQueue[Connection | None] = queue.LifoQueue()
+        self._readers: queue.LifoQueue[_Slot] = queue.LifoQueue()
+        for _ in range(_READERS):
+            self._readers.put(_Slot())
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
-        self._connection: Connection | None = None
+        self._connection = _Slot()
         self._open = False
 
     @property
@@ -140,9 +166,7 @@ class Database:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._prepare)
-        for _ in range(_READERS):
-            self._readers.put(None)
+        await asyncio.to_thread(self._retry, self._driver.prepare, self._retry_s / 3)
         self._listening = self._driver.listen(self._receive)
         self._listening.__enter__()
         self._writer.start()
@@ -213,40 +237,39 @@ class Database:
             msg = "store: the server is being stopped"
             raise StoreError(msg)
 
-    def _prepare(self) -> None:
-        until = time.monotonic() + self._retry_s / 3
+    def _retry(self, attempt: Callable[[], T], seconds: float, slot: _Slot | None = None) -> T:
+        """Repeat an attempt for so long while the connection, that in `slot`, is lost."""
+        until, pause = time.monotonic() + seconds, _PAUSE_S
         while True:
             try:
-                return self._driver.prepare()
+                return attempt()
+            except self._driver.mistakes:
+                raise
             except self._driver.errors as error:
+                if slot is not None:
+                    slot.close()
                 if not self._driver.is_lost(error) or time.monotonic() > until:
                     raise self._driver.explain(error) from error
-                time.sleep(_PAUSE_S)
+                _log.warning("connection lost, trying again", error=str(error).strip())
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
 
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:
-        connection = self._readers.get()
-        until = time.monotonic() + self._retry_s / 3
+        slot = self._readers.get()
         try:
-            while True:
-                try:
-                    connection = connection or self._driver.connect(reading=True)
-                    connection.begin_reading()
-                    connection.now = self.clock()
-                    try:
-                        return op(connection)
-                    finally:
-                        connection.rollback()
-                except self._driver.mistakes:
-                    raise
-                except self._driver.errors as error:
-                    _close(connection)
-                    connection = None
-                    if not self._driver.is_lost(error) or time.monotonic() > until:
-                        raise self._driver.explain(error) from error
-                    time.sleep(_PAUSE_S)
+            return self._retry(partial(self._read_once, slot, op), self._retry_s / 3, slot)
         finally:
-            self._readers.put(connection)
+            self._readers.put(slot)
+
+    def _read_once(self, slot: _Slot, op: Callable[[Tx], T]) -> T:
+        connection = slot.open(self._driver, reading=True)
+        connection.begin_reading()
+        connection.now = self.clock()
+        try:
+            return op(connection)
+        finally:
+            connection.rollback()
 
     # ------------------------------------------------------------------ in the writer's thread
     def _write_all(self) -> None:
@@ -264,33 +287,16 @@ class Database:
         began = time.monotonic()
         topics: set[str] = set()
         try:
-            outcomes, topics = self._commit_with_retries(jobs, began + self._retry_s)
+            once = partial(self._commit_once, jobs)
+            outcomes, topics = self._retry(once, self._retry_s, self._connection)
         except Exception as error:  # noqa: BLE001 - this thread must go on, whatever it was
-            _close(self._connection)
-            self._connection = None
+            self._connection.close()
             outcomes = [_Outcome(error=error)] * len(jobs)
         self.on_commit(len(jobs), time.monotonic() - began)
         self._loop.call_soon_threadsafe(self._answer, jobs, outcomes, topics)
 
-    def _commit_with_retries(
-        self, jobs: list[_Job], until: float
-    ) -> tuple[list[_Outcome], set[str]]:
-        """Commit one transaction, on a new connection if the old one is lost."""
-        pause = _PAUSE_S
-        while True:
-            try:
-                return self._commit_once(jobs)
-            except self._driver.errors as error:
-                _close(self._connection)
-                self._connection = None
-                if not self._driver.is_lost(error) or time.monotonic() > until:
-                    raise self._driver.explain(error) from error
-                _log.warning("connection lost, trying again", error=str(error).strip())
-                time.sleep(pause)
-                pause = min(2 * pause, 1.0)
-
     def _commit_once(self, jobs: list[_Job]) -> tuple[list[_Outcome], set[str]]:
-        connection = self._connection = self._connection or self._driver.connect()
+        connection = self._connection.open(self._driver)
         connection.begin(durable=any(job.durable for job in jobs))
         connection.now = self.clock()
         outcomes = [self._run_job(connection, job) for job in jobs]
@@ -317,9 +323,8 @@ class Database:
         self._writer.join()
         self._listening.__exit__(None, None, None)
         self._pool.shutdown()
-        _close(self._connection)
-        while not self._readers.empty():
-            _close(self._readers.get())
+        for slot in (self._connection, *self._readers.queue):
+            slot.close()
         self._driver.release()
 
     # ------------------------------------------------------------------ back in the loop
@@ -342,11 +347,6 @@ class Database:
 
 def _call(op: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], tx: Tx) -> T:
     return op(tx, *args, **kwargs)
-
-
-def _close(connection: Connection | None) -> None:
-    if connection is not None:
-        connection.close()
 
 
 def open_database(url: str, **settings: Any) -> Database:
