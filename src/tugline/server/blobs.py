@@ -50,7 +50,7 @@ def open_blobs(where: str) -> Blobs:
 
 
 class LocalBlobs:
-    """Files under `folder`, spread over 256 directories."""
+    """Files under `folder`, which is this user's only, spread over 256 directories."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +91,8 @@ class LocalBlobs:
         temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
         try:
             if not path.parent.is_dir():
-                path.parent.mkdir(parents=True, exist_ok=True)
+                self._folder.mkdir(0o700, parents=True, exist_ok=True)
+                path.parent.mkdir(exist_ok=True)
                 _flush(self._folder)
             with temporary.open("xb") as file:
                 file.write(data)

@@ -21,7 +21,7 @@ from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database, Subscription
 from tugline.server.store.leases import LeaseOrders
-from tugline.server.validation import check_registration, read_end
+from tugline.server.validation import check_registration, compute_digest, read_end
 from tugline.types import Session, Task
 
 MAX_WAIT_S = 60.0
@@ -102,7 +102,10 @@ class ServerDispatcher:
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
         """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result."""
-        end = await read_end(session, epoch, trajectory)
+        digest = await compute_digest(trajectory)
+        if await self._database.read(leases.find_lease, session, epoch, digest) is None:
+            return protocol.Commit(protocol.CommitOutcome.ALREADY)
+        end = await read_end(session, epoch, trajectory, digest)
         await self._blobs.put(end.blob, trajectory)
         try:
             outcome = await self._database.write(leases.commit, session, epoch, end)
@@ -124,10 +127,7 @@ class ServerDispatcher:
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length. Raises `FencedError`."""
-        entry = await self._database.read(sessions.get, session)
-        if entry.epoch != epoch:
-            msg = f"session {session} is at epoch {entry.epoch}; that of epoch {epoch} is over"
-            raise FencedError(msg)
+        await self._database.read(sessions.get_leased, session, epoch)
         return await self._logs.append(session, epoch, offset, chunk)
 
     async def find_node(self, token: str) -> str | None:

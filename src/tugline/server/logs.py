@@ -154,6 +154,7 @@ class Logs:
         piece_size = max(self._limit // _PIECES, 1)
         while rest:
             if not names or names[-1][1] >= piece_size:
+                self._folder.mkdir(0o700, parents=True, exist_ok=True)
                 folder.mkdir(parents=True, exist_ok=True)
                 names.append((folder / f"{epoch:08}-{length:014}", 0))
             path, size = names.pop()

@@ -8,8 +8,9 @@ hour later.
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,9 +34,10 @@ MAX_TRAJECTORY = 1 << 30
 """Bytes of an encoded trajectory before compression."""
 _BATCH_IN_LOOP = 16
 """Tasks that are packed in the event loop; larger batches use a thread."""
-_TRAJECTORY_IN_LOOP = 1 << 16
-"""Bytes of a result that is decoded in the event loop; a larger one uses a thread."""
+_IN_LOOP = 1 << 16
+"""Bytes of a result that is read in the event loop; a larger one uses a thread."""
 
+T = TypeVar("T")
 Check = Callable[[Task], None]
 """Raises `Invalid` or `UsageError` for a task that could not be run."""
 
@@ -136,9 +138,7 @@ def _check_callback(url: str) -> None:
 
 async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     """Check and encode tasks. Raises `Invalid`, with the number of the task in the field."""
-    if len(batch) <= _BATCH_IN_LOOP:
-        return _pack_tasks(batch, check)
-    return await asyncio.to_thread(_pack_tasks, batch, check)
+    return await _run(partial(_pack_tasks, batch, check), in_thread=len(batch) > _BATCH_IN_LOOP)
 
 
 def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
@@ -159,20 +159,23 @@ def check_registration(registration: NodeRegistration) -> None:
     _check_bounds(registration)
 
 
-async def read_end(session: str, epoch: int, data: bytes) -> End:
+async def compute_digest(data: bytes) -> str:
+    """SHA-256 of an encoded trajectory, hex."""
+    return await _run(lambda: hashlib.sha256(data).hexdigest(), in_thread=len(data) > _IN_LOOP)
+
+
+async def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     """Outcome of a session, read from its encoded trajectory. Raises `Invalid`."""
-    if len(data) <= _TRAJECTORY_IN_LOOP:
-        return _read_end(session, epoch, data)
-    return await asyncio.to_thread(_read_end, session, epoch, data)
+    read = partial(_read_end, session, epoch, data, digest)
+    return await _run(read, in_thread=len(data) > _IN_LOOP)
 
 
-def _read_end(session: str, epoch: int, data: bytes) -> End:
+def _read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     trajectory = _decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
         msg = f"a result of {session} must name it and be final, not {trajectory.session} {status}"
         raise Invalid(msg, field="session" if status in TERMINAL else "status")
-    digest = hashlib.sha256(data).hexdigest()
     failure = trajectory.failure
     if status is Status.FAILED and failure is None:
         msg = f"session {session} has failed, and its result does not say why"
@@ -201,6 +204,10 @@ def _decode_trajectory(data: bytes) -> Trajectory:
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         msg = f"not a trajectory, encoded and compressed with zstd: {error}"
         raise Invalid(msg) from error
+
+
+async def _run(work: Callable[[], T], *, in_thread: bool) -> T:
+    return await asyncio.to_thread(work) if in_thread else work()
 
 
 # --------------------------------------------------------------------------- errors

@@ -96,6 +96,30 @@ async def test_a_node_cannot_touch_the_session_of_another(server: Served) -> Non
     assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).json["reward"] == 1.0
 
 
+async def test_a_node_cannot_write_to_a_session_that_nobody_holds(server: Served) -> None:
+    """Not before it is leased, and not after its end; what it sends is not even unpacked."""
+    await server.submit()
+    early = await server.join("early")
+    log, noise = "/v1/sessions/t-0/log?offset=0&epoch=", b"no trajectory"
+    for node, epoch in ((early, 0), (early, 1)):
+        sent = [await server.ask("POST", f"{log}{epoch}", node.token, data=b"lies")]
+        sent.append(await server.commit(node, "t-0", epoch, noise))
+        assert [(told.status, told.problem.type[20:]) for told in sent] == [(409, "fenced")] * 2
+    (work,) = (await server.lease(early)).work
+    data = result("t-0", "t")
+    assert (await server.commit(early, "t-0", work.session.epoch, data)).status == 200
+    late = await server.join("late")
+    for told in (
+        await server.ask("POST", f"{log}{work.session.epoch}", late.token, data=b"lies"),
+        await server.commit(late, "t-0", work.session.epoch, noise),
+    ):
+        assert (told.status, told.problem.type[20:]) == (409, "fenced")
+    assert (await server.commit(early, "t-0", work.session.epoch, data)).json[
+        "outcome"
+    ] == "already"
+    assert (await server.ask("GET", "/v1/sessions/t-0/log")).body == b""
+
+
 async def test_an_agent_that_posts_its_own_reward_is_refused(server: Served) -> None:
     """The secret of a session opens model calls at the gateway, and nothing of the server."""
     await server.submit()

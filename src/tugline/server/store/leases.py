@@ -138,14 +138,21 @@ def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) ->
 
 
 # --------------------------------------------------------------------------- and back to the queue
-def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome:
-    """Store a result, once; the same result again is fine, whatever its epoch.
+def find_lease(tx: Tx, session: str, epoch: int, digest: str) -> SessionRow | None:
+    """The leased session that a result is for; None if this very result is stored.
 
     Raises `FencedError` for a lost lease.
     """
-    if results.digest_of(tx, session) == end.digest:
+    if results.digest_of(tx, session) == digest:
+        return None
+    return sessions.get_leased(tx, session, epoch)
+
+
+def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome:
+    """Store a result, once. Raises `FencedError` as `find_lease` does."""
+    entry = find_lease(tx, session, epoch, end.digest)
+    if entry is None:
         return protocol.CommitOutcome.ALREADY
-    entry = sessions.get_leased(tx, session, epoch)
     if end.failure is not None and retry(tx, entry, end.failure):
         return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)

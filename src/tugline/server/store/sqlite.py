@@ -17,7 +17,7 @@ from tugline.server.store.base import STEPS, Connection, Driver
 
 
 class Sqlite(Driver):
-    """The database in the file at `path`, which is created if it is missing."""
+    """The database in the file at `path`, created for this user only if it is missing."""
 
     name, blob = "sqlite", "BLOB"
     errors = (sqlite3.Error, OSError)
@@ -29,6 +29,7 @@ class Sqlite(Driver):
     def prepare(self) -> None:
         """Lock the file for this process and bring its tables up to date."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.touch(0o600)  # SQLite gives its other files the same mode
         self._lock = self._path.with_name(self._path.name + ".lock").open("w")
         self._acquire_lock()
         try:
