@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from tugline.schema import field_docs, list_structs
+from tugline.schema import describe_structs, field_docs, list_structs
 from tugline.task_files import INSTRUCTION_FILE
 from tugline.types import Task
 
@@ -75,16 +75,10 @@ def _to_yaml(default: object) -> str:
 
 def make_json_schema() -> dict[str, Any]:
     """JSON schema of a task file: one task, or a list of them."""
-    (_,), parts = msgspec.json.schema_components([Task], ref_template="#/$defs/{name}")
-    structs = {"Task": Task} | {
-        inner.__name__: inner
-        for field in msgspec.structs.fields(Task)
-        for inner in list_structs(field.type)
-    }
-    for name, kind in structs.items():
-        parts[name]["additionalProperties"] = False
-        for field, sentence in field_docs(kind).items():
-            parts[name]["properties"][field]["description"] = sentence
+    parts = describe_structs([Task], "#/$defs/{name}")
+    for part in parts.values():
+        if part.get("type") == "object":
+            part["additionalProperties"] = False
     task = parts["Task"]
     task["properties"]["files"]["additionalProperties"] = _FILE
     task["properties"][INSTRUCTION_FILE] = _TEXT | {

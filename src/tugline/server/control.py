@@ -9,16 +9,15 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from tugline import log
 from tugline.errors import Invalid, StoreError
 from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
-from tugline.server.background import run_beside
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
@@ -214,6 +213,18 @@ def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Contro
 
 
 # --------------------------------------------------------------------------- background
+@contextlib.asynccontextmanager
+async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` while the block lasts, then cancel it and wait for its end."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 class Expiry:
     """Expire leases, group deadlines and stop orders when they are due.
 

@@ -6,7 +6,6 @@ promises what the server accepts.
 
 import functools
 import re
-from collections.abc import Iterable
 from importlib import metadata
 from types import NoneType
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from tugline.protocol import Problem
-from tugline.schema import field_docs, list_structs
+from tugline.schema import describe_structs
 from tugline.server.http.answers import MEDIA, PROBLEMS
 from tugline.server.http.route import JSON, Nothing, Route
 
@@ -31,20 +30,16 @@ _PATHS = {
 @functools.cache
 def document(routes: tuple[Route, ...]) -> bytes:
     """The document as JSON."""
-    bodies = _structs(route.body for route in routes)
-    answers = _structs(route.answer for route in routes)
-    queries = _structs(route.query for route in routes)
-    named = [*bodies, *answers, *queries, Problem]
-    _, schemas = msgspec.json.schema_components(named, ref_template=_REF)
-    _describe(schemas, named)
-    _, strict = msgspec.json.schema_components(bodies, ref_template=_REF)
-    for name in strict:
+    bodies, queries = [route.body for route in routes], {route.query for route in routes}
+    named = [*bodies, *queries, *(route.answer for route in routes), Problem]
+    schemas = describe_structs(named, _REF)
+    for name in describe_structs(bodies, _REF):
         if schemas[name].get("type") == "object":
             schemas[name]["additionalProperties"] = False
     parameters = {kind: _parameters(schemas.pop(kind.__name__)) for kind in queries}
     paths: dict[str, Json] = {}
     for route in routes:
-        operation = _operation(route, parameters.get(route.query, []))
+        operation = _operation(route, parameters[route.query])
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     whole = {
         "openapi": "3.1.0",
@@ -60,12 +55,6 @@ def document(routes: tuple[Route, ...]) -> bytes:
         },
     }
     return msgspec.json.encode(whole)
-
-
-def _structs(annotations: Iterable[Any]) -> list[Any]:
-    """The structs named by annotations, each once."""
-    found = [struct for each in annotations for struct in list_structs(each)]
-    return list(dict.fromkeys(struct for struct in found if struct is not Nothing))
 
 
 def _schema(kind: Any) -> Json:
@@ -157,18 +146,3 @@ def _problems(route: Route) -> Json:
         str(status): {"description": " or ".join(listed), "content": content}
         for status, listed in by_status.items()
     }
-
-
-# --------------------------------------------------------------------------- schemas
-def _describe(schemas: dict[str, Json], structs: Iterable[Any]) -> None:
-    """Add the field descriptions of these structs, and of those in them."""
-    waiting, seen = list(structs), set()
-    while waiting:
-        struct = waiting.pop()
-        if struct in seen:
-            continue
-        seen.add(struct)
-        for name, text in field_docs(struct).items():
-            schemas[struct.__name__]["properties"][name].setdefault("description", text)
-        for field in msgspec.structs.fields(struct):
-            waiting += list_structs(field.type)
