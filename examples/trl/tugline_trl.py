@@ -39,41 +39,73 @@ from tugline.trainers.state import name_run
 from tugline.types import Sample, Task, Trajectory
 
 
-class TuglineRollouts:
-    """`rollout_func` of one `GRPOTrainer` in one process; a context manager."""
+class TuglineSessions:
+    """Engine, server and node of a run, and the weights on their way to them; a context manager."""
 
     def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
         """`tasks_folder` is that of the configuration file; sessions are kept in `run_folder`."""
         run_folder.mkdir(parents=True, exist_ok=True)
-        self._config, self._folder = config, run_folder
-        self._batches = TaskBatches(config, tasks_folder)
-        self._batches.run = name_run(run_folder)
-        self._tasks = {task.id: task for task in self._batches.trained}
+        self.config, self._folder = config, run_folder
+        self.batches = TaskBatches(config, tasks_folder)
+        self.batches.run = name_run(run_folder)
         served, tokenizer, end_ids = load(config.model or Path(), dtype=torch.float32)
-        self._models = Models(self, served, tokenizer, end_ids)
-        self._step, self._calls = -1, itertools.count()
-        self.version = 0
-        """Of the weights that the engine has."""
-        self.tokens_left_out = 0
-        """Tokens in traces that TRL has no row for: it takes one per session, the longest."""
+        self.models = Models(self, served, tokenizer, end_ids)
+        self.version = -1
+        """Of the weights that the engine has; -1 before the first publication."""
 
     def __enter__(self) -> Self:
         """Start engine, server and node, or connect to running ones."""
         with contextlib.ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            opened = self._portal.wrap_async_context_manager(self._open())
-            self._server, self._publisher = stack.enter_context(opened)
-            known = self._portal.call(self._server.weights).version
-            self.version = known + 1 if known else 0  # a version is never used again
+            self.portal = stack.enter_context(start_blocking_portal())
+            opened = self.portal.wrap_async_context_manager(self._open())
+            self.server, self._publisher = stack.enter_context(opened)
+            known = self.portal.call(self.server.weights).version
+            self.version = known or -1  # a version is never used again
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
+        plan = self.config.schedule
+        async with (
+            open_replicas(self.config, self.models) as replicas,
+            open_server(self.config, self._folder, replicas.connection) as server,
+        ):
+            barrier = server if isinstance(server, RemoteServer) else server.control.weights
+            yield (
+                server,
+                Publisher(barrier, replicas.updaters, mode=plan.pause, within_s=plan.publish_s),
+            )
+
     def dataset(self) -> Dataset:
         """Return the tasks; a prompt is the id of one, which the harness turns into messages."""
-        return Dataset.from_dict({"prompt": list(self._tasks)})
+        return Dataset.from_dict({"prompt": [task.id for task in self.batches.trained]})
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the trainer's weights, whole, by the names of the model without an adapter."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Bring the trainer's weights to every replica, and announce the next version."""
+        self.version += 1
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as name:
+            if self.config.engine.urls:
+                write_model(self.models, Path(name))
+            self.portal.call(self._publisher.publish, Path(name).absolute(), self.version)
+
+
+class TuglineRollouts(TuglineSessions):
+    """`rollout_func` of one `GRPOTrainer` in one process."""
+
+    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
+        super().__init__(config, tasks_folder, run_folder)
+        self._tasks = {task.id: task for task in self.batches.trained}
+        self._step, self._calls = -1, itertools.count()
+        self.tokens_left_out = 0
+        """Tokens in traces that TRL has no row for: it takes one per session, the longest."""
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Return the trainer's weights, with an adapter of PEFT added to what it adapts."""
@@ -86,38 +118,17 @@ class TuglineRollouts:
             raise UsageError(msg)
         self._trainer, training = trainer, trainer.model.training
         if trainer.state.global_step != self._step:
-            self._publish()
+            self.publish()
+            self._step, self._calls = trainer.state.global_step, itertools.count()
         size = trainer.num_generations if training else trainer.num_generations_eval
         run = f"{'step' if training else 'eval'}{self._step:06d}.{next(self._calls)}"
         tasks = [
-            replace(self._batches.make(f"{run}.{i}", self._tasks[name], f"{run}.{i}"), samples=size)
+            replace(self.batches.make(f"{run}.{i}", self._tasks[name], f"{run}.{i}"), samples=size)
             for i, name in enumerate(prompts[::size])
         ]
-        results = self._portal.call(self._server.run, tasks, lambda _done, _total: None)
+        results = self.portal.call(self.server.run, tasks, lambda _done, _total: None)
         rows = [row for task in tasks for row in self._make_rows(task, results)]
         return {name: [row[name] for row in rows] for name in rows[0]}
-
-    @contextlib.asynccontextmanager
-    async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
-        plan = self._config.schedule
-        async with (
-            open_replicas(self._config, self._models) as replicas,
-            open_server(self._config, self._folder, replicas.connection) as server,
-        ):
-            barrier = server if isinstance(server, RemoteServer) else server.control.weights
-            yield (
-                server,
-                Publisher(barrier, replicas.updaters, mode=plan.pause, within_s=plan.publish_s),
-            )
-
-    def _publish(self) -> None:
-        """Bring the trainer's weights to every replica, under the next version."""
-        self.version += self._step >= 0
-        with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as name:
-            if self._config.engine.urls:
-                write_model(self._models, Path(name))
-            self._portal.call(self._publisher.publish, Path(name).absolute(), self.version)
-        self._step, self._calls = self._trainer.state.global_step, itertools.count()
 
     def _make_rows(self, task: Task, results: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return the row of each sample of a task, whatever became of it."""
@@ -130,7 +141,7 @@ class TuglineRollouts:
             for sample in samples
             if sample is not longest[sample.session]
         )
-        end_id = min(self._models.eos_ids)
+        end_id = min(self.models.eos_ids)
         return [make_row(group.get(i), longest, end_id) for i in range(task.samples)]
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from training_run import write_config
 from tugline.evaluators.base import SessionOutcome
-from tugline.trainers.config import read_config
+from tugline.inference.load import load
+from tugline.trainers.config import TrainConfig, read_config
+from tugline.trainers.grpo.mismatch import Mismatch
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Trajectory
 
@@ -32,7 +38,36 @@ for left in range(3):
         break
 """
 """An agent of one to three calls, as the answers have it, so that completions differ in length."""
+pytestmark = [
+    pytest.mark.slow,
+    # of transformers, at what TRL calls
+    pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning"),
+]
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipe's `train.py`, with the other files beside it."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(RECIPE)])
+    return importlib.import_module("train")
+
+
+def assert_same_update(
+    config: TrainConfig,
+    weights: Mapping[str, torch.Tensor],
+    sessions: Sequence[Trajectory],
+    theirs: Mapping[str, float],
+) -> Mismatch:
+    """Assert that TRL logged the loss and gradient norm of our own step from these weights."""
+    policy, _, _ = load(config.model or Path(), dtype=torch.float32)
+    policy.load_state_dict(weights)
+    ours = Grpo(policy, config.grpo).step(sessions, version=0)
+    assert (ours.samples, ours.updates) == (8, 1)
+    assert theirs["loss"] == pytest.approx(ours.loss, abs=1e-6)
+    assert theirs["grad_norm"] == pytest.approx(ours.grad_norm, abs=1e-6)
+    return ours.mismatch.total
 
 
 def by_answer(outcome: SessionOutcome) -> float:
@@ -40,20 +75,12 @@ def by_answer(outcome: SessionOutcome) -> float:
     return sum(int(call.sampled_ids.sum()) for call in outcome.calls) % 1000 / 1000
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*deprecated and will be removed:FutureWarning"
-)  # TRL asks transformers
-def test_two_steps_of_trl_are_those_of_our_own_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_steps_of_trl_are_those_of_our_own_trainer(tmp_path: Path, script: Any) -> None:
     """Loss and gradient norm agree within 1e-6 over two versions of the weights.
 
     The sessions of the second step were sampled by the weights that TRL's first step made.
     """
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(RECIPE)])
-    recipe, script = importlib.import_module("tugline_trl"), importlib.import_module("train")
+    recipe = importlib.import_module("tugline_trl")
     config = read_config(write_test_config(tmp_path), Path("none"))
     steps: dict[int, tuple[dict[str, torch.Tensor], list[Trajectory]]] = {}
 
@@ -80,19 +107,102 @@ def test_two_steps_of_trl_are_those_of_our_own_trainer(
     logged = [row for row in trainer.state.log_history if "loss" in row]
     for (version, (weights, sessions)), theirs in zip(steps.items(), logged, strict=True):
         assert {s.version for one in sessions for t in one.traces for s in t.spans} == {version}
-        policy = script.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-        policy.load_state_dict(weights)
-        ours = Grpo(policy, config.grpo).step(sessions, version=version)
-        assert (ours.samples, ours.updates) == (8, 1)
-        assert ours.mismatch.total.max_abs < 1e-4
-        assert theirs["loss"] == pytest.approx(ours.loss, abs=1e-6)
-        assert theirs["grad_norm"] == pytest.approx(ours.grad_norm, abs=1e-6)
+        mismatch = assert_same_update(config, weights, sessions, theirs)
+        assert mismatch.max_abs < 1e-4
     first, second = (weights for weights, _ in steps.values())
     assert list(steps) == [0, 1]
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def write_test_config(folder: Path) -> Path:
+def plain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    *_lengths: int,
+    softmax_scale: float | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """What TRL asks FlashAttention 3 for, which needs a GPU, in PyTorch's own attention."""
+    repeats, parts = query.shape[1] // key.shape[1], []
+    bounds = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
+    for (start_q, end_q), (start_k, end_k) in bounds:
+        one = query[start_q:end_q].transpose(0, 1)[None]
+        seen = [
+            part[start_k:end_k].repeat_interleave(repeats, 1).transpose(0, 1)[None]
+            for part in (key, value)
+        ]
+        mask = causal_lower_right(end_q - start_q, end_k - start_k)
+        made = scaled_dot_product_attention(one, *seen, attn_mask=mask, scale=softmax_scale)
+        parts.append(made[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
+    tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradient norm agree within 1e-6, whatever version the sessions are of.
+
+    TRL's kernel is replaced, since it needs a GPU; its loop, queue, packing and loss are its own.
+    """
+    trl = importlib.import_module("trl.experimental.async_grpo")
+    packing = importlib.import_module("trl.experimental.async_grpo.packing")
+    kernel = SimpleNamespace(flash_attn_varlen_func=plain_varlen)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: kernel)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "cpu")
+    recipe = importlib.import_module("tugline_async")
+    config = read_config(write_test_config(tmp_path, staleness=1), Path("none"))
+    groups: list[list[Trajectory]] = []
+    sent: list[dict[str, torch.Tensor]] = []
+
+    class Recorded(recipe.TuglineWorker):
+        """Keeps the weights of each version and the sessions in their order."""
+
+        def hand_over(self, group: Sequence[Trajectory], number: int) -> None:
+            groups.append(list(group))
+            super().hand_over(group, number)
+
+        def publish(self) -> None:
+            sent.append({name: one.clone() for name, one in self.weights().items()})
+            super().publish()
+
+    model = script.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    with Recorded(config, tmp_path, tmp_path / "run") as worker:
+        trainer = trl.AsyncGRPOTrainer(
+            model=str(config.model),
+            args=trl.AsyncGRPOConfig(
+                output_dir=str(tmp_path / "trl"),
+                max_steps=2,
+                learning_rate=1e-3,
+                max_grad_norm=1e9,
+                per_device_train_batch_size=8,
+                token_budget=-1,
+                num_generations=4,
+                logging_steps=1,
+                dtype="float32",
+                bf16=False,
+                use_cpu=True,
+                report_to=[],
+                save_strategy="no",
+                activation_checkpointing=False,
+            ),
+            train_dataset=worker.dataset(),
+            processing_class=script.load_tokenizer(model),
+            rollout_worker=worker,
+            weight_transfer=worker,
+        )
+        trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 2
+    for step, theirs in enumerate(logged):
+        sessions = groups[2 * step] + groups[2 * step + 1]
+        assert_same_update(config, sent[step], sessions, theirs)
+    assert len(sent) == 3
+    assert any(not torch.equal(sent[0][name], sent[1][name]) for name in sent[0])
+
+
+def write_test_config(folder: Path, **schedule: int) -> Path:
     """Two steps of two groups of four sessions."""
     path = write_config(
         folder,
@@ -104,7 +214,7 @@ def write_test_config(folder: Path) -> Path:
             }
         },
         grpo={"advantage": "dr_grpo", "max_grad_norm": 1e9},
-        schedule={"steps": 2, "tasks_per_step": 2, "samples": 4},
+        schedule={"steps": 2, "tasks_per_step": 2, "samples": 4} | schedule,
     )
     (folder / "agent.py").write_text(AGENT)
     return path

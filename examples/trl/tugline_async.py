@@ -1,0 +1,121 @@
+"""Sessions of Tugline for TRL's `AsyncGRPOTrainer`: its rollout worker and its weight transfer.
+
+Groups are sampled while TRL trains. They are handed over in the order in which they were started,
+so long tasks are not left behind, and a new one starts only while few are waiting, so that TRL does
+not have to throw old ones away.
+"""
+
+import asyncio
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from tugline_trl import TuglineSessions
+
+from tugline.errors import EngineError
+from tugline.trainers.config import TrainConfig
+from tugline.trainers.grpo.samples import read_group
+from tugline.types import Trajectory
+
+_POLL_S = 0.1
+"""Between two looks at how much TRL has taken."""
+
+
+class TuglineWorker(TuglineSessions):
+    """`rollout_worker` and `weight_transfer` of one `AsyncGRPOTrainer`."""
+
+    def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
+        super().__init__(config, tasks_folder, run_folder)
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._weights: dict[str, torch.Tensor] = {}
+        self._offset = 0
+        self._progress = time.monotonic()
+
+    # ------------------------------------------------------------------ WeightTransferProtocol
+    def init_weight_transfer(self) -> None:
+        """Engine and server are up already."""
+
+    def pause(self) -> None:
+        """Publishing pauses by itself."""
+
+    resume = destroy = pause
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish these weights. Raises `EngineError` at the deadline of a replica."""
+        self._weights = dict(iterator)
+        if self.models.served.config.tie_word_embeddings:
+            self._weights["lm_head.weight"] = self._weights["model.embed_tokens.weight"]
+        self.publish()
+        self._weights = {}
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return what TRL sends at the moment."""
+        return self._weights
+
+    # ------------------------------------------------------------------ RolloutWorkerProtocol
+    def start(self) -> None:
+        """Begin to sample; TRL has sent its first weights."""
+        self._running = self.portal.start_task_soon(self._produce)
+
+    def stop(self) -> None:
+        """End it; what runs is taken up again by the next run in this folder."""
+        self._running.cancel()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Learn TRL's number of the version that was published last."""
+        self._offset = model_version - self.version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the sampling, or `EngineError` if no group was finished for so long."""
+        if self._running.done():
+            self._running.result()
+        if time.monotonic() - self._progress > stale_after_s:
+            msg = f"no group of sessions was finished within {stale_after_s:g} s"
+            raise EngineError(msg)
+
+    async def _produce(self) -> None:
+        """Keep groups running, and hand them over in the order in which they were started."""
+        plan = self.config.schedule
+        most = (plan.staleness + 1) * plan.tasks_per_step * plan.samples
+        tasks = (task for number in itertools.count(1) for task in self.batches.batch(number))
+        pending: deque[asyncio.Task[list[Trajectory]]] = deque()
+        groups = itertools.count()
+        async with asyncio.TaskGroup() as running:
+            while True:
+                while len(pending) * plan.samples + self.rollout_buffer.qsize() < most:
+                    sessions = self.server.run([next(tasks)], lambda _done, _total: None)
+                    pending.append(running.create_task(sessions))
+                if pending and pending[0].done():
+                    self.hand_over(pending.popleft().result(), next(groups))
+                elif pending:
+                    await asyncio.wait([pending[0]], timeout=_POLL_S)
+                else:
+                    await asyncio.sleep(_POLL_S)
+
+    def hand_over(self, group: Sequence[Trajectory], number: int) -> None:
+        """Queue a row for each trace; those of a group without signal would train nothing."""
+        self._progress = time.monotonic()
+        for sample in read_group(group, self.config.grpo):
+            trained = sample.loss_mask
+            if not sample.advantages.any():
+                continue
+            row = RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=sample.input_ids,
+                completion_mask=trained.astype(np.int64),
+                old_log_probs=sample.logprobs,
+                advantage=float(sample.advantages[trained][0]),
+                model_version=int(sample.versions[trained].min()) + self._offset,
+                group_id=number,
+                metrics={"reward": sample.reward} | sample.reward_parts,
+                enqueued_at=time.time(),
+            )
+            self.rollout_buffer.put(row)
