@@ -133,7 +133,7 @@ async def test_a_dry_run_says_what_would_happen(tmp_path: Path) -> None:
     write_config(tmp_path, schedule={"staleness": 1})
     code, out, err = await end(await start(tmp_path, "--dry-run", "--out", "run"))
     assert code == 0, err
-    assert "3 of 2 groups, asynchronous, staleness <= 1" in out
+    assert "3 of 2 groups, asynchronous, staleness <= 1; stale tokens are clipped: set" in out
     assert "sessions    12" in out
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()

@@ -126,6 +126,8 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     groups = plan.steps * plan.tasks_per_step
     engine = ", ".join(config.engine.urls) or "in this process"
     kind = f"asynchronous, staleness <= {plan.staleness}" if plan.staleness else "synchronous"
+    if plan.staleness and config.grpo.importance is None:
+        kind += "; stale tokens are clipped: set grpo.importance to truncate"
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
