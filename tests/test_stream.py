@@ -40,7 +40,7 @@ from tugline.stream import GroupStream
 with GroupStream("trainer", sys.argv[1], sys.argv[2]) as stream:
     assert not {"torch", "transformers"} & set(sys.modules)
     for group in stream:
-        print(group.id, *(sample.session for sample in group.samples), flush=True)
+        print("read", group.id, *(sample.session for sample in group.samples), flush=True)
         if sys.stdin.readline() == "acknowledge\\n":
             stream.acknowledge(group)
 """
@@ -131,7 +131,10 @@ async def test_a_session_without_a_verdict_is_not_a_sample(house: House) -> None
 
 
 async def test_a_killed_consumer_gets_what_it_did_not_acknowledge(house: House) -> None:
-    """Killed between reading and acknowledging it gets the group again; after that never."""
+    """Killed between reading and acknowledging it gets the group again; after that never.
+
+    A server that restarts meanwhile changes nothing.
+    """
     await finish(house, a=[1.0, 0.0], b=[0.0, 1.0])
     first = await start_consumer(house)
     assert await read_line(first) == "a a-0 a-1"
@@ -142,6 +145,8 @@ async def test_a_killed_consumer_gets_what_it_did_not_acknowledge(house: House) 
     second = await start_consumer(house)
     assert await read_line(second) == "b b-0 b-1"
     await acknowledge(second)
+    await house.stop()
+    await house.start()
     await finish(house, c=[1.0, 0.0])
     assert await read_line(second) == "c c-0 c-1"
     await acknowledge(second)
@@ -161,9 +166,11 @@ async def start_consumer(house: House) -> asyncio.subprocess.Process:
 
 
 async def read_line(process: asyncio.subprocess.Process) -> str:
-    """What it read next."""
+    """The group that it read next, and its sessions; it logs to the same stream."""
     assert process.stdout is not None
-    return (await process.stdout.readline()).decode().strip()
+    while not (line := await process.stdout.readline()).startswith(b"read "):
+        assert line, "it has ended"
+    return line.decode().removeprefix("read ").strip()
 
 
 async def acknowledge(process: asyncio.subprocess.Process) -> None:

@@ -7,8 +7,8 @@
             stream.acknowledge(group)
 
 Groups come whole, in the order of their release. What was read and not acknowledged comes again
-after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. A
-bounded number of groups may be unacknowledged: then the stream waits, and nothing is read ahead.
+after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. At most
+`max_unacknowledged` groups are handed out; then the stream waits. One page of results is in memory.
 """
 
 import time
@@ -70,8 +70,11 @@ class GroupStream:
         follow: bool = True,
         max_unacknowledged: int = 64,
         within_s: float = 3600.0,
+        deadline_s: float = 600.0,
     ) -> None:
         """Set what to read: groups of `tasks` only, and without `follow` only those of now.
+
+        The server may be away for `deadline_s`.
 
         At `max_unacknowledged` groups the stream waits up to `within_s` for one to be
         acknowledged, by another thread or process. Raises `UsageError` then, and for a bound of 0.
@@ -81,7 +84,7 @@ class GroupStream:
             raise UsageError(msg)
         self.consumer, self._tasks, self._follow = consumer, tasks, follow
         self._bound, self._within_s = max_unacknowledged, within_s
-        self._client = SyncClient(server, token, folder=folder)
+        self._client = SyncClient(server, token, folder=folder, deadline_s=deadline_s)
         self._acknowledged = 0
 
     def __enter__(self) -> Self:
