@@ -44,6 +44,9 @@ class TuglineSessions:
 
     def __init__(self, config: TrainConfig, tasks_folder: Path, run_folder: Path) -> None:
         """`tasks_folder` is that of the configuration file; sessions are kept in `run_folder`."""
+        if config.lora is not None:
+            msg = "lora is for our own trainer: leave it out, and give TRL's a peft_config"
+            raise UsageError(msg)
         run_folder.mkdir(parents=True, exist_ok=True)
         self.config, self._folder = config, run_folder
         self.batches = TaskBatches(config, tasks_folder)
@@ -71,14 +74,18 @@ class TuglineSessions:
     async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
         plan = self.config.schedule
         async with (
-            open_replicas(self.config, self.models) as replicas,
+            open_replicas(self.config, self.models, self._folder) as replicas,
             open_server(self.config, self._folder, replicas.connection) as server,
         ):
             barrier = server if isinstance(server, RemoteServer) else server.control.weights
-            yield (
-                server,
-                Publisher(barrier, replicas.updaters, mode=plan.pause, within_s=plan.publish_s),
+            publisher = Publisher(
+                barrier,
+                replicas.updaters,
+                mode=plan.pause,
+                within_s=plan.publish_s,
+                connect=replicas.connect,
             )
+            yield server, publisher
 
     def dataset(self) -> Dataset:
         """Return the tasks; a prompt is the id of one, which the harness turns into messages."""
@@ -93,7 +100,7 @@ class TuglineSessions:
         self.version += 1
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="weights-") as name:
             if self.config.engine.urls:
-                write_model(self.models, Path(name))
+                write_model(self.config, self.models, Path(name))
             self.portal.call(self._publisher.publish, Path(name).absolute(), self.version)
 
 
