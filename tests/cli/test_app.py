@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 import pytest
-import typer
+from cyclopts import App
 
 from tugline.cli.app import COMMANDS
 
@@ -20,7 +20,7 @@ CLIENT_ROOM = (*ENGINE_ROOM, "rich", "aiohttp", "numpy", "msgspec", "structlog",
 def test_the_summary_is_the_one_of_the_command(name: str) -> None:
     """The table of summaries, which spares importing the commands, says what they say."""
     command = getattr(import_module(f"tugline.cli.{name}"), name)
-    help_ = command.info.help if isinstance(command, typer.Typer) else command.__doc__
+    help_ = command.help if isinstance(command, App) else command.__doc__
     assert help_.partition("\n")[0] == COMMANDS[name]
 
 

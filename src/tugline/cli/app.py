@@ -8,8 +8,9 @@ server that was killed is back before its clients notice.
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
-import typer
+from cyclopts import App, CycloptsError, Parameter
 
 from tugline.errors import ServerError, TuglineError, UsageError
 
@@ -41,60 +42,34 @@ COMMANDS = {
 """Each is a function, or a group of commands, of the same name in the module of that name."""
 
 
-def _print_version(requested: bool) -> None:  # noqa: FBT001 - typer's own call
-    if requested:
-        from importlib.metadata import version  # noqa: PLC0415 - start-up: only for --version
-
-        typer.echo(f"tugline {version('tugline')}")
-        raise typer.Exit
-
-
-def root(
-    *,
-    _version: bool = typer.Option(
-        False,
-        "--version",
-        callback=_print_version,
-        is_eager=True,
-        help="Print the version and exit.",
-    ),
-) -> None:
-    """Train the model behind an agent without rewriting the agent."""
-
-
-def make_app(called: str) -> typer.Typer:
-    """Make the command line with the called command, or with the help of all of them."""
-    app = typer.Typer(
-        help="Reinforcement learning on real agent harnesses, unmodified.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich" if called in COMMANDS else None,  # rich doubles the time of --help
+def make_app(called: str) -> App:
+    """Make the command line with the called command alone."""
+    app = App(
+        name="tugline",
+        default_parameter=Parameter(negative=()),
+        help_format="plaintext",
+        exit_on_error=False,
+        print_error=False,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
     )
-    app.callback()(root)
-    if called not in COMMANDS:
-        for name, summary in COMMANDS.items():
-            app.command(name, short_help=summary)(lambda: None)
-        return app
-    command = getattr(import_module(f"tugline.cli.{called}"), called)
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=called)
-    else:
-        # The options of a benchmark are those of a program of its own.
-        settings = {"ignore_unknown_options": called == "bench"}
-        app.command(called, context_settings=settings)(command)
+    app.command(getattr(import_module(f"tugline.cli.{called}"), called), name=called)
     return app
 
 
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
-    called = sys.argv[1] if len(sys.argv) > 1 else ""
-    if called in COMMANDS:
-        from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
+    called = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if called not in COMMANDS:
+        _answer(called)
+        return
+    from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
 
-        log.configure()  # warnings to stderr: stdout has only what a command prints
+    log.configure()  # warnings to stderr: stdout has only what a command prints
     try:
-        make_app(called)()
+        make_app(called)(sys.argv[1:])
+    except CycloptsError as error:
+        _exit(f"{error} See tugline {called} --help", 2)
     except TuglineError as error:
         _exit(str(error), 2 if _is_correctable(error) else 1)
     except OSError as error:
@@ -104,6 +79,22 @@ def main() -> None:
         _exit("interrupted", 130)
 
 
+def _answer(option: str) -> None:
+    """Answer without any command, so that the help is quick."""
+    if option == "--version":
+        print(f"tugline {version('tugline')}")
+    elif option in {"--help", "-h"}:
+        print(
+            "Usage: tugline COMMAND [ARGS]\n\nReinforcement learning on real agent harnesses,"
+            " unmodified.\n\nCommands:"
+        )
+        for name, summary in COMMANDS.items():
+            print(f"  {name:<10}{summary}")
+        print("\ntugline COMMAND --help shows the options of a command.")
+    else:
+        _exit(f"there is no command {option!r}; tugline --help lists them", 2)
+
+
 def _is_correctable(error: TuglineError) -> bool:
     refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
     return refused or isinstance(error, UsageError)
@@ -111,5 +102,5 @@ def _is_correctable(error: TuglineError) -> bool:
 
 def _exit(message: str, code: int) -> None:
     line = " ".join(message.split())
-    typer.echo(f"tugline: {line}", err=True)
+    print(f"tugline: {line}", file=sys.stderr)
     sys.exit(code)

@@ -9,21 +9,20 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
 from tugline.errors import UsageError
 
 PARTS = ("gateway", "trajectories", "builders", "server", "utilisation", "runtimes")
 
 
-def bench(
-    part: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(PARTS)}.")],
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(help="Options of the benchmark, such as --quick and --json."),
-    ] = None,
-) -> None:
-    """Measure what a part costs, next to the least that it could."""
+def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Measure what a part costs, next to the least that it could.
+
+    Args:
+        part: What to measure: gateway, trajectories, builders, server, utilisation or runtimes.
+        options: Options of the benchmark, such as --quick and --json.
+    """
     if part not in PARTS:
         msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(PARTS)}"
         raise UsageError(msg)
@@ -31,6 +30,6 @@ def bench(
     if not program.is_file():
         msg = f"{program} is missing: benchmarks come with the source; run this in a checkout"
         raise UsageError(msg)
-    done = subprocess.run([sys.executable, str(program), *(options or ())], check=False)
+    done = subprocess.run([sys.executable, str(program), *options], check=False)
     if done.returncode:
-        raise typer.Exit(2 if done.returncode == 2 else 1)
+        sys.exit(2 if done.returncode == 2 else 1)

@@ -1,12 +1,6 @@
 """``tugline cancel``: cancel queued and running tasks or sessions."""
 
-import asyncio
-from typing import Annotated
-
-import msgspec
-import typer
-
-from tugline.cli.options import Folder, Json, Server, Token, connect
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, Required, print_json
 from tugline.client.api import Client
 from tugline.errors import Missing
 from tugline.protocol import Cancelled
@@ -14,23 +8,16 @@ from tugline.protocol import Cancelled
 BY = "tugline cancel"
 
 
-def cancel(
-    names: Annotated[list[str], typer.Argument(metavar="TASK|SESSION...", help="What to cancel.")],
-    *,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
-    as_json: Json = False,
-) -> None:
-    """Cancel tasks or sessions; results so far are kept."""
+async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Cancel tasks or sessions; results so far are kept.
 
-    async def main() -> dict[str, Cancelled]:
-        async with connect(server, token, folder) as client:
-            return {name: await _cancel(client, name) for name in names}
-
-    cancelled = asyncio.run(main())
+    Args:
+        names: What to cancel.
+    """
+    async with remote.connect() as client:
+        cancelled = {name: await _cancel(client, name) for name in names}
     if as_json:
-        typer.echo(msgspec.json.encode(cancelled))
+        print_json(cancelled)
         return
     for name, counts in cancelled.items():
         parts = {
@@ -39,7 +26,7 @@ def cancel(
             "final before": counts.final,
         }
         line = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-        typer.echo(f"{name}: {line or 'nothing to cancel'}")
+        print(f"{name}: {line or 'nothing to cancel'}")
 
 
 async def _cancel(client: Client, name: str) -> Cancelled:

@@ -5,13 +5,11 @@ resumed run keeps its settings.
 """
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 
-from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra
+from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra, print_json
 from tugline.cli.train import choose_folder, keep_resumable
 from tugline.web import serve
 
@@ -22,32 +20,38 @@ _SETTINGS = (
 """The flags that are settings of the run."""
 
 
-def demo(  # noqa: PLR0913 - each is a flag
+def demo(
     *,
-    harness: Annotated[
-        str | None, typer.Option(help="Agent to train: pi, shell or module:Class.")
-    ] = None,
-    command: Annotated[
-        str | None, typer.Option(help="Your agent's command, for --harness shell.")
-    ] = None,
-    builder: Annotated[
-        str | None, typer.Option(help="prefix_merging, per_request or tree.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of tasks, updates and sampling.")] = None,
-    steps: Annotated[int | None, typer.Option(help="GRPO steps.")] = None,
-    heldout: Annotated[int | None, typer.Option(help="Held-out tasks, before and after.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Longest time for training.")] = None,
-    slots: Annotated[int | None, typer.Option(help="Concurrent sessions.")] = None,
-    window: Annotated[int | None, typer.Option(help="Context window in tokens.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for any.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML or TOML file with any of the settings.")
-    ] = None,
+    harness: str | None = None,
+    command: str | None = None,
+    builder: str | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    heldout: int | None = None,
+    minutes: float | None = None,
+    slots: int | None = None,
+    window: int | None = None,
+    port: int | None = None,
+    config: Path | None = None,
     out: TrainingFolder = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Train a tiny model on a real, unmodified agent in minutes."""
+    """Train a tiny model on a real, unmodified agent in minutes.
+
+    Args:
+        harness: Agent to train: pi, shell or module:Class.
+        command: Your agent's command, for --harness shell.
+        builder: prefix_merging, per_request or tree.
+        seed: Seed of tasks, updates and sampling.
+        steps: GRPO steps.
+        heldout: Held-out tasks, before and after.
+        minutes: Longest time for training.
+        slots: Concurrent sessions.
+        window: Context window in tokens.
+        port: Port of the gateway; 0 for any.
+        config: YAML or TOML file with any of the settings.
+    """
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     console = Console(stderr=True, highlight=False)
@@ -63,4 +67,4 @@ def demo(  # noqa: PLR0913 - each is a flag
             summary = serve.run(run.run_demo(folder, settings, training, console))
     console.print(closing(summary, [folder / name for name in run.FILES]))
     if as_json:
-        typer.echo(msgspec.json.encode({**msgspec.to_builtins(summary), "folder": str(folder)}))
+        print_json({**msgspec.to_builtins(summary), "folder": str(folder)})

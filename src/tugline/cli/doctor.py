@@ -6,17 +6,15 @@ nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the w
 """
 
 import asyncio
-from pathlib import Path
-from typing import Annotated, Any
+import sys
+from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tugline.cli.options import Folder, Server, Token, connect
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
 from tugline.client.overview import HealthCheck, examine
 from tugline.errors import UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport
@@ -28,31 +26,28 @@ from tugline.types import Mode
 _COLOUR = {CheckOutcome.PASS: "green", CheckOutcome.FAIL: "red", CheckOutcome.UNKNOWN: "yellow"}
 
 
-def doctor(  # noqa: PLR0913 - each is a flag
+def doctor(
     *,
-    engine: Annotated[
-        str | None, typer.Option(help="Address, such as http://127.0.0.1:8000.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Served name (default: the first).")] = None,
-    mode: Annotated[
-        Mode | None, typer.Option(help="Wanted mode (default: the best for training).")
-    ] = None,
-    runtimes: Annotated[
-        bool, typer.Option(help="List the runtimes of this machine and their weaknesses.")
-    ] = False,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object.")
-    ] = False,
+    engine: str | None = None,
+    model: str | None = None,
+    mode: Mode | None = None,
+    runtimes: bool = False,
+    remote: Remote = DEFAULT_SERVER,
+    as_json: Json = False,
 ) -> None:
-    """Check an engine's modes and flags, this machine's runtimes, or a server."""
+    """Check an engine's modes and flags, this machine's runtimes, or a server.
+
+    Args:
+        engine: Address, such as http://127.0.0.1:8000.
+        model: Served name (default: the first).
+        mode: Wanted mode (default: the best for training).
+        runtimes: List the runtimes of this machine and their weaknesses.
+    """
     if runtimes:
         _list_runtimes(as_json=as_json)
         return
     if engine is None:
-        _examine(server, token, folder, as_json=as_json)
+        _examine(remote, as_json=as_json)
         return
     report = asyncio.run(probe(check_address(engine), model))
     refusal = ""
@@ -61,11 +56,11 @@ def doctor(  # noqa: PLR0913 - each is a flag
     except UsageError as error:
         refusal = str(error)
     if as_json:
-        typer.echo(msgspec.json.encode(report.to_dict() | {"refused": refusal or None}))
+        print_json(report.to_dict() | {"refused": refusal or None})
     else:
         _show(report, refusal)
     if refusal:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def check_address(url: str) -> str:
@@ -89,7 +84,7 @@ def _list_runtimes(*, as_json: bool) -> None:
         weaknesses = [] if reason else list(runtime.list_weaknesses())
         states[name] = {"unavailable": reason, "weaknesses": weaknesses}
     if as_json:
-        typer.echo(msgspec.json.encode(states))
+        print_json(states)
         return
     table = Table("runtime", "", "does not contain", box=None)
     for name, state in states.items():
@@ -98,14 +93,14 @@ def _list_runtimes(*, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def _examine(server: str | None, token: str | None, folder: Path | None, *, as_json: bool) -> None:
+def _examine(remote: Remote, *, as_json: bool) -> None:
     async def main() -> list[HealthCheck]:
-        async with connect(server, token, folder) as client:
+        async with remote.connect() as client:
             return await examine(client)
 
     checks = asyncio.run(main())
     if as_json:
-        typer.echo(msgspec.json.encode([check._asdict() for check in checks]))
+        print_json([check._asdict() for check in checks])
     else:
         table = Table("component", "", "detail", box=None)
         for check in checks:
@@ -113,7 +108,7 @@ def _examine(server: str | None, token: str | None, folder: Path | None, *, as_j
             table.add_row(check.component, sign, escape(check.detail))
         Console(highlight=False).print(table)
     if not all(check.healthy for check in checks):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _show(report: EngineReport, refusal: str) -> None:

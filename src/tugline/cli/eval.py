@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import Parameter
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from tugline.cli import up
-from tugline.cli.options import Json, save_report
+from tugline.cli.options import Count, Json, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
@@ -42,34 +42,26 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """With ``--compare``: now minus earlier."""
 
 
-def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
-    paths: Paths,
-    *,
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
-    k: Annotated[int, typer.Option(min=1, help="Sessions per task, for pass@1 to pass@k.")] = 1,
-    earlier: Annotated[
-        Path | None, typer.Option("--compare", help="Folder of an earlier run of the same tasks.")
-    ] = None,
-    config: up.ConfigFile = None,
-    engine: up.Engines = None,
-    api_key_env: up.KeyEnv = None,
-    served_name: up.Served = None,
-    messages_only: up.MessagesOnly = False,
-    model: up.Model = None,
-    tokenizer: up.Tokenizer = None,
-    renderer: up.Renderer = None,
-    slots: up.Slots = None,
-    log_file: up.LogFile = None,
+def eval(  # noqa: A001 - the name of the command
+    *paths: Paths,
+    out: Path,
+    k: Count = 1,
+    earlier: Annotated[Path | None, Parameter("--compare")] = None,
+    local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
-    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed."""
-    flags = up.engine_flags(engine, model, tokenizer, renderer)
-    flags = {**flags, **up.api_flags(api_key_env, served_name, messages_only=messages_only)}
-    settings = up.local_settings(config, slots, flags)
+    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        k: Sessions per task, for pass@1 to pass@k.
+        earlier: Folder of an earlier run of the same tasks.
+    """
+    settings = up.add_default_engine(local.load())
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, local.log_file, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=read_tags(tasks)),

@@ -4,12 +4,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import msgspec
-import typer
+from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tugline.cli.options import Count, Json, Required, print_json
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
@@ -22,68 +22,48 @@ _NONE = "-"
 _SUM = 1e-6
 
 
-Form = Annotated[
-    str, typer.Argument(metavar="FORMAT", help="parquet, calls, sft, trl, verl, slime or yours.")
-]
-Sessions = Annotated[
-    list[str], typer.Argument(help="Recording files, folders of them, or ids of sessions.")
-]
-Out = Annotated[Path, typer.Option(help="File to write; with --split, a folder.")]
-With = Annotated[_Texts, typer.Option("--with", help="key=value for the format; repeatable.")]
-Builder = Annotated[
-    str | None, typer.Option("--builder", help="Builder to use (default: the one of each task).")
-]
-Options = Annotated[_Texts, typer.Option("--option", help="key=value for the builder; repeatable.")]
-Statuses = Annotated[
-    str | None, typer.Option(help="Only sessions that ended so, such as completed,timed_out.")
-]
-Tag = Annotated[_Texts, typer.Option(help="Only tasks with this tag, key=value; repeatable.")]
-MinReward = Annotated[float | None, typer.Option(help="Only sessions that earned at least this.")]
-BestOf = Annotated[
-    int | None, typer.Option(min=1, help="Only this many of the best sessions of each task.")
-]
-Dedupe = Annotated[
-    bool, typer.Option("--dedupe", help="Of sessions of a task that say the same, the first.")
-]
-Kinds = Annotated[
-    str | None, typer.Option(help="Only traces of these kinds, such as main,subagent.")
-]
-ExactOnly = Annotated[
-    bool, typer.Option("--exact-only", help="Only traces in the exact context of sampling.")
-]
-MaxLength = Annotated[
-    int | None, typer.Option(min=1, help="Only traces of at most so many tokens.")
-]
-Shares = Annotated[
-    str | None, typer.Option(help="Deal tasks to files, such as train=0.9,test=0.1.")
-]
-Seed = Annotated[int, typer.Option(help="Of --split.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
-
-
-def export(  # noqa: PLR0913 - each is a flag
-    form: Form,
-    sessions: Sessions,
-    *,
-    out: Out,
-    given: With = None,
-    builder: Builder = None,
-    options: Options = None,
-    status: Statuses = None,
-    tag: Tag = None,
-    min_reward: MinReward = None,
-    best_of: BestOf = None,
-    dedupe: Dedupe = False,
-    kind: Kinds = None,
-    exact_only: ExactOnly = False,
-    max_length: MaxLength = None,
-    split: Shares = None,
-    seed: Seed = 0,
-    force: Force = False,
+def export(
+    form: str,
+    /,
+    *sessions: Required,
+    out: Path,
+    given: Annotated[_Texts, Parameter("--with")] = None,
+    builder: str | None = None,
+    option: _Texts = None,
+    status: str | None = None,
+    tag: _Texts = None,
+    min_reward: float | None = None,
+    best_of: Count | None = None,
+    dedupe: bool = False,
+    kind: str | None = None,
+    exact_only: bool = False,
+    max_length: Count | None = None,
+    split: str | None = None,
+    seed: int = 0,
+    force: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Write recorded sessions to a file that other tools and trainers read."""
+    """Write recorded sessions to a file that other tools and trainers read.
+
+    Args:
+        form: Format: parquet, calls, sft, trl, verl, slime or yours.
+        sessions: Recording files, folders of them, or ids of sessions.
+        out: File to write; with --split, a folder.
+        given: key=value for the format; repeatable.
+        builder: Builder to use (default: the one of each task).
+        option: key=value for the builder; repeatable.
+        status: Only sessions that ended so, such as completed,timed_out.
+        tag: Only tasks with this tag, key=value; repeatable.
+        min_reward: Only sessions that earned at least this.
+        best_of: Only this many of the best sessions of each task.
+        dedupe: Of sessions of a task that say the same, the first.
+        kind: Only traces of these kinds, such as main,subagent.
+        exact_only: Only traces in the exact context of sampling.
+        max_length: Only traces of at most so many tokens.
+        split: Deal tasks to files, such as train=0.9,test=0.1.
+        seed: Of --split.
+        force: Overwrite what is there.
+    """
     selection = Selection(
         status=_parse_names(status, Status, "--status"),
         tags=parse_pairs(tag, "--tag"),
@@ -96,14 +76,14 @@ def export(  # noqa: PLR0913 - each is a flag
         out=out,
         selection=selection,
         filter=TraceFilter(_parse_names(kind, TraceKind, "--kind"), exact_only, max_length),
-        builder=parse_builder(builder, options),
+        builder=parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,
     )
     paths = [path for name in sessions for path in resolve(name)]
     summary = _run(plan, list(dict.fromkeys(paths)))
     if as_json:
-        typer.echo(msgspec.json.encode(summary))
+        print_json(summary)
     else:
         _show(summary)
 

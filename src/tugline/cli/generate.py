@@ -7,19 +7,21 @@ The same command resumes. The set is written anew from the recordings each time,
 import contextlib
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from tugline.cli import up
 from tugline.cli.eval import read_tags
-from tugline.cli.options import Json, save_report
+from tugline.cli.options import Count, Json, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
@@ -62,43 +64,33 @@ class GenerationReport(msgspec.Struct, kw_only=True):
     """Rows of each file of the set."""
 
 
-Out = Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")]
-Samples = Annotated[
-    int | None, typer.Option(min=1, help="Sessions per task (default: those of the task).")
-]
-Accept = Annotated[str, typer.Option(help="Least reward, or least part of it: 'passed>=2'.")]
-PriceIn = Annotated[float, typer.Option(min=0, help="Price of a million prompt tokens.")]
-PriceOut = Annotated[float, typer.Option(min=0, help="Price of a million sampled tokens.")]
+Price = Annotated[float, Parameter(validator=Number(gte=0))]
 
 
-def generate(  # noqa: PLR0913 - each is a flag
-    paths: Paths,
-    *,
-    out: Out,
-    samples: Samples = None,
-    accept: Accept = "reward>=1",
-    price_in: PriceIn = 0.0,
-    price_out: PriceOut = 0.0,
-    config: up.ConfigFile = None,
-    engine: up.Engines = None,
-    api_key_env: up.KeyEnv = None,
-    served_name: up.Served = None,
-    messages_only: up.MessagesOnly = False,
-    model: up.Model = None,
-    tokenizer: up.Tokenizer = None,
-    renderer: up.Renderer = None,
-    slots: up.Slots = None,
-    log_file: up.LogFile = None,
+def generate(
+    *paths: Paths,
+    out: Path,
+    samples: Count | None = None,
+    accept: str = "reward>=1",
+    price_in: Price = 0.0,
+    price_out: Price = 0.0,
+    local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
-    """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`."""
+    """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        samples: Sessions per task (default: those of the task).
+        accept: Least reward, or least part of it: 'passed>=2'.
+        price_in: Price of a million prompt tokens.
+        price_out: Price of a million sampled tokens.
+    """
     condition = _parse_condition(accept)
-    flags = up.engine_flags(engine, model, tokenizer, renderer)
-    flags = {**flags, **up.api_flags(api_key_env, served_name, messages_only=messages_only)}
-    settings = up.local_settings(config, slots, flags)
+    settings = up.add_default_engine(local.load())
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, local.log_file, console)
     report, accepted = _read_run(out, progress.views, read_tags(tasks), condition)
     for one in report.tags.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
@@ -108,7 +100,7 @@ def generate(  # noqa: PLR0913 - each is a flag
         _print(report)
     if not accepted:
         console.print(f"nothing was accepted; see why with: tugline view {out}")
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _parse_condition(text: str) -> tuple[str, float]:

@@ -1,31 +1,32 @@
 """``tugline harness list | install | upgrade | check``: agent programs on this machine."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
+from tugline.cli.options import Json, print_json
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
 from tugline.plugins import find, list_names
 from tugline.types import PluginSpec
 
-harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
+harness = App(help="The agent programs that can be run.")
 _SIGNS = {"pass": "[green]pass[/]", "fail:": "[red]fail[/]", "-": ""}
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Version = Annotated[str | None, typer.Option(help="An exact version, instead of the pinned one.")]
+Version = Annotated[str | None, Parameter(help="An exact version, instead of the pinned one.")]
 
 
 class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,27 +45,25 @@ class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
     """The newest version in the registry; None if it was not asked or does not know."""
 
 
-@harness.command("list")
-def list_(
-    *,
-    newest: Annotated[
-        bool, typer.Option("--newest", help="Ask npm and PyPI for the newest versions.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """List harnesses with their versions, and verify the checksums of installed ones."""
+@harness.command(name="list")
+def list_(*, newest: bool = False, as_json: Json = False) -> None:
+    """List harnesses with their versions, and verify the checksums of installed ones.
+
+    Args:
+        newest: Ask npm and PyPI for the newest versions.
+    """
     with Console(stderr=True).status("reading installed harnesses"):
         found = asyncio.run(_list_items(newest=newest))
     if as_json:
-        typer.echo(msgspec.json.encode({"harnesses": found}))
+        print_json({"harnesses": found})
     else:
         _list(found)
     if any(item.sound is False for item in found):
-        typer.echo(
+        print(
             "a harness differs from what was installed: remove its folder and install it again",
-            err=True,
+            file=sys.stderr,
         )
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _list(items: Sequence[InventoryItem]) -> None:
@@ -132,14 +131,20 @@ async def _find_newest(harness: Preset) -> str | None:
         return None
 
 
-@harness.command()
+@harness.command
 def install(
-    names: Annotated[list[str] | None, typer.Argument(help="Harnesses to install.")] = None,
+    names: list[str] | None = None,
+    /,
     *,
-    every: Annotated[bool, typer.Option("--all", help="Install every harness.")] = False,
+    every: Annotated[bool, Parameter("--all")] = False,
     version: Version = None,
 ) -> None:
-    """Install harnesses ahead of time, and start each of them once."""
+    """Install harnesses ahead of time, and start each of them once.
+
+    Args:
+        names: Harnesses to install.
+        every: Install every harness.
+    """
     if every == bool(names):
         msg = "give the names of harnesses, or --all"
         raise UsageError(msg)
@@ -148,19 +153,19 @@ def install(
         raise UsageError(msg)
     for program in [_find_preset(name, version) for name in names or _list_presets()]:
         _install(program)
-        typer.echo(f"{program.name} {program.version} is installed")
+        print(f"{program.name} {program.version} is installed")
 
 
-@harness.command()
-def upgrade(name: str, *, version: Version = None) -> None:
+@harness.command
+def upgrade(name: str, /, *, version: Version = None) -> None:
     """Install the newest version (or --version) beside the pinned one, and start it once."""
     pinned = _find_preset(name)
     wanted = version or asyncio.run(pinned.package.find_newest())
     if wanted == pinned.version:
-        typer.echo(f"{name} {wanted} is the pinned version already")
+        print(f"{name} {wanted} is the pinned version already")
         return
     _install(_find_preset(name, wanted))
-    typer.echo(
+    print(
         f"{name} {wanted} is installed and starts. Tasks get {pinned.version} unless they say\n"
         f"  harness: {{name: {name}, options: {{version: {wanted}}}}}\n"
         f"See first whether it works: tugline harness check {name} --version {wanted}"
@@ -191,19 +196,25 @@ def _list_presets() -> Sequence[str]:
     return [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]
 
 
-@harness.command()
+@harness.command
 def check(
-    name: Annotated[str | None, typer.Argument(help="Harness to check.")] = None,
+    name: str | None = None,
+    /,
     *,
-    every: Annotated[bool, typer.Option("--all", help="Check every harness.")] = False,
+    every: Annotated[bool, Parameter("--all")] = False,
     version: Version = None,
-    runtime: Annotated[str, typer.Option(help="Runtime of the session.")] = "auto",
-    keep: Annotated[
-        Path | None, typer.Option(help="Keep logs and recordings in this new folder.")
-    ] = None,
-    as_json: AsJson = False,
+    runtime: str = "auto",
+    keep: Path | None = None,
+    as_json: Json = False,
 ) -> None:
-    """Run a harness in a sandbox, against the gateway and a scripted model."""
+    """Run a harness in a sandbox, against the gateway and a scripted model.
+
+    Args:
+        name: Harness to check.
+        every: Check every harness.
+        runtime: Runtime of the session.
+        keep: Keep logs and recordings in this new folder.
+    """
     if every == (name is not None):
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
@@ -219,11 +230,11 @@ def check(
     log.configure(level="error")
     results = asyncio.run(_check(cases, PluginSpec(runtime), keep))
     if as_json:
-        typer.echo(msgspec.json.encode({"results": results}))
+        print_json({"results": results})
     else:
         _show(results)
     if any(result.failed for result in results):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _make_folder(keep: Path) -> None:

@@ -1,41 +1,37 @@
 """``tugline logs``: output of a session's agent."""
 
-import asyncio
 import codecs
 import re
 import sys
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
-from tugline.cli.options import Folder, Server, Token, connect
+from tugline.cli.options import DEFAULT_SERVER, Count, Remote
 from tugline.recording.view.session_view import visible
 
 _LINE = re.compile(r"[^\t\n\r]+")
 
 
-def logs(
-    session: Annotated[str, typer.Argument(help="Id of the session, such as fix-add-0.")],
+async def logs(
+    session: str,
+    /,
     *,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Follow until the session ends.")
-    ] = False,
-    tail: Annotated[
-        int | None, typer.Option(min=1, help="Only so many bytes from the end.")
-    ] = None,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    tail: Count | None = None,
+    remote: Remote = DEFAULT_SERVER,
 ) -> None:
-    """Print the log of a session; on a terminal without its escape sequences."""
+    """Print the log of a session; on a terminal without its escape sequences.
+
+    Args:
+        session: Id of the session, such as fix-add-0.
+        follow: Follow until the session ends.
+        tail: Only so many bytes from the end.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     terminal = sys.stdout.isatty()
-
-    async def main() -> None:
-        async with connect(server, token, folder) as client:
-            async for chunk in client.log(session, tail=tail, follow=follow):
-                shown = _LINE.sub(lambda line: visible(line[0]), decoder.decode(chunk))
-                sys.stdout.buffer.write(shown.encode() if terminal else chunk)
-                sys.stdout.buffer.flush()
-
-    asyncio.run(main())
+    async with remote.connect() as client:
+        async for chunk in client.log(session, tail=tail, follow=follow):
+            shown = _LINE.sub(lambda line: visible(line[0]), decoder.decode(chunk))
+            sys.stdout.buffer.write(shown.encode() if terminal else chunk)
+            sys.stdout.buffer.flush()

@@ -6,31 +6,26 @@ nothing but joining as a node.
 
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
 from tugline.cli import up
 from tugline.launch.node import run_node
 
 
-def node(  # noqa: PLR0913 - each is a flag
+def node(
     *,
-    server: Annotated[
-        str, typer.Option(envvar="TUGLINE_SERVER", help="Address, such as http://10.0.0.1:7700.")
-    ],
-    token: Annotated[
-        str, typer.Option(envvar="TUGLINE_JOIN_TOKEN", help="The server's join token.")
-    ],
-    config: up.ConfigFile = None,
+    server: Annotated[str, Parameter(env_var="TUGLINE_SERVER")],
+    token: Annotated[str, Parameter(env_var="TUGLINE_JOIN_TOKEN")],
     folder: up.Folder = up.DATA,
-    engine: up.Engines = None,
-    model: up.Model = None,
-    tokenizer: up.Tokenizer = None,
-    renderer: up.Renderer = None,
-    slots: up.Slots = None,
-    name: up.Name = None,
-    log_file: up.LogFile = None,
+    name: str | None = None,
+    local: up.NodeOptions = up.DEFAULT_NODE,
 ) -> None:
-    """Run sessions for a server, as many as there are slots, until it is stopped."""
-    flags = up.engine_flags(engine, model, tokenizer, renderer)
-    settings = up.local_settings(config, slots, flags, name)
-    up.keep_running(run_node(settings, folder, server, token, up.echo), log_file)
+    """Run sessions for a server, as many as there are slots, until it is stopped.
+
+    Args:
+        server: Address, such as http://10.0.0.1:7700.
+        token: The server's join token.
+        name: Name of the node (default: the machine's).
+    """
+    settings = up.add_default_engine(local.load(name=name))
+    up.keep_running(run_node(settings, folder, server, token, up.echo), local.log_file)

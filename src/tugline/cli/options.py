@@ -1,12 +1,15 @@
 """Options that several commands share, and the client that they configure."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
@@ -16,28 +19,44 @@ from tugline.errors import UsageError
 INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
 
-Server = Annotated[
-    str | None, typer.Option(help="URL of the server (default: TUGLINE_SERVER, else --dir).")
-]
-Token = Annotated[str | None, typer.Option(help="Its token (default: TUGLINE_TOKEN, else --dir).")]
-Folder = Annotated[
-    Path | None, typer.Option("--dir", help="Folder of `tugline up` (default: tugline-data).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A number from 1."""
+Required = Annotated[str, Parameter(required=True)]
+"""A positional argument of which at least one must be given."""
+Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
 TrainingFolder = Annotated[
-    Path | None, typer.Option("--out", help="Folder of the run (default: runs/<name>-<time>).")
+    Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the run in --out, or the last one.")
-]
-
+Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last one.")]
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
 
 
-def connect(server: str | None, token: str | None, folder: Path | None) -> Client:
-    """Create the client of a command, to be used as an async context manager."""
-    return Client(server, token, folder=folder, deadline_s=_DEADLINE_S)
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """Options of commands that call a server."""
+
+    server: str | None = None
+    """URL of the server (default: TUGLINE_SERVER, else --dir)."""
+    token: str | None = None
+    """Its token (default: TUGLINE_TOKEN, else --dir)."""
+    folder: Annotated[Path | None, Parameter("--dir")] = None
+    """Folder of `tugline up` (default: tugline-data)."""
+
+    def connect(self) -> Client:
+        """Create the client of a command, to be used as an async context manager."""
+        return Client(self.server, self.token, folder=self.folder, deadline_s=_DEADLINE_S)
+
+
+DEFAULT_SERVER = Remote()
+"""The server that environment and working folder name."""
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def make_bar(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:
@@ -65,7 +84,6 @@ def name_missing_extra(extra: str) -> Iterator[None]:
 
 def save_report(path: Path, report: object, *, as_json: bool) -> None:
     """Write a report to a file as JSON, and print it if asked to."""
-    encoded = msgspec.json.encode(report)
-    path.write_bytes(msgspec.json.format(encoded) + b"\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if as_json:
-        typer.echo(encoded)
+        print_json(report)

@@ -3,15 +3,16 @@
 Exit code 0 if every recording gave a trajectory, 1 if one could not be read or built.
 """
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from tugline.cli.options import Json, print_json
 from tugline.errors import UsageError
 from tugline.recording.folder import resolve
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
@@ -22,25 +23,24 @@ _MANY = 20
 
 
 def rebuild(
-    session: Annotated[
-        str, typer.Argument(help="A recording file, a folder of them, or the id of a session.")
-    ],
+    session: str,
+    /,
     *,
-    out: Annotated[Path, typer.Option(help="New folder for <session>.traj and index.json.")],
-    builder: Annotated[
-        str | None, typer.Option(help="Builder to use (default: the one of each task).")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="key=value for the builder; may be given again.")
-    ] = None,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="Build what comes before the damage of a broken file.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the index as one JSON object.")
-    ] = False,
+    out: Path,
+    builder: str | None = None,
+    option: list[str] | None = None,
+    salvage: bool = False,
+    as_json: Json = False,
 ) -> None:
-    """Build trajectories from recorded sessions alone, for a trainer to load."""
+    """Build trajectories from recorded sessions alone, for a trainer to load.
+
+    Args:
+        session: A recording file, a folder of them, or the id of a session.
+        out: New folder for <session>.traj and index.json.
+        builder: Builder to use (default: the one of each task).
+        option: key=value for the builder; may be given again.
+        salvage: Build what comes before the damage of a broken file.
+    """
     paths, root = resolve(session), Path(session)
     spec = parse_builder(builder, option)
     console = Console(stderr=True)
@@ -55,11 +55,11 @@ def rebuild(
             on_file=lambda: progress.advance(bar),
         )
     if as_json:
-        typer.echo(msgspec.json.encode(index))
+        print_json(index)
     else:
         _show(index, out)
     if any(entry.error for entry in index.entries):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:

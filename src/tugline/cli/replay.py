@@ -4,15 +4,15 @@ Exit code 0 if every request was as recorded, 1 if one was not or a fork could n
 """
 
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 
 from tugline import log
+from tugline.cli.options import Count, Json, print_json
 from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS, locate
@@ -24,36 +24,35 @@ from tugline.replay.source import Live
 _LAST = "last"
 
 
-def replay(  # noqa: PLR0913 - each is a flag
-    session: Annotated[str, typer.Argument(help="A recording file, or the id of a session.")],
+def replay(
+    session: str,
+    /,
     *,
-    fork_at: Annotated[
-        str | None, typer.Option(help="Go live from this call on; 'last' is after the last one.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Engine that answers then, such as http://127.0.0.1:8000.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Sessions that go live from there.")] = 1,
-    slots: Annotated[int, typer.Option(min=1, help="How many of them run at a time.")] = 1,
-    go_on: Annotated[
-        bool, typer.Option("--go-on", help="Answer a request that differs, too.")
-    ] = False,
-    mask: Annotated[
-        list[str] | None, typer.Option(help="Regular expression of what may differ; repeatable.")
-    ] = None,
-    harness_version: Annotated[
-        str | None, typer.Option(help="Run this version of the harness instead.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, if there is none beside the recording.")
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(help="Keep the run in this new folder; a fork is always kept, below runs/."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    fork_at: str | None = None,
+    engine: str | None = None,
+    samples: Count = 1,
+    slots: Count = 1,
+    go_on: bool = False,
+    mask: list[str] | None = None,
+    harness_version: str | None = None,
+    tokenizer: Path | None = None,
+    keep: Path | None = None,
+    as_json: Json = False,
 ) -> None:
-    """Run the harness of a recorded session again on the recorded answers."""
+    """Run the harness of a recorded session again on the recorded answers.
+
+    Args:
+        session: A recording file, or the id of a session.
+        fork_at: Go live from this call on; 'last' is after the last one.
+        engine: Engine that answers then, such as http://127.0.0.1:8000.
+        samples: Sessions that go live from there.
+        slots: How many of them run at a time.
+        go_on: Answer a request that differs, too.
+        mask: Regular expression of what may differ; repeatable.
+        harness_version: Run this version of the harness instead.
+        tokenizer: tokenizer.json, if there is none beside the recording.
+        keep: Keep the run in this new folder; a fork is always kept, below runs/.
+    """
     log.configure(level="error")
     recorded = RecordedSession.load(locate(session), tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
@@ -71,12 +70,12 @@ def replay(  # noqa: PLR0913 - each is a flag
     if keep is None:  # the folder was temporary
         reports = [msgspec.structs.replace(report, recording="") for report in reports]
     if as_json:
-        typer.echo(msgspec.json.encode({"sessions": reports}))
+        print_json({"sessions": reports})
     else:
         for report in reports:
             _show(report)
     if not all(report.as_recorded for report in reports):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _make_live(

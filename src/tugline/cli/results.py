@@ -5,39 +5,36 @@ on disk (I3); with ``--out`` alone the folder has it.
 """
 
 import asyncio
+import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-import typer
+from cyclopts import Parameter
 from rich.console import Console
 
-from tugline.cli.options import Folder, Json, Server, Token, connect
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
 from tugline.protocol import ResultView
-from tugline.recording.trajectories import RESULTS, ResultFolder
+from tugline.recording.trajectories import ResultFolder
 
 
-def results(  # noqa: PLR0913 - each is a flag
+def results(
     *,
-    consumer: Annotated[
-        str | None, typer.Option(help="Read from this consumer's position, and acknowledge.")
-    ] = None,
-    task: Annotated[
-        list[str] | None, typer.Option(help="Only of this task; can be repeated.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help=f"Save to this folder: {RESULTS} and trajectories/.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Wait for further results.")
-    ] = False,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
+    consumer: str | None = None,
+    task: list[str] | None = None,
+    out: Path | None = None,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Read results in order of commit, and save them with their trajectories."""
+    """Read results in order of commit, and save them with their trajectories.
+
+    Args:
+        consumer: Read from this consumer's position, and acknowledge.
+        task: Only of this task; can be repeated.
+        out: Save to this folder: results.jsonl and trajectories/.
+        follow: Wait for further results.
+    """
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     seen = 0
@@ -45,7 +42,7 @@ def results(  # noqa: PLR0913 - each is a flag
     async def main() -> None:
         nonlocal seen
         async with (
-            connect(server, token, folder) as client,
+            remote.connect() as client,
             aclosing(
                 client.results(
                     consumer,
@@ -59,7 +56,10 @@ def results(  # noqa: PLR0913 - each is a flag
             async for item in items:
                 if saved:
                     await asyncio.to_thread(saved.add, item.view, item.packed)
-                typer.echo(msgspec.json.encode(item.view) if as_json else _line(item.view))
+                if as_json:
+                    print_json(item.view)
+                else:
+                    print(_line(item.view))
                 seen += 1
 
     try:
@@ -70,7 +70,7 @@ def results(  # noqa: PLR0913 - each is a flag
             where = f"saved in {out}: {seen} new, {len(saved.views)} in all"
             Console(stderr=True, highlight=False, soft_wrap=True).print(where, markup=False)
     if not seen and not saved:
-        typer.echo("nothing new", err=True)
+        print("nothing new", file=sys.stderr)
 
 
 def _line(view: ResultView) -> str:

@@ -4,19 +4,18 @@ Progress goes to stderr, so that stdout has only the output of ``--json``. Exit 
 failed because of this machine's infrastructure, or if all of them failed.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from tugline.cli import up
-from tugline.cli.options import Json, make_bar
+from tugline.cli.options import Json, make_bar, print_json
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
@@ -80,7 +79,7 @@ class RunProgress:
 def run_with_progress(
     tasks: Sequence[Task], settings: Settings, out: Path, log_file: Path | None, console: Console
 ) -> RunProgress:
-    """Run what is missing in `out` and report it on the console; `typer.Exit` if stopped."""
+    """Run what is missing in `out` and report it on the console; `SystemExit` if stopped."""
     progress = RunProgress(console)
 
     async def main() -> None:
@@ -89,38 +88,31 @@ def run_with_progress(
 
     try:
         up.keep_running(main(), log_file)
-    except typer.Exit:
+    except SystemExit:
         console.print(f"stopped; the same command resumes in {out}")
         raise
     return progress
 
 
-def run(  # noqa: PLR0913 - each is a flag
-    paths: Paths,
-    *,
-    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
-    config: up.ConfigFile = None,
-    engine: up.Engines = None,
-    model: up.Model = None,
-    tokenizer: up.Tokenizer = None,
-    renderer: up.Renderer = None,
-    slots: up.Slots = None,
-    log_file: up.LogFile = None,
-    as_json: Json = False,
+def run(
+    *paths: Paths, out: Path, local: up.NodeOptions = up.DEFAULT_NODE, as_json: Json = False
 ) -> None:
-    """Run tasks on this machine and keep every result in a folder."""
-    flags = up.engine_flags(engine, model, tokenizer, renderer)
-    settings = up.local_settings(config, slots, flags)
+    """Run tasks on this machine and keep every result in a folder.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+    """
+    settings = up.add_default_engine(local.load())
     tasks = load_tasks(paths)
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, log_file, console)
+    progress = run_with_progress(tasks, settings, out, local.log_file, console)
     console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
     _print_failures(console, progress.views)
     if as_json:
-        typer.echo(msgspec.json.encode({**progress.to_dict(), "folder": str(out)}))
+        print_json({**progress.to_dict(), "folder": str(out)})
     failed = [view.failure.boundary for view in progress.views if view.failure]
     if not _INFRASTRUCTURE.isdisjoint(failed) or len(failed) == len(progress.views):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _print_failures(console: Console, views: Sequence[ResultView]) -> None:

@@ -4,9 +4,7 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra, save_report
@@ -14,13 +12,13 @@ from tugline.cli.train import SUMMARY, choose_folder, keep_resumable
 
 
 def sft(
-    config: Annotated[Path, typer.Argument(help="YAML or TOML file of the run.")],
-    *,
-    out: TrainingFolder = None,
-    resume: Resume = False,
-    as_json: Json = False,
+    config: Path, /, *, out: TrainingFolder = None, resume: Resume = False, as_json: Json = False
 ) -> None:
-    """Fine-tune a model on accepted conversations or traces; resumable at any point."""
+    """Fine-tune a model on accepted conversations or traces; resumable at any point.
+
+    Args:
+        config: YAML or TOML file of the run.
+    """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
         from tugline.trainers.sft import MODEL, read_config, train  # noqa: PLC0415 - the extra

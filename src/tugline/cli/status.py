@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from tugline.cli.options import Folder, Json, Server, Token, connect
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
 from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
 from tugline.errors import Missing, ServerError
@@ -40,26 +41,27 @@ class SessionStatus(msgspec.Struct, frozen=True):
 Seen = Overview | TaskStatus | SessionStatus
 
 
-def status(  # noqa: PLR0913 - each is a flag
-    name: Annotated[
-        str | None, typer.Argument(metavar="[TASK|SESSION]", help="Only this one.")
-    ] = None,
+def status(
+    name: str | None = None,
+    /,
     *,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="On a terminal: refresh until interrupted.")
-    ] = False,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between refreshes.")] = 2.0,
+    remote: Remote = DEFAULT_SERVER,
+    watch: bool = False,
+    every: Annotated[float, Parameter(validator=Number(gte=0.2))] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Show what is queued, running and done."""
+    """Show what is queued, running and done.
+
+    Args:
+        name: Only this one.
+        watch: On a terminal: refresh until interrupted.
+        every: Seconds between refreshes.
+    """
     console = Console(highlight=False)
     live = watch and console.is_terminal and not as_json
 
     async def main() -> None:
-        async with connect(server, token, folder) as client:
+        async with remote.connect() as client:
             monitor = Monitor(client)
 
             async def read() -> Seen:
@@ -70,7 +72,7 @@ def status(  # noqa: PLR0913 - each is a flag
                 return
             seen = await read()
             if as_json:
-                typer.echo(msgspec.json.encode(seen))
+                print_json(seen)
             else:
                 console.print(render(seen))
 

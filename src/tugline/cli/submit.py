@@ -4,16 +4,15 @@ Submitting is idempotent, so after an interruption the same command resumes.
 """
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.progress import TextColumn, TimeElapsedColumn
 
-from tugline.cli.options import Folder, Json, Server, Token, connect, make_bar
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, make_bar, print_json
 from tugline.cli.status import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import Client
@@ -33,27 +32,20 @@ class Submitted(msgspec.Struct, frozen=True):
 
 
 def submit(
-    paths: Paths,
-    *,
-    wait: Annotated[
-        bool,
-        typer.Option(
-            "--wait", help="Wait until all are released; exit 1 if any sample is missing."
-        ),
-    ] = False,
-    server: Server = None,
-    token: Token = None,
-    folder: Folder = None,
-    as_json: Json = False,
+    *paths: Paths, wait: bool = False, remote: Remote = DEFAULT_SERVER, as_json: Json = False
 ) -> None:
-    """Submit tasks."""
+    """Submit tasks.
+
+    Args:
+        wait: Wait until all are released; exit 1 if any sample is missing.
+    """
     tasks = read_checked(paths)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     released: list[TaskView] | None = None
 
     async def main() -> list[Accepted]:
         nonlocal released
-        async with connect(server, token, folder) as client:
+        async with remote.connect() as client:
             before = (await client.status()).position
             with console.status(f"submitting {len(tasks)} tasks"):
                 accepted = await client.submit(tasks)
@@ -68,11 +60,11 @@ def submit(
         console.print("accepted tasks continue; see `tugline status` and `tugline cancel`")
         raise
     if as_json:
-        typer.echo(msgspec.json.encode(Submitted(accepted, released)))
+        print_json(Submitted(accepted, released))
     elif released is not None:
         _print_released(released)
     if any(task.missing and task.reason != "min_usable" for task in released or ()):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _print_accepted(console: Console, accepted: Sequence[Accepted]) -> None:

@@ -1,11 +1,13 @@
 """``tugline task init | check | schema``: task files, without a server."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import App, Parameter
 
+from tugline.cli.options import Required
 from tugline.datasets.files import load_tasks
 from tugline.errors import Invalid, UsageError
 from tugline.rollout.parts import Parts
@@ -13,32 +15,30 @@ from tugline.server.validation import check_task
 from tugline.task_schema import make_json_schema, make_template
 from tugline.types import Task
 
-task = typer.Typer(help="Task files.", no_args_is_help=True)
+task = App(help="Task files.")
 
-Paths = Annotated[
-    list[str],
-    typer.Argument(metavar="PATH...", help="Task or task-set files, folders of them, or patterns."),
-]
+Paths = Annotated[Required, Parameter(help="Task or task-set files, folders of them, or patterns.")]
 
 
-@task.command()
-def init(
-    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("task.yaml"),
-    *,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-) -> None:
-    """Write a task file with every field and what it means."""
+@task.command
+def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
+    """Write a task file with every field and what it means.
+
+    Args:
+        path: File to write.
+        force: Overwrite an existing file.
+    """
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(make_template())
     except FileExistsError as error:
         msg = f"{path} exists; name another file, or overwrite it with --force"
         raise UsageError(msg) from error
-    typer.echo(f"wrote {path}; try `tugline task check {path}`")
+    print(f"wrote {path}; try `tugline task check {path}`")
 
 
-@task.command()
-def check(paths: Paths) -> None:
+@task.command
+def check(*paths: Paths) -> None:
     """Check that tasks are valid and their plug-ins can be made here."""
     tasks = read_checked(paths)
     parts = Parts()
@@ -49,16 +49,16 @@ def check(paths: Paths) -> None:
             msg = f"task {each.id!r}: {error}"
             raise UsageError(msg) from error
     sessions = sum(each.samples for each in tasks)
-    typer.echo(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
+    print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
 
-@task.command()
+@task.command
 def schema() -> None:
     """Print the JSON schema of task files, for editors."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2))
+    print(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2).decode())
 
 
-def read_checked(paths: list[str]) -> list[Task]:
+def read_checked(paths: Sequence[str]) -> list[Task]:
     """Load tasks from files and check their values. Raises `UsageError`, `Invalid`."""
     tasks = load_tasks(paths)
     for each in tasks:

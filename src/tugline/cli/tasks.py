@@ -6,6 +6,7 @@ teach a model nothing, or the wrong thing.
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tugline.cli.options import Json, make_bar
+from tugline.cli.options import Count, Json, Required, make_bar, print_json
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather
 from tugline.errors import ConfigError, UsageError
@@ -28,12 +29,9 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.types import Cause, PluginSpec, Task, Workspace
 
-tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
+tasks = App(help="Task sets.")
 
-Paths = Annotated[
-    list[str],
-    typer.Argument(metavar="PATH...", help="Task-set files, task files, or Harbor folders."),
-]
+Paths = Annotated[Required, Parameter(help="Task-set files, task files, or Harbor folders.")]
 _RIGHT = 1.0 - 1e-6
 """The least reward of a solution, with room for rounding."""
 
@@ -80,12 +78,12 @@ class TaskLine(msgspec.Struct, frozen=True):
 
 
 @tasks.command(name="list")
-def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
+def list_tasks(*paths: Paths, as_json: Json = False) -> None:
     """List tasks with their tags."""
     found = [task for task, _ in gather(paths, folders=True)]
     if as_json:
         for task in found:
-            typer.echo(msgspec.json.encode(TaskLine(task.id, task.samples, task.tags)))
+            print_json(TaskLine(task.id, task.samples, task.tags))
         return
     table = Table("id", "samples", "tags", box=None)
     for task in found:
@@ -96,8 +94,8 @@ def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
     console.print(f"{len(found)} tasks, {sum(task.samples for task in found)} sessions")
 
 
-@tasks.command()
-def prefetch(paths: Paths, *, as_json: Json = False) -> None:
+@tasks.command
+def prefetch(*paths: Paths, as_json: Json = False) -> None:
     """Fetch the images and repositories of tasks ahead of time."""
     wanted: dict[bytes, tuple[PluginSpec, list[Workspace]]] = {}
     for task, _ in gather(paths, folders=True):
@@ -106,13 +104,13 @@ def prefetch(paths: Paths, *, as_json: Json = False) -> None:
     failed = asyncio.run(_prefetch(list(wanted.values())))
     count = sum(len(set(workspaces)) for _, workspaces in wanted.values())
     if as_json:
-        typer.echo(msgspec.json.encode({"workspaces": count, "failed": failed}))
+        print_json({"workspaces": count, "failed": failed})
     else:
         for reason in failed:
-            typer.echo(reason)
-        typer.echo(f"{count - len(failed)} of {count} workspaces are here")
+            print(reason)
+        print(f"{count - len(failed)} of {count} workspaces are here")
     if failed:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 async def _prefetch(wanted: Sequence[tuple[PluginSpec, Sequence[Workspace]]]) -> list[str]:
@@ -125,21 +123,21 @@ async def _prefetch(wanted: Sequence[tuple[PluginSpec, Sequence[Workspace]]]) ->
     return failed
 
 
-@tasks.command()
+@tasks.command
 def validate(
-    paths: Paths,
-    *,
-    runtime: Annotated[
-        str | None, typer.Option(help="Use this runtime instead of the tasks' own.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Tasks to validate at once.")] = 2,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Append a line for each task; tasks that are fine there are skipped."),
-    ] = None,
+    *paths: Paths,
+    runtime: str | None = None,
+    jobs: Count = 2,
+    out: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Validate tasks by reference solutions and empty ones; exit 1 if any is not fine."""
+    """Validate tasks by reference solutions and empty ones; exit 1 if any is not fine.
+
+    Args:
+        runtime: Use this runtime instead of the tasks' own.
+        jobs: Tasks to validate at once.
+        out: Append a line for each task; tasks that are fine there are skipped.
+    """
     found = gather(paths, folders=True)
     if runtime is not None:
         selected = PluginSpec(runtime)
@@ -160,11 +158,11 @@ def validate(
     done += asyncio.run(_check_all(left, parts, jobs, out, console))
     if as_json:
         for one in done:
-            typer.echo(msgspec.json.encode(one))
+            print_json(one)
     else:
         _show(done)
     if any(one.state not in _GOOD for one in done):
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 def _check_runtimes(parts: Parts, tasks: Sequence[Task]) -> None:

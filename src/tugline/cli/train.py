@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from tugline import log
@@ -33,16 +32,20 @@ SUMMARY = "summary.json"
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML or TOML file of the run.")],
+    config: Path,
+    /,
     *,
     out: TrainingFolder = None,
     resume: Resume = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print what would happen.")
-    ] = False,
+    dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model on tasks, with evaluations on the way; resumable at any point."""
+    """Train a model on tasks, with evaluations on the way; resumable at any point.
+
+    Args:
+        config: YAML or TOML file of the run.
+        dry_run: Check everything and print what would happen.
+    """
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
         from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
@@ -62,7 +65,7 @@ def train(
         sinks = make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
-            typer.echo(describe(settings, batches, folder))
+            print(describe(settings, batches, folder))
             return
         main = run_training(settings, batches, folder, sinks, make_report(console))
         with keep_resumable(folder, f"train {config}", console):
@@ -96,4 +99,4 @@ def keep_resumable(folder: Path, command: str, console: Console) -> Iterator[Non
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; resume with: tugline {command} --resume --out {folder}")
-        raise typer.Exit(INTERRUPTED) from None
+        sys.exit(INTERRUPTED)

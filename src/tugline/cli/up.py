@@ -4,12 +4,14 @@ Flags override the configuration file, which can set everything else.
 """
 
 import asyncio
+import sys
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -24,92 +26,89 @@ from tugline.web import serve
 DATA = Path("tugline-data")
 _MODEL = "warm_start_model"
 
-ConfigFile = Annotated[Path | None, typer.Option(help="YAML or TOML file with any setting.")]
-Folder = Annotated[Path, typer.Option("--dir", help="Folder of all data.")]
-Engines = Annotated[
-    list[str] | None, typer.Option("--engine", help="Address of the engine; repeat for replicas.")
-]
-Model = Annotated[
-    Path | None, typer.Option(help="Without --engine: model folder to serve in this process.")
-]
-Tokenizer = Annotated[
-    Path | None, typer.Option(help="With --engine: its tokenizer.json, for exact mode.")
-]
-Renderer = Annotated[str | None, typer.Option(help="Chat template for exact mode, such as qwen3.")]
-KeyEnv = Annotated[
-    str | None,
-    typer.Option("--api-key-env", help="With --engine: environment variable with its API key."),
-]
-Served = Annotated[
-    str | None, typer.Option(help="With --engine: name of the model (default: the first).")
-]
-MessagesOnly = Annotated[
-    bool, typer.Option("--messages-only", help="For an API that reports no token ids.")
-]
-Slots = Annotated[int | None, typer.Option(help="Agents that run concurrently.")]
-Name = Annotated[str | None, typer.Option(help="Name of the node (default: the machine's).")]
-LogFile = Annotated[Path | None, typer.Option("--log", help="Write a log of JSON lines here.")]
+Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
 
 
-def up(  # noqa: PLR0913 - each is a flag
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Options of commands that run sessions in this process."""
+
+    config: Path | None = None
+    """YAML or TOML file with any setting."""
+    engine: list[str] | None = None
+    """Address of the engine; repeat for replicas."""
+    model: Path | None = None
+    """Without --engine: model folder to serve in this process."""
+    tokenizer: Path | None = None
+    """With --engine: its tokenizer.json, for exact mode."""
+    renderer: str | None = None
+    """Chat template for exact mode, such as qwen3."""
+    api_key_env: str | None = None
+    """With --engine: environment variable with its API key."""
+    served_name: str | None = None
+    """With --engine: name of the model (default: the first)."""
+    messages_only: bool = False
+    """For an API that reports no token ids."""
+    slots: int | None = None
+    """Agents that run concurrently."""
+    log_file: Annotated[Path | None, Parameter("--log")] = None
+    """Write a log of JSON lines here."""
+
+    def load(self, *, server: Flags | None = None, name: str | None = None) -> Settings:
+        """Settings from their file and these flags. Raises `UsageError`."""
+        engine = {
+            "urls": self.engine or None,
+            "model": self.model,
+            "tokenizer": self.tokenizer,
+            "renderer": self.renderer,
+            "api_key_env": self.api_key_env,
+            "served_name": self.served_name,
+            "mode": Mode.TEXT.value if self.messages_only else None,
+        }
+        return load_settings(
+            self.config,
+            server=server or {},
+            node={"slots": self.slots, "name": name},
+            engine=engine,
+        )
+
+
+DEFAULT_NODE = NodeOptions()
+"""What the configuration file, or the defaults, say."""
+
+
+def up(
     *,
-    config: ConfigFile = None,
     folder: Folder = DATA,
-    host: Annotated[str | None, typer.Option(help="Address of the API.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the API; 0 for any.")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="postgresql://..., if not a file in --dir.")
-    ] = None,
-    engine: Engines = None,
-    model: Model = None,
-    tokenizer: Tokenizer = None,
-    renderer: Renderer = None,
-    slots: Slots = None,
-    name: Name = None,
-    no_node: Annotated[
-        bool, typer.Option("--no-node", help="Only the server, for nodes on other machines.")
-    ] = False,
-    log_file: LogFile = None,
+    host: str | None = None,
+    port: int | None = None,
+    store: str | None = None,
+    name: str | None = None,
+    no_node: bool = False,
+    local: NodeOptions = DEFAULT_NODE,
 ) -> None:
-    """Start server, node and engine, and run what is submitted until it is stopped."""
-    settings = load_settings(
-        config,
-        server={"host": host, "port": port, "store": store},
-        node={"slots": slots, "name": name},
-        engine=engine_flags(engine, model, tokenizer, renderer),
-    )
+    """Start server, node and engine, and run what is submitted until it is stopped.
+
+    Args:
+        host: Address of the API.
+        port: Port of the API; 0 for any.
+        store: postgresql://..., if not a file in --dir.
+        name: Name of the node (default: the machine's).
+        no_node: Only the server, for nodes on other machines.
+    """
+    settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
     if not is_local(settings.server.host):
         echo(
             f"[yellow]the API will listen on {settings.server.host} without TLS:[/] tokens and"
             " results can be read in transit; put it behind a proxy that serves HTTPS"
         )
     if no_node:
-        keep_running(run_server(settings, folder, echo), log_file)
+        keep_running(run_server(settings, folder, echo), local.log_file)
         return
     from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
 
-    keep_running(run_server_and_node(add_default_engine(settings), folder, echo), log_file)
-
-
-def engine_flags(
-    urls: list[str] | None, model: Path | None, tokenizer: Path | None, renderer: str | None
-) -> Flags:
-    """Settings of the engine from its flags."""
-    return {"urls": urls or None, "model": model, "tokenizer": tokenizer, "renderer": renderer}
-
-
-def api_flags(key_env: str | None, served_name: str | None, *, messages_only: bool) -> Flags:
-    """Settings of an API of somebody else from the flags of ``tugline generate`` and ``eval``."""
-    mode = Mode.TEXT.value if messages_only else None
-    return {"api_key_env": key_env, "served_name": served_name, "mode": mode}
-
-
-def local_settings(
-    config: Path | None, slots: int | None, engine: Flags, name: str | None = None
-) -> Settings:
-    """Settings of a node and its engine from their file and flags. Raises `UsageError`."""
-    node = {"slots": slots, "name": name}
-    return add_default_engine(load_settings(config, server={}, node=node, engine=engine))
+    keep_running(run_server_and_node(add_default_engine(settings), folder, echo), local.log_file)
 
 
 def add_default_engine(settings: Settings) -> Settings:
@@ -145,4 +144,4 @@ def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None
     try:
         serve.run(main)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(INTERRUPTED) from None
+        sys.exit(INTERRUPTED)

@@ -4,17 +4,16 @@ Exit code 0 if every check that could be made passed, 1 if one failed or a recor
 """
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
+from tugline.cli.options import Json, print_json
 from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.folder import resolve
@@ -41,25 +40,24 @@ _MANY = 20
 
 
 def verify(
-    session: Annotated[
-        str, typer.Argument(help="A recording file, a folder of them, or the id of a session.")
-    ],
+    session: str,
+    /,
     *,
-    engine: Annotated[
-        str | None, typer.Option(help="Recompute logprobs on this one, as http://127.0.0.1:8000.")
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="Mean logprob difference of a turn that passes, in nats.")
-    ] = TOLERANCE,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
-    ] = None,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="Judge what comes before the damage of a broken file.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    engine: str | None = None,
+    tolerance: float = TOLERANCE,
+    tokenizer: Path | None = None,
+    salvage: bool = False,
+    as_json: Json = False,
 ) -> None:
-    """Check recorded ids, texts, lineage, ledgers and logprobs."""
+    """Check recorded ids, texts, lineage, ledgers and logprobs.
+
+    Args:
+        session: A recording file, a folder of them, or the id of a session.
+        engine: Recompute logprobs on this one, as http://127.0.0.1:8000.
+        tolerance: Mean logprob difference of a turn that passes, in nats.
+        tokenizer: tokenizer.json, where none is kept beside the recording.
+        salvage: Judge what comes before the damage of a broken file.
+    """
     reports = asyncio.run(
         _verify_all(
             resolve(session),
@@ -72,11 +70,11 @@ def verify(
     )
     summary = summarize(reports)
     if as_json:
-        typer.echo(msgspec.json.encode({"sessions": reports, "summary": summary}))
+        print_json({"sessions": reports, "summary": summary})
     else:
         _show_summary(summary)
     if summary.failed:
-        raise typer.Exit(1)
+        sys.exit(1)
 
 
 async def _verify_all(

@@ -2,11 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
+from tugline.cli.options import Json
 from tugline.errors import UsageError
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer, locate
@@ -18,28 +17,29 @@ _WIDTH = 120
 """Cells of a line if the output is not a terminal."""
 
 
-def view(  # noqa: PLR0913 - each is a flag
-    session: Annotated[str, typer.Argument(help="A recording file, or the id of a session.")],
+def view(
+    session: str,
+    /,
     *,
-    builder: Annotated[
-        str | None, typer.Option(help="Show the traces of this builder (default: the task's own).")
-    ] = None,
-    turn: Annotated[
-        int | None, typer.Option(help="Show only this call, with its messages.")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Fold nothing.")] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; token by token with --full.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write one HTML page to this file.")] = None,
-    salvage: Annotated[
-        bool, typer.Option("--salvage", help="Show what comes before the damage of a broken file.")
-    ] = False,
+    builder: str | None = None,
+    turn: int | None = None,
+    full: bool = False,
+    tokenizer: Path | None = None,
+    as_json: Json = False,
+    html: Path | None = None,
+    salvage: bool = False,
 ) -> None:
-    """Show what happened in a session: turns, tokens, forks, ledger and timings."""
+    """Show what happened in a session: turns, tokens, forks, ledger and timings.
+
+    Args:
+        session: A recording file, or the id of a session.
+        builder: Show the traces of this builder (default: the task's own).
+        turn: Show only this call, with its messages.
+        full: Fold nothing; with --json, print it token by token.
+        tokenizer: tokenizer.json, where none is kept beside the recording.
+        html: Write one HTML page to this file.
+        salvage: Show what comes before the damage of a broken file.
+    """
     path = locate(session)
     recording = read(path, salvage=salvage, bodies=False)
     session_view = view_session(path, recording, builder)
@@ -52,9 +52,12 @@ def view(  # noqa: PLR0913 - each is a flag
     texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     if html is not None:
         html.write_text(render_page(session_view, texts), encoding="utf-8")
-        typer.echo(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", err=as_json)
+        print(
+            f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)",
+            file=sys.stderr if as_json else None,
+        )
     if as_json:
-        typer.echo(encode_json(session_view, turn=turn, full=full))
+        print(encode_json(session_view, turn=turn, full=full).decode())
     elif html is None:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
         terminal = Terminal(console, session_view, texts, full=full)
