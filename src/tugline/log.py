@@ -12,6 +12,9 @@ from typing import Any
 
 import structlog
 
+NEWLINE = "↵"
+_VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
+
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
     """Write events of at least `level` to `path` as JSON lines, or to stderr for people."""
@@ -65,3 +68,15 @@ def bind(**ids: object) -> None:
 def bound() -> dict[str, Any]:
     """Return the ids of the current context."""
     return structlog.contextvars.get_contextvars()
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line, with control characters replaced by their codes.
+
+    No escape sequence or mark of writing direction in model output is ever sent to a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        _VISIBLE.get(char) or (char if char.isprintable() else repr(char)[1:-1]) for char in text
+    )

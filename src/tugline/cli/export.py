@@ -1,5 +1,6 @@
 """``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,6 +23,48 @@ _NONE = "-"
 _SUM = 1e-6
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """Which sessions and traces are exported."""
+
+    status: str | None = None
+    """Only sessions that ended so, such as completed,timed_out."""
+    tag: _Texts = None
+    """Only tasks with this tag, key=value; repeatable."""
+    min_reward: float | None = None
+    """Only sessions that earned at least this."""
+    best_of: Count | None = None
+    """Only this many of the best sessions of each task."""
+    dedupe: bool = False
+    """Of sessions of a task that say the same, the first."""
+    kind: str | None = None
+    """Only traces of these kinds, such as main,subagent."""
+    exact_only: bool = False
+    """Only traces in the exact context of sampling."""
+    max_length: Count | None = None
+    """Only traces of at most so many tokens."""
+
+    def select_sessions(self) -> Selection:
+        """Parse the conditions of sessions. Raises `UsageError`."""
+        return Selection(
+            status=_parse_names(self.status, Status, "--status"),
+            tags=parse_pairs(self.tag, "--tag"),
+            min_reward=self.min_reward,
+            dedupe=self.dedupe,
+            best_of=self.best_of,
+        )
+
+    def select_traces(self) -> TraceFilter:
+        """Parse the conditions of traces. Raises `UsageError`."""
+        kinds = _parse_names(self.kind, TraceKind, "--kind")
+        return TraceFilter(kinds, self.exact_only, self.max_length)
+
+
+ALL = Filters()
+"""Nothing is left out."""
+
+
 def export(
     form: str,
     /,
@@ -30,14 +73,7 @@ def export(
     given: Annotated[_Texts, Parameter("--with")] = None,
     builder: str | None = None,
     option: _Texts = None,
-    status: str | None = None,
-    tag: _Texts = None,
-    min_reward: float | None = None,
-    best_of: Count | None = None,
-    dedupe: bool = False,
-    kind: str | None = None,
-    exact_only: bool = False,
-    max_length: Count | None = None,
+    which: Filters = ALL,
     split: str | None = None,
     seed: int = 0,
     force: bool = False,
@@ -52,30 +88,15 @@ def export(
         given: key=value for the format; repeatable.
         builder: Builder to use (default: the one of each task).
         option: key=value for the builder; repeatable.
-        status: Only sessions that ended so, such as completed,timed_out.
-        tag: Only tasks with this tag, key=value; repeatable.
-        min_reward: Only sessions that earned at least this.
-        best_of: Only this many of the best sessions of each task.
-        dedupe: Of sessions of a task that say the same, the first.
-        kind: Only traces of these kinds, such as main,subagent.
-        exact_only: Only traces in the exact context of sampling.
-        max_length: Only traces of at most so many tokens.
         split: Deal tasks to files, such as train=0.9,test=0.1.
         seed: Of --split.
         force: Overwrite what is there.
     """
-    selection = Selection(
-        status=_parse_names(status, Status, "--status"),
-        tags=parse_pairs(tag, "--tag"),
-        min_reward=min_reward,
-        dedupe=dedupe,
-        best_of=best_of,
-    )
     plan = Export(
         exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
         out=out,
-        selection=selection,
-        filter=TraceFilter(_parse_names(kind, TraceKind, "--kind"), exact_only, max_length),
+        selection=which.select_sessions(),
+        filter=which.select_traces(),
         builder=parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,

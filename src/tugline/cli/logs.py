@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tugline.cli.options import DEFAULT_SERVER, Count, Remote
-from tugline.recording.view.session_view import visible
+from tugline.log import visible
 
 _LINE = re.compile(r"[^\t\n\r]+")
 
@@ -21,7 +21,9 @@ async def logs(
     tail: Count | None = None,
     remote: Remote = DEFAULT_SERVER,
 ) -> None:
-    """Print the log of a session; on a terminal without its escape sequences.
+    """Print the log of a session.
+
+    A terminal gets it without escape sequences.
 
     Args:
         session: Id of the session, such as fix-add-0.

@@ -14,8 +14,9 @@ from tokenizers import decoders, models
 
 from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
 from tugline.chat.tokenizer import Tokenizer
+from tugline.log import visible
 from tugline.recording.file import read
-from tugline.recording.view.session_view import TokenText, ViewedSession, view_session, visible
+from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
 from tugline.recording.view.terminal import Terminal
 
 

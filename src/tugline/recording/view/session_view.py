@@ -327,8 +327,6 @@ def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
 
 
 # --------------------------------------------------------------------------- tokens as text
-NEWLINE = "↵"
-_VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 
 
 class TokenText:
@@ -359,18 +357,6 @@ class TokenText:
         if pieces:
             pieces[-1] += decoder.decode(b"", final=True)
         return pieces
-
-
-def visible(text: str) -> str:
-    """Return `text` on one line, with control characters replaced by their codes.
-
-    No escape sequence or mark of writing direction in model output is ever sent to a terminal.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        _VISIBLE.get(char) or (char if char.isprintable() else repr(char)[1:-1]) for char in text
-    )
 
 
 def fold_range(size: int, head: int, tail: int) -> tuple[int, int]:

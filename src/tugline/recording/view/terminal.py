@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tugline.log import NEWLINE, visible
 from tugline.recording.records import RecordedResult
 from tugline.recording.view.session_view import (
-    NEWLINE,
     TimelineEvent,
     TokenText,
     TraceView,
@@ -23,7 +23,6 @@ from tugline.recording.view.session_view import (
     fold_range,
     indent_levels,
     split_runs,
-    visible,
 )
 from tugline.traces.lineage import Continuation
 from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
