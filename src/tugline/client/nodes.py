@@ -26,7 +26,7 @@ class _LogLength(msgspec.Struct):
     length: int
 
 
-class NodeClient:
+class NodeClient(Transport):
     """Dispatcher client of one node; an async context manager.
 
     The node's own token is stored in `token_file`, so that the next process of this node can commit
@@ -41,23 +41,19 @@ class NodeClient:
         token_file: Path | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._http = Transport(url, join_token, deadline_s=deadline_s)
+        super().__init__(url, join_token, deadline_s=deadline_s)
         self._token_file = token_file
-        self._token: str | None = None
+        self._own_token: str | None = None
 
     async def __aenter__(self) -> Self:
         if self._token_file is not None and self._token_file.exists():
-            self._token = self._token_file.read_text("ascii")
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._http.__aexit__(*exc)
+            self._own_token = self._token_file.read_text("ascii")
+        return await super().__aenter__()
 
     async def register(self, hello: protocol.NodeRegistration) -> protocol.NodeRegistered:
         """Join. Sessions leased to a previous node of this name are requeued."""
-        welcome = await self._http.ask("POST", "/v1/nodes", protocol.NodeRegistered, body=hello)
-        self._token = welcome.token
+        welcome = await self.ask("POST", "/v1/nodes", protocol.NodeRegistered, body=hello)
+        self._own_token = welcome.token
         if self._token_file is not None:
             await asyncio.to_thread(_write_token, self._token_file, welcome.token)
         return welcome
@@ -100,8 +96,8 @@ class NodeClient:
     ) -> T:
         """Send a request with the node's own token; 401, it is revoked, is a lost lease."""
         try:
-            return await self._http.ask(
-                "POST", path, kind, query=query, body=body, wait_s=wait_s, token=self._token
+            return await self.ask(
+                "POST", path, kind, query=query, body=body, wait_s=wait_s, token=self._own_token
             )
         except ServerError as error:
             if error.status != 401:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from tugline.client.api import Client
-from tugline.errors import Missing, TuglineError
+from tugline.errors import TuglineError
 from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, TaskState, TaskView
 from tugline.types import TERMINAL
 
@@ -87,7 +87,7 @@ class Monitor:
         """Read the current state. Raises `ServerError`."""
         client = self._client
         counts, nodes, page, open_tasks = await asyncio.gather(
-            client.status(), client.nodes(), _read_metrics(client), self._read_open_tasks()
+            client.status(), client.nodes(), client.metrics(), self._read_open_tasks()
         )
         await self._read_events(counts.position)
         now = self._clock()
@@ -196,7 +196,7 @@ async def examine(client: Client) -> list[HealthCheck]:
         for node in nodes
         if node.state is not NodeState.GONE or node.name not in replaced
     ]
-    metrics = await _read_metrics(client)
+    metrics = await client.metrics()
     for url, up in _ENGINE.findall(metrics):
         state = "answers" if float(up) else "does not answer, or reports no load"
         checks.append(HealthCheck("engine", bool(float(up)), f"{url} {state}"))
@@ -204,14 +204,6 @@ async def examine(client: Client) -> list[HealthCheck]:
         detail = "a node accepts no work: its disk is nearly full"
         checks.append(HealthCheck("disk", False, detail))
     return checks
-
-
-async def _read_metrics(client: Client) -> str:
-    """The server's metrics; empty where it has none."""
-    try:
-        return await client.metrics()
-    except Missing:
-        return ""
 
 
 def _check_node(node: NodeView) -> HealthCheck:

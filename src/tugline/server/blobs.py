@@ -14,39 +14,11 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from tugline.errors import Missing, StoreError, UsageError
 
 _TEMPORARY = ".tmp-"
 _CHUNK = 1000
-
-
-class Blobs(Protocol):
-    """Bytes by name. All raise `StoreError` if the storage cannot be used."""
-
-    async def put(self, name: str, data: bytes) -> None:
-        """Store it durably, in place of a blob of the same name."""
-        ...
-
-    async def get(self, name: str) -> bytes:
-        """The bytes. Raises `Missing`."""
-        ...
-
-    async def delete(self, name: str) -> None:
-        """Remove it, if it exists."""
-        ...
-
-    def list_older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names of blobs from before that time, some at a time."""
-        ...
-
-
-def open_blobs(where: str) -> Blobs:
-    """Open a directory, or a URL such as ``s3://bucket/prefix``."""
-    if "://" in where and not where.startswith("file://"):
-        return ObjectBlobs(where)
-    return LocalBlobs(Path(where.removeprefix("file://")))
 
 
 class LocalBlobs:
@@ -56,13 +28,13 @@ class LocalBlobs:
         self._folder = folder
 
     async def put(self, name: str, data: bytes) -> None:
-        """Write a temporary file, flush, rename, flush the directory."""
+        """Store it durably, in place of a blob of the same name."""
         path = self._path(name)
         with _explain("write", path):
             await asyncio.to_thread(self._put, path, data)
 
     async def get(self, name: str) -> bytes:
-        """Read the file."""
+        """The bytes. Raises `Missing`."""
         path = self._path(name)
         with _explain("read", path):
             try:
@@ -71,13 +43,16 @@ class LocalBlobs:
                 raise _missing(name) from None
 
     async def delete(self, name: str) -> None:
-        """Remove the file."""
+        """Remove it, if it exists."""
         path = self._path(name)
         with _explain("remove", path):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def list_older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names, one directory at a time; removes temporary files that a crash left."""
+        """Names of blobs from before that time, one directory at a time.
+
+        Removes temporary files that a crash left.
+        """
         with _explain("list", self._folder):
             for shard in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
                 yield await asyncio.to_thread(_list_older, shard, than)
@@ -132,11 +107,14 @@ def _missing(name: str) -> Missing:
 
 
 @contextlib.contextmanager
-def _explain(verb: str, path: Path) -> Iterator[None]:
+def _explain(
+    verb: str, where: object, errors: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        msg = f"cannot {verb} {path}: {error.strerror}; nothing acknowledged is lost"
+    except errors as error:
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        msg = f"cannot {verb} {where}: {reason}; nothing acknowledged is lost"
         raise StoreError(msg) from error
 
 
@@ -174,12 +152,12 @@ class ObjectBlobs:
             raise UsageError(msg) from error
 
     async def put(self, name: str, data: bytes) -> None:
-        """Upload it."""
+        """Store it durably, in place of a blob of the same name."""
         with self._explain("write", name):
             await self._obstore.put_async(self._store, name, data)
 
     async def get(self, name: str) -> bytes:
-        """Download it."""
+        """The bytes. Raises `Missing`."""
         with self._explain("read", name):
             try:
                 answer = await self._obstore.get_async(self._store, name)
@@ -188,12 +166,12 @@ class ObjectBlobs:
             return bytes(await answer.bytes_async())
 
     async def delete(self, name: str) -> None:
-        """Delete the object."""
+        """Remove it, if it exists."""
         with self._explain("remove", name), contextlib.suppress(FileNotFoundError):
             await self._obstore.delete_async(self._store, name)
 
     async def list_older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names, a thousand at a time."""
+        """Names of blobs from before that time, a thousand at a time."""
         with self._explain("list", ""):
             async for objects in self._obstore.list(self._store, chunk_size=_CHUNK):
                 yield [
@@ -202,15 +180,21 @@ class ObjectBlobs:
                     if one["last_modified"].timestamp() < than
                 ]
 
-    @contextlib.contextmanager
-    def _explain(self, verb: str, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (self._error, OSError) as error:
-            msg = f"cannot {verb} {self._where}/{name}: {_first_line(error)}"
-            raise StoreError(msg) from error
+    def _explain(self, verb: str, name: str) -> contextlib.AbstractContextManager[None]:
+        return _explain(verb, f"{self._where}/{name}", (self._error, OSError))
 
 
 def _first_line(error: Exception) -> str:
     """The first line; the attempts follow it."""
     return str(error).strip().partition("\n")[0]
+
+
+Blobs = LocalBlobs | ObjectBlobs
+"""Bytes by name. All methods raise `StoreError` if the storage cannot be used."""
+
+
+def open_blobs(where: str) -> Blobs:
+    """Open a directory, or a URL such as ``s3://bucket/prefix``."""
+    if "://" in where and not where.startswith("file://"):
+        return ObjectBlobs(where)
+    return LocalBlobs(Path(where.removeprefix("file://")))

@@ -178,12 +178,12 @@ class Weights:
         return await self._barrier(control, WITHIN_S)
 
     async def _barrier(self, control: Control, within_s: float) -> Barrier:
-        until = asyncio.get_running_loop().time() + within_s
-        with self._database.hub.subscribe("applied") as subscription:
-            while True:
-                applied, missing = await self._database.read(nodes.list_applied, control.generation)
-                if not missing or not await subscription.wait(until):
-                    break
+        applied, missing = await self._database.poll(
+            lambda tx: nodes.list_applied(tx, control.generation),
+            ["applied"],
+            within_s,
+            lambda found: not found[1],
+        )
         return Barrier(
             generation=control.generation,
             paused=control.paused,

@@ -185,7 +185,6 @@ async def serve(
         timeout_graceful_shutdown=int(STOP_S),
     )
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server._serve([sock]))  # noqa: SLF001 - `serve` would take over signals
     try:
         while not server.started:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from tugline.protocol import Problem
 from tugline.schema import describe_structs
 from tugline.server.http.answers import MEDIA, PROBLEMS
-from tugline.server.http.route import JSON, Nothing, Route
+from tugline.server.http.route import JSON, ApiRole, Nothing, Route
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
@@ -131,6 +131,8 @@ def _problems(route: Route) -> Json:
     names = {"malformed", "invalid", "unavailable", "stopping", "fault", *route.problems}
     if route.roles:
         names |= {"unauthorized", "forbidden"}
+    if ApiRole.NODE in route.roles:
+        names.add("fenced")
     if "{" in route.path:
         names.add("missing")
     if len(route.media) > 1:

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -171,8 +171,8 @@ class Route:
     """The first line of its docstring is the summary."""
     media: tuple[str, ...] = (JSON,)
     """Of the answer."""
-    statuses: tuple[int, ...] = (200,)
-    """Of successful answers; the first one is the default."""
+    statuses: tuple[int, ...] = ()
+    """Of successful answers, the default first; empty: 200, or 204 for no answer."""
     problems: tuple[str, ...] = ()
     """Besides those that every route may answer."""
     max_body: int = 1 << 20
@@ -190,7 +190,9 @@ class Route:
         query, body = get_args(call)
         if isinstance(answer, UnionType):
             answer = next(kind for kind in get_args(answer) if kind is not Response)
-        for name, kind in (("query", query), ("body", body), ("answer", answer)):
+        statuses = self.statuses or (204 if answer is NoneType else 200,)
+        derived = {"query": query, "body": body, "answer": answer, "statuses": statuses}
+        for name, kind in derived.items():
             object.__setattr__(self, name, kind)
 
     @property

@@ -35,7 +35,6 @@ MAX_CHUNK = 4 << 20
 MAX_HELD = 16 << 20
 """Bytes of a request that lists what a node holds."""
 ROUTES = route.Routes()
-_FENCED = ("fenced",)
 
 
 class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,21 +215,21 @@ def _encode_array(value: Any) -> Any:
 
 
 # --------------------------------------------------------------------------- for nodes
-@ROUTES.add("POST", "/v1/sessions/{id}/result", route.NODES, problems=_FENCED, max_body=MAX_RESULT)
+@ROUTES.add("POST", "/v1/sessions/{id}/result", route.NODES, max_body=MAX_RESULT)
 async def commit(call: route.ApiCall[Lease, bytes]) -> protocol.Commit:
     """Commit a result, once: a trajectory as zstd-compressed msgpack."""
     await _check_holder(call)
     return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/release", route.NODES, statuses=(204,), problems=_FENCED)
+@ROUTES.add("POST", "/v1/sessions/{id}/release", route.NODES)
 async def release(call: route.ApiCall[route.Nothing, protocol.Release]) -> None:
     """Return a session to the queue."""
     await _check_holder(call)
     await call.control.dispatcher.release(call.id, call.body)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, problems=_FENCED, max_body=MAX_CHUNK)
+@ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, max_body=MAX_CHUNK)
 async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> Length:
     """Append to a session's log."""
     await _check_holder(call)
@@ -260,7 +259,7 @@ async def list_nodes(call: route.ApiCall[route.Nothing, route.Nothing]) -> list[
     return await call.db.read(nodes.list_views)
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/lease", route.NODES, problems=_FENCED, max_body=MAX_HELD)
+@ROUTES.add("POST", "/v1/nodes/{id}/lease", route.NODES, max_body=MAX_HELD)
 async def lease(
     call: route.ApiCall[route.Nothing, protocol.LeaseRequest],
 ) -> protocol.LeaseResponse:
@@ -269,16 +268,14 @@ async def lease(
     return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
-@ROUTES.add("POST", "/v1/nodes/{id}/renew", route.NODES, problems=_FENCED, max_body=MAX_HELD)
+@ROUTES.add("POST", "/v1/nodes/{id}/renew", route.NODES, max_body=MAX_HELD)
 async def renew(call: route.ApiCall[route.Nothing, protocol.Renewal]) -> protocol.LeaseResponse:
     """Keep a node's lease."""
     _check_own(call)
     return await call.control.dispatcher.renew(call.id, call.body)
 
 
-@ROUTES.add(
-    "POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS, statuses=(204,), problems=_FENCED
-)
+@ROUTES.add("POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS)
 async def drain(call: route.ApiCall[route.Nothing, route.Nothing]) -> None:
     """Give a node no more work; it finishes what it holds and leaves."""
     if call.caller.role is route.ApiRole.NODE:

@@ -34,9 +34,9 @@ def parse_cursor(after: str | None) -> int:
 
 
 def bind_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Names of parameters for ``IN (...)``, and their values."""
+    """Names of parameters for ``IN (...)``, and their values; nothing is among no names."""
     values = {f"n{n}": name for n, name in enumerate(names)}
-    return ", ".join(f":{name}" for name in values), values
+    return ", ".join(f":{name}" for name in values) or "NULL", values
 
 
 class Tx(ABC):

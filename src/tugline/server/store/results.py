@@ -271,7 +271,7 @@ def _is_among(column: str, names: Sequence[str] | None) -> tuple[str, dict[str, 
     if names is None:
         return "1 = 1", {}
     parameters, values = bind_names(names)
-    return f"{column} IN ({parameters})" if values else "1 = 0", values
+    return f"{column} IN ({parameters})", values
 
 
 # --------------------------------------------------------------------------- consumers

@@ -22,7 +22,6 @@ _BURST = 64
 """Samples of one task that are queued together; the next ones stand a minute behind."""
 _DELETE = 100
 """Tasks deleted at once."""
-_CHUNK = 500
 _COLUMNS = "id, place, tenant, priority, samples, created, usable, reason, released, tags"
 
 
@@ -82,11 +81,8 @@ def session_ids(task: Task) -> Iterator[str]:
 
 
 def _read_digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
-    statuses: dict[str, str] = {}
-    for start in range(0, len(ids), _CHUNK):
-        names, values = bind_names(ids[start : start + _CHUNK])
-        statuses |= dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
-    return statuses
+    names, values = bind_names(ids)
+    return dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
@@ -204,26 +200,23 @@ def page(
 
 
 def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
+    names, values = bind_names(row[0] for row in rows)
     counts: dict[str, dict[str, int]] = {row[0]: {} for row in rows}
-    over = [row[0] for row in rows if row[8] is not None]
-    missing: dict[str, list[int]] = {task: [] for task in over}
-    for start in range(0, len(rows), _CHUNK):
-        names, values = bind_names(row[0] for row in rows[start : start + _CHUNK])
-        for task, status, n in tx.all(
-            f"SELECT task, status, COUNT(*) FROM sessions WHERE task IN ({names})"  # noqa: S608 - constants
-            " GROUP BY task, status",
-            **values,
-        ):
-            counts[task][status] = n
-    for start in range(0, len(over), _CHUNK):
-        names, values = bind_names(over[start : start + _CHUNK])
-        for task, sample in tx.all(
-            f"SELECT task, sample FROM sessions WHERE task IN ({names}) AND usable = 0"  # noqa: S608 - constants
-            " ORDER BY task, sample",
-            **values,
-        ):
-            missing[task].append(sample)
-    return [_view(row, counts[row[0]], tuple(missing.get(row[0], ()))) for row in rows]
+    for task, status, n in tx.all(
+        f"SELECT task, status, COUNT(*) FROM sessions WHERE task IN ({names})"  # noqa: S608 - constants
+        " GROUP BY task, status",
+        **values,
+    ):
+        counts[task][status] = n
+    missing: dict[str, list[int]] = {row[0]: [] for row in rows}
+    for task, sample in tx.all(
+        "SELECT task, sample FROM sessions JOIN tasks ON tasks.id = task"  # noqa: S608 - constants
+        f" WHERE task IN ({names}) AND released IS NOT NULL AND sessions.usable = 0"
+        " ORDER BY task, sample",
+        **values,
+    ):
+        missing[task].append(sample)
+    return [_view(row, counts[row[0]], tuple(missing[row[0]])) for row in rows]
 
 
 def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskView:
