@@ -11,7 +11,7 @@ import yaml
 from tugline.datasets.files import load_tasks
 from tugline.errors import ConfigError, UsageError
 from tugline.schema import field_docs
-from tugline.task_schema import make_json_schema, make_template
+from tugline.task_files import make_json_schema, make_template
 from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Stale, Task
 
 YAML = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\n"

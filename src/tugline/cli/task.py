@@ -12,7 +12,7 @@ from tugline.datasets.files import load_tasks
 from tugline.errors import Invalid, UsageError
 from tugline.rollout.parts import Parts
 from tugline.server.validation import check_task
-from tugline.task_schema import make_json_schema, make_template
+from tugline.task_files import make_json_schema, make_template
 from tugline.types import Task
 
 task = App(help="Task files.")

@@ -5,13 +5,13 @@ was declared dead is revoked: its requests are answered 401, which is raised as 
 """
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
 
 from tugline import protocol
+from tugline.atomic import write_file
 from tugline.client.transport import Query, Transport
 from tugline.errors import FencedError, ServerError
 
@@ -55,7 +55,7 @@ class NodeClient(Transport):
         welcome = await self.ask("POST", "/v1/nodes", protocol.NodeRegistered, body=hello)
         self._own_token = welcome.token
         if self._token_file is not None:
-            await asyncio.to_thread(_write_token, self._token_file, welcome.token)
+            await asyncio.to_thread(write_file, self._token_file, welcome.token.encode(), 0o600)
         return welcome
 
     async def lease(self, node: str, ask: protocol.LeaseRequest) -> protocol.LeaseResponse:
@@ -103,11 +103,3 @@ class NodeClient(Transport):
             if error.status != 401:
                 raise
             raise FencedError(str(error)) from error
-
-
-def _write_token(path: Path, token: str) -> None:
-    draft = path.with_suffix(".part")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    draft.replace(path)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from rich.console import Console
 
+from tugline.atomic import write_file
 from tugline.config import Config, from_mapping, load
 from tugline.demo.report import DemoSummary, picture
 from tugline.demo.tasks import HELD_OUT_SEED
@@ -110,9 +111,8 @@ def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None)
 
 def store_settings(folder: Path, settings: DemoSettings) -> None:
     """Store the settings of a run, with which it is resumed."""
-    draft = folder / f"{SETTINGS}.part"
-    draft.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))
-    draft.replace(folder / SETTINGS)
+    text = yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False)
+    write_file(folder / SETTINGS, text.encode())
 
 
 def make_config(settings: DemoSettings) -> TrainConfig:

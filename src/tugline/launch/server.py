@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import ipaddress
 import math
-import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
+from tugline.atomic import write_file
 from tugline.errors import Invalid, UnknownPlugin, UsageError
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.rollout.parts import Parts
@@ -89,7 +89,7 @@ def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
 
 def write_address(folder: Path, url: str) -> None:
     """Write the server's URL for clients on this machine."""
-    _write(folder / SERVER, msgspec.json.encode({"url": url}), 0o644)
+    write_file(folder / SERVER, msgspec.json.encode({"url": url}))
 
 
 def load_tokens(folder: Path) -> Tokens:
@@ -97,7 +97,7 @@ def load_tokens(folder: Path) -> Tokens:
     path = folder / TOKENS
     if not path.exists():
         tokens = Tokens(*(secrets.token_urlsafe(_TOKEN_BYTES) for _ in Tokens.__struct_fields__))
-        _write(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
+        write_file(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tokens)
     except (OSError, msgspec.DecodeError) as error:
@@ -109,19 +109,8 @@ def load_callback_key(folder: Path) -> bytes:
     """The key that signs callbacks; its file has the secret in the form that receivers want."""
     path = folder / CALLBACK_KEY
     if not path.exists():
-        _write(path, new_secret().encode() + b"\n", 0o600)
+        write_file(path, new_secret().encode() + b"\n", 0o600)
     return key_of(path.read_text(encoding="utf-8").strip())
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically; it has `mode` from its creation on."""
-    draft = path.with_suffix(".part")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tugline import log
+from tugline.atomic import write_file
 from tugline.errors import UsageError
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
@@ -183,7 +184,8 @@ class Journal:
         """Write a result. If the disk refuses, it is in memory only, which is logged."""
         result = PendingResult(session, epoch, data)
         try:
-            await asyncio.to_thread(_write, self._path(result), data)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(write_file, self._path(result), data)
         except OSError as error:
             _log.error("result not journaled", session=session, error=str(error))
         return result
@@ -205,13 +207,3 @@ class Journal:
 
     def _path(self, result: PendingResult) -> Path:
         return self._folder / f"{result.name}.result"
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fdatasync(file.fileno())
-    part.replace(path)

@@ -7,6 +7,7 @@ is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json`
 import hashlib
 from pathlib import Path
 
+from tugline.atomic import write_file
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError, UsageError
 from tugline.recording.records import Header
@@ -35,9 +36,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     path = folder / _tokenizer_name(digest)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(text)
-        partial.replace(path)
+        write_file(path, text)
     return digest
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
+from tugline.atomic import write_file
 from tugline.errors import CaptureError, UsageError
 from tugline.protocol import ResultView
 from tugline.recording.file import Recording
@@ -143,7 +144,7 @@ class ResultFolder:
         if view.session in self.views:
             return
         if packed:
-            _replace_file(self.path(view.session), packed)
+            write_file(self.path(view.session), packed)
         with self._lines.open("ab") as file:
             file.write(msgspec.json.encode(view) + b"\n")
             file.flush()
@@ -158,7 +159,7 @@ class ResultFolder:
         """Write the index that `read_folder` reads; returns the folder of the trajectories."""
         folder = self._folder / TRAJECTORIES
         entries = tuple(self._make_entry(view) for view in self.views.values())
-        _replace_file(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))
+        write_file(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))
         return folder
 
     def _make_entry(self, view: ResultView) -> IndexEntry:
@@ -166,15 +167,6 @@ class ResultFolder:
             return IndexEntry(session=view.session, error=f"it was {view.status}")
         path = self.path(view.session)
         return describe(read(path), path.name, path.read_bytes())
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(".part")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 # --------------------------------------------------------------------------- rebuilding

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from tugline.atomic import write_file
 from tugline.errors import UsageError
 from tugline.plugins import make
 from tugline.types import PluginSpec
@@ -130,9 +131,7 @@ class JsonLinesSink(Sink):
         """Keep the lines of the steps that are done; a torn or later line goes."""
         path = folder / METRICS
         kept = [row for row in read_lines(path) if row["step"] <= step]
-        draft = path.with_suffix(".part")
-        draft.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
-        draft.replace(path)
+        write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, figures: Figures) -> None:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from tugline.atomic import write_file
 from tugline.config import Config, load
 from tugline.errors import UsageError
 from tugline.trainers.config import Schedule
@@ -81,18 +82,14 @@ def store_config(folder: Path, config: Config) -> None:
         if changed:
             msg = f"{folder} has another {', '.join(changed)} (see {CONFIG}); choose another --out"
             raise UsageError(msg)
-    draft = path.with_suffix(".part")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
-    draft.replace(path)
+    write_file(path, msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
 
 
 def name_run(folder: Path) -> str:
     """Return a name that no other run has; made once, so that a resumed run keeps it."""
     path = folder / "name"
     if not path.exists():
-        draft = path.with_suffix(".part")
-        draft.write_text(f"{secrets.token_hex(4)}.")
-        draft.replace(path)
+        write_file(path, f"{secrets.token_hex(4)}.".encode())
     return path.read_text()
 
 

@@ -1,0 +1,34 @@
+"""A file is replaced whole or not at all."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from tugline.atomic import write_file
+
+
+def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
+    """Over an old one, and over what a crash has left."""
+    path = tmp_path / "token"
+    path.write_text("old")
+    (tmp_path / "token.part").write_text("half of someth")
+    write_file(path, b"new", 0o600)
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o600)
+    assert [each.name for each in tmp_path.iterdir()] == ["token"]
+
+
+def test_the_old_file_stays_if_the_new_one_does_not_fit(tmp_path: Path) -> None:
+    """As on a full disk."""
+    path = tmp_path / "state"
+    write_file(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_file(path, b"x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"old"
