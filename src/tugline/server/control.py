@@ -182,7 +182,7 @@ class Weights:
             lambda tx: nodes.list_applied(tx, control.generation),
             ["applied"],
             within_s,
-            lambda found: not found[1],
+            lambda names: not names[1],
         )
         return Barrier(
             generation=control.generation,
