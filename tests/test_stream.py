@@ -52,8 +52,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     made = House(tmp_path)
     await made.start()
     try:
-        async with asyncio.timeout(100):
-            yield made
+        yield made
     finally:
         await made.stop()
 
@@ -212,6 +211,7 @@ async def test_who_never_acknowledges_is_told(house: House) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_a_data_loader_reads_ahead_in_a_process_of_its_own(house: House) -> None:
     """The loop of the example acknowledges what its worker has read; the next one goes on."""
     await finish(house, **{name: [1.0, 0.0] for name in "abcdefghijkl"})

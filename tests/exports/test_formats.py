@@ -341,6 +341,7 @@ def _renamed(one: Call) -> Call:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning")  # TRL's calls
 def test_trl_trains_on_its_table(
     tmp_path: Path, load: Callable[[str, Path], Any], monkeypatch: pytest.MonkeyPatch

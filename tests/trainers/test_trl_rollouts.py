@@ -40,6 +40,7 @@ for left in range(3):
 """An agent of one to three calls, as the answers have it, so that completions differ in length."""
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     # of transformers, at what TRL calls
     pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning"),
 ]
@@ -208,10 +209,11 @@ def write_test_config(folder: Path, **schedule: int) -> Path:
         folder,
         heldout=None,
         template={
+            "limits": {"agent_s": 300},
             "evaluator": {
                 "name": "function",
                 "options": {"target": "trainers.test_trl_rollouts:by_answer"},
-            }
+            },
         },
         grpo={"advantage": "dr_grpo", "max_grad_norm": 1e9},
         schedule={"steps": 2, "tasks_per_step": 2, "samples": 4} | schedule,
