@@ -164,7 +164,7 @@ def test_every_cause_has_a_row_in_the_table_and_in_the_docs() -> None:
         handling = HANDLING[cause]
         row = next(line for line in page.splitlines() if line.startswith(f"| `{cause.value}` |"))
         _, _, boundary, _, again, policy, _ = (cell.strip() for cell in row.split("|"))
-        tries = {None: "as often as `group.attempts` allows", 0: "no"}.get(handling.retries, "once")
+        tries = {None: "until `group.retry_s` is over", 0: "no"}.get(handling.retries, "once")
         assert boundary == f"`{handling.boundary.value}`"
         assert again == tries + (", elsewhere" if handling.elsewhere else "")
         assert policy == ("evaluated" if handling.evaluated else "masked")

@@ -24,7 +24,7 @@ async def _lease(database: Database, n: int) -> list[str]:
     """Tasks of the next `n` sessions, as one node gets them."""
 
     def op(tx: Tx) -> list[str]:
-        if not nodes.list_live(tx):
+        if not nodes.list_open(tx):
             node = NodeRegistration(name="n", slots=1, capacity=1)
             nodes.add(tx, "n", node, "token", lease_s=1e6)
         granted = leases.grant(tx, {"n": n})

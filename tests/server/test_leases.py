@@ -10,7 +10,7 @@ from tugline.errors import FencedError
 from tugline.protocol import CommitOutcome, EventKind, LeaseRequest, PauseMode, Release, StopKind
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, sessions, stats
+from tugline.server.store import nodes, results, sessions, stats
 from tugline.server.store.database import open_database
 from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
@@ -100,7 +100,7 @@ async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None
     asking = await alive.start_asking()
     await pass_time(control, 20.0)
     await asyncio.wait_for(asking, 10)
-    assert (alive.held["t-0"].epoch, alive.held["t-0"].attempt) == (2, 1)
+    assert (alive.held["t-0"].epoch, alive.held["t-0"].attempt) == (2, 0)
     with pytest.raises(FencedError):
         await control.dispatcher.commit("t-0", 1, result(work.session))
     for says in (dead.ask, dead.renew):
@@ -204,19 +204,12 @@ async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> No
 
 @pytest.mark.parametrize(
     ("boundary", "tries"),
-    [
-        (Boundary.INFRASTRUCTURE, 3),
-        (Boundary.RUNTIME, 3),
-        (Boundary.HARNESS, 2),
-        (Boundary.ENGINE, 1),
-        (Boundary.AGENT, 1),
-        (Boundary.EVALUATOR, 1),
-    ],
+    [(Boundary.HARNESS, 2), (Boundary.ENGINE, 1), (Boundary.AGENT, 1), (Boundary.EVALUATOR, 1)],
 )
 async def test_whose_failure_it_is_decides_who_tries_again(
     control: ControlPlane, boundary: Boundary, tries: int
 ) -> None:
-    """What the infrastructure lost is tried as often as the task says, a harness twice."""
+    """A harness is tried twice; what the policy, its engine or its evaluator did is final."""
     node = await Idler.join(control)
     await control.submit([a_task("t", group=Group(attempts=3))])
     for attempt in range(tries):
@@ -230,15 +223,70 @@ async def test_whose_failure_it_is_decides_who_tries_again(
     assert found.reward is None
 
 
-async def test_a_harness_that_failed_leaves_the_other_attempts(control: ControlPlane) -> None:
-    """Attempts are those that the infrastructure may lose."""
+async def test_the_infrastructure_spends_no_attempt(control: ControlPlane) -> None:
+    """It is tried at once, then after pauses, and ends only when `retry_s` is over."""
     node = await Idler.join(control)
-    await control.submit([a_task("t", group=Group(attempts=2))])
-    for failure in (Boundary.HARNESS, Boundary.RUNTIME):
-        await node.ask()
-        assert (await node.commit("t-0", failure=failure)).outcome is CommitOutcome.REQUEUED
-    await node.ask()
-    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).outcome is CommitOutcome.COMMITTED
+    await control.submit([a_task("t", group=Group(attempts=2, retry_s=100.0))])
+    for pause_s in (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0):
+        if pause_s:
+            assert (await node.ask(wait_s=0.05)).work == ()
+        for _ in range(4):
+            await pass_time(control, pause_s / 4)
+            await node.renew()
+        [work] = (await node.ask()).work
+        assert work.session.attempt == 0
+        outcome = (await node.commit("t-0", failure=Boundary.RUNTIME)).outcome
+        final = CommitOutcome.COMMITTED if pause_s == 60.0 else CommitOutcome.REQUEUED
+        assert outcome is final, pause_s
+    found = await control.database.read(results.get, "t-0")
+    assert (found.status, found.attempt) == (Status.FAILED, 0)
+
+
+async def test_a_broken_node_is_no_black_hole(control: ControlPlane) -> None:
+    """After three tasks in a row it gets no more, then one to try it, and all again if that works.
+
+    Other nodes do all of the work meanwhile, and no task loses an attempt.
+    """
+    broken, sound = await Idler.join(control, "broken"), await Idler.join(control, "sound")
+    await control.submit([a_task(f"t{n}") for n in range(12)])
+    tried = names((await broken.ask()).work)
+    for session in tried:
+        await broken.commit(session, failure=Cause.SANDBOX)
+    assert len(tried) == 8
+    assert (await broken.ask(wait_s=0.05)).work == ()
+    for _ in range(2):
+        for work in (await sound.ask()).work:
+            assert work.session.attempt == 0
+            await sound.commit(work.session.id)
+    assert (await control.database.read(stats.counts)).sessions == {"completed": 12}
+    for pause_s, cause in ((5.0, Cause.SANDBOX), (10.0, None), (0.0, None)):
+        name = f"after{pause_s:g}"
+        await control.submit([a_task(f"{name}.{n}") for n in range(3)])
+        [_, view] = await control.database.read(nodes.list_views)
+        view = next(one for one in (_, view) if one.name == "broken")
+        assert view.fault == ("sandbox: it broke" if pause_s else "")
+        for half in (pause_s / 2, pause_s / 2):
+            await pass_time(control, half)
+            await asyncio.gather(broken.renew(), sound.renew())
+        trial = names((await broken.ask()).work)
+        assert len(trial) == (1 if pause_s else 3)
+        for session in trial:
+            await broken.commit(session, failure=cause)
+        if cause is not None:
+            assert (await broken.ask(wait_s=0.05)).work == ()
+        while rest := (await sound.ask(wait_s=0.05)).work:
+            for work in rest:
+                await sound.commit(work.session.id)
+
+
+async def test_one_task_alone_stops_no_node(control: ControlPlane) -> None:
+    """A task that fails wherever it runs is not the fault of all nodes."""
+    node = await Idler.join(control)
+    await control.submit([a_task("bad", 8), a_task("good")])
+    for _ in range(2):
+        for work in (await node.ask()).work:
+            await node.commit(work.session.id, failure=Cause.SANDBOX)
+    assert names((await node.ask()).work) == ["good-0"]
 
 
 async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
@@ -271,7 +319,7 @@ async def test_a_crash_is_not_held_against_the_node(control: ControlPlane) -> No
 async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -> None:
     """Nobody waits for ever for a task that kills its nodes."""
     async with open_control() as control:
-        await control.submit([a_task("t", group=Group(attempts=2))])
+        await control.submit([a_task("t", group=Group(attempts=2, retry_s=0.0))])
         for _ in range(2):
             node = await Idler.join(control, "a")
             await node.ask()
@@ -279,7 +327,7 @@ async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -
         found = await control.database.read(results.get, "t-0")
         assert found.failure is not None
         assert found.failure.boundary is Boundary.INFRASTRUCTURE
-        assert "attempt 2, the last" in found.failure.message
+        assert "try 2, the last" in found.failure.message
         assert (found.bytes, found.reward) == (0, None)
 
 

@@ -73,6 +73,7 @@ class Lifecycle:
             self.step()
         self._wait(2 * LEASE_S + 100)
         self._wait(LEASE_S + 1)
+        self._wait(sessions.MAX_PAUSE_S)
         node = self._join("last")
         give = partial(leases.grant, capacities={node: 50})
         while work := self._do(give).get(node):
@@ -108,6 +109,7 @@ class Lifecycle:
                 min_usable=draw([None, None, 1, 2]),
                 deadline_s=draw([None, None, 3.0, 30.0]),
                 attempts=draw([1, 2, 3]),
+                retry_s=draw([0.0, 5.0]),
                 max_staleness=draw([None, 0, 1]),
                 on_stale=Stale.ABORT,
             ),

@@ -165,7 +165,8 @@ def _nodes_table(seen: Overview) -> Table:
         style = {NodeState.LIVE: "", NodeState.DRAINING: "yellow"}.get(node.state, "dim")
         by_stage = (str(load.stages.get(stage, "")) for stage in stages)
         cells = (str(node.slots), str(node.running), *by_stage, lease)
-        table.add_row(Text(node.name), node.state.value, *cells, style=style)
+        state = f"quarantine: {node.fault}" if node.fault else node.state.value
+        table.add_row(Text(node.name), Text(state), *cells, style="red" if node.fault else style)
     if not seen.nodes:
         table.add_row("none: start one with `tugline node`")
     return table

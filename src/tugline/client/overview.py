@@ -212,4 +212,7 @@ def _check_node(node: NodeView) -> HealthCheck:
     expired = node.state is NodeState.LIVE and lease_s < 0
     if expired:
         detail += f", its lease expired {-lease_s:.0f} s ago"
-    return HealthCheck("node", node.state is not NodeState.GONE and not expired, detail)
+    if node.fault:
+        detail += f", in quarantine: {node.fault}"
+    healthy = node.state is not NodeState.GONE and not expired and not node.fault
+    return HealthCheck("node", healthy, detail)

@@ -160,6 +160,7 @@ class EventKind(StrEnum):
     JOINED = "node.joined"
     DRAINING = "node.draining"
     LOST = "node.lost"
+    BLOCKED = "node.blocked"
     VERSION = "weights.version"
     PAUSED = "weights.paused"
     RESUMED = "weights.resumed"

@@ -83,6 +83,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """When its lease ends."""
     applied: int
     """Generation of the `Control` that it has applied."""
+    fault: str = ""
+    """Why it is in quarantine; empty: it is not."""
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -267,14 +267,16 @@ class Expiry:
 
     def _next_due(self, tx: Tx) -> float | None:
         """The nearest deadline."""
-        [(lease, group, stop)] = tx.all(
+        [(lease, group, stop, *pauses)] = tx.all(
             "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
             " (SELECT MIN(deadline) FROM tasks"
             "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
-            " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL)"
+            " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
+            " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
+            " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
         )
         stop = None if stop is None else stop + self._lease_s
-        return min((at for at in (lease, group, stop) if at is not None), default=None)
+        return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
 
 
 def expire(tx: Tx, *, lease_s: float) -> None:
@@ -284,6 +286,8 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     for task in results.list_due(tx):
         results.close(tx, task, "deadline")
     leases.end_unstopped(tx, tx.now - lease_s)
+    sessions.end_pauses(tx)
+    nodes.end_blocks(tx)
 
 
 class Retention:

@@ -68,7 +68,7 @@ RETRIES: dict[Boundary, int | None] = {
     Boundary.AGENT: 0,
     Boundary.EVALUATOR: 0,
 }
-"""Attempts to repeat after a failure at each boundary; None: as many as the task allows."""
+"""Attempts to repeat after a failure at each boundary; None: until `Group.retry_s` is over."""
 
 
 class Cause(StrEnum):
@@ -120,7 +120,7 @@ class Handling(msgspec.Struct, frozen=True):
     boundary: Boundary
     """Boundary at which such a failure is reported."""
     retries: int | None
-    """Attempts to repeat; None: as many as `Group.attempts` allows."""
+    """Attempts to repeat; None: until `Group.retry_s` is over, which spends no attempt."""
     elsewhere: bool = False
     """Whether it is retried on another node, where there is one."""
     evaluated: bool = False

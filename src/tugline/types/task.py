@@ -109,7 +109,10 @@ class Group(msgspec.Struct, frozen=True):
     deadline_s: Annotated[float, Meta(gt=0, le=52 * _WEEK_S)] | None = None
     """Seconds from submission after which finished samples are released and others cancelled."""
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Most attempts of a sample that infrastructure failures interrupt."""
+    """Most attempts of a sample that stale weights interrupt. Failures of the infrastructure spend
+    none, but a sample is tried this often before it may end with one."""
+    retry_s: Annotated[float, Meta(ge=0, le=52 * _WEEK_S)] = 3600.0
+    """Seconds from a sample's first infrastructure failure during which it is tried again."""
     max_staleness: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     """Weight versions that a session may fall behind after its start."""
     on_stale: Stale = Stale.MARK

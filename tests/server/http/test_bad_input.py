@@ -250,7 +250,7 @@ def test_every_number_has_a_range(field: str, meta: Meta) -> None:
 
 def test_the_numbers_of_a_task_are_bounded() -> None:
     """No number is left without a range."""
-    assert len(_bounds()) == 18
+    assert len(_bounds()) == 19
 
 
 @pytest.mark.parametrize("url", ["http://a.b/c?d=e", "https://[::1]:8080/x", "http://localhost"])

@@ -14,8 +14,11 @@ from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
-from tugline.types import HANDLING, Cause, Failure, Session, Status
+from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status
 from tugline.types.session import RETRIES
+
+NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
+"""Causes that count against the node; several in a row put it in quarantine."""
 
 
 class LeaseOrders(NamedTuple):
@@ -85,9 +88,11 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
     """
     if not sessions.list_waiting(tx):
         return {}
-    live = nodes.list_live(tx)
+    live = nodes.list_open(tx)
     left = {
-        node: capacity for node, capacity in capacities.items() if node in live and capacity > 0
+        node: 1 if live[node] else capacity
+        for node, capacity in capacities.items()
+        if node in live and capacity > 0
     }
     granted: dict[str, list[Session]] = {node: [] for node in left}
     homes: dict[str, str] = {}
@@ -116,6 +121,9 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
     if leased:
         _lease(tx, leased, homes)
         events.add_all(tx, protocol.EventKind.LEASED, notes)
+    for node, mine in granted.items():
+        if mine and live[node]:
+            nodes.block(tx, node)
     return {node: mine for node, mine in granted.items() if mine}
 
 
@@ -153,6 +161,7 @@ def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome
     entry = find_lease(tx, session, epoch, end.digest)
     if entry is None:
         return protocol.CommitOutcome.ALREADY
+    _judge_node(tx, entry, end)
     if end.failure is not None and retry(tx, entry, end.failure):
         return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)
@@ -167,7 +176,7 @@ def release(tx: Tx, session: str, release: protocol.Release) -> None:
     elif entry.stop == protocol.StopKind.STALE:
         sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
     elif release.boundary is None:
-        sessions.requeue(tx, entry, release.reason, tries=0)
+        sessions.requeue(tx, entry, release.reason, ())
     else:
         give_up(tx, entry, Failure(release.boundary, release.reason))
 
@@ -177,7 +186,7 @@ def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
     if entry.stop == protocol.StopKind.CANCELLED:
         finish(tx, entry, CANCELLED)
     elif not retry(tx, entry, failure):
-        message = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
+        message = f"{failure.message} (try {entry.epoch}, the last)"
         final = Failure(failure.boundary, message, failure.cause)
         finish(tx, entry, End(Status.FAILED, final))
 
@@ -188,20 +197,40 @@ def retry(tx: Tx, entry: SessionRow, failure: Failure) -> bool:
         return False
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
-    if not (has_attempts_left(tx, entry) if allowed is None else entry.faults < allowed):
+    if not (_may_wait(tx, entry) if allowed is None else entry.faults < allowed):
         return False
     sessions.requeue(
         tx,
         entry,
         f"{failure.boundary}: {failure.message}",
-        faults=0 if allowed is None else 1,
+        ("outages",) if allowed is None else ("attempt", "faults"),
         elsewhere=handling is None or handling.elsewhere,
     )
     return True
 
 
+def _may_wait(tx: Tx, entry: SessionRow) -> bool:
+    """Whether a session outlives one more outage: `attempts` of them, and all in `retry_s`."""
+    [(attempts, retry_s)] = tx.all(
+        "SELECT attempts, retry_s FROM tasks WHERE id = :task", task=entry.task
+    )
+    failing_s = 0.0 if entry.failing_since is None else tx.now - entry.failing_since
+    return bool(entry.outages + 1 < attempts or failing_s < retry_s)
+
+
+def _judge_node(tx: Tx, entry: SessionRow, end: End) -> None:
+    """Count a failure of its node against it; a session that worked shows that it is sound."""
+    failure = end.failure
+    if entry.node is None:
+        return
+    if failure is not None and failure.cause in NODE_CAUSES:
+        nodes.note_fault(tx, entry.node, entry.task, f"{failure.cause}: {failure.message}")
+    elif end.status is Status.COMPLETED or (failure and failure.boundary is Boundary.AGENT):
+        nodes.note_success(tx, entry.node)
+
+
 def has_attempts_left(tx: Tx, entry: SessionRow) -> bool:
-    """Whether its task allows another attempt; failures of the harness are not counted."""
+    """Whether its task allows another attempt; failures are not counted."""
     [(attempts,)] = tx.all("SELECT attempts FROM tasks WHERE id = :task", task=entry.task)
     return bool(entry.attempt - entry.faults + 1 < attempts)
 

@@ -13,7 +13,11 @@ from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, No
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
 
-_COLUMNS = "id, name, state, registration, registered, deadline, applied"
+MAX_FAULTS = 3
+"""Failures in a row that put a node in quarantine."""
+BLOCK_S, MAX_BLOCK_S = 5.0, 300.0
+"""The first and the longest time without work in a quarantine."""
+_COLUMNS = "id, name, state, registration, registered, deadline, applied, fault"
 _registration = msgspec.msgpack.Decoder(NodeRegistration)
 
 
@@ -98,9 +102,61 @@ def list_expired(tx: Tx) -> list[str]:
     return [node for (node,) in rows]
 
 
-def list_live(tx: Tx) -> set[str]:
-    """Nodes that may be given work."""
-    return {node for (node,) in tx.all("SELECT id FROM nodes WHERE state = 'live'")}
+def list_open(tx: Tx) -> dict[str, bool]:
+    """Nodes that may be given work; True for one in quarantine that is to be tried."""
+    rows = tx.all("SELECT id, fault FROM nodes WHERE state = 'live' AND blocked_until IS NULL")
+    return {node: bool(fault) for node, fault in rows}
+
+
+# --------------------------------------------------------------------------- quarantine
+def note_fault(tx: Tx, node: str, task: str, reason: str) -> None:
+    """Count a failure of the node; after `MAX_FAULTS` in a row it gets no work for a while.
+
+    One task that fails everywhere must not stop all nodes: repetitions of a task do not count. What
+    fails while the node is blocked was leased before, or is its trial, and counted already.
+    """
+    changed = tx.all(
+        "UPDATE nodes SET faults = faults + 1, failed_task = :task"
+        " WHERE id = :node AND blocked_until IS NULL AND failed_task <> :task RETURNING faults",
+        node=node,
+        task=task,
+    )
+    if changed and changed[0][0] >= MAX_FAULTS:
+        tx.run("UPDATE nodes SET fault = :reason WHERE id = :node", node=node, reason=reason[:500])
+        events.add(tx, EventKind.BLOCKED, node=node, detail={"reason": reason[:500]})
+        block(tx, node)
+
+
+def block(tx: Tx, node: str) -> None:
+    """Give it no work for a while, twice as long each time.
+
+    Then it gets one session and is blocked again, until that has shown that it works.
+    """
+    [(faults,)] = tx.all("SELECT faults FROM nodes WHERE id = :node", node=node)
+    until = tx.now + min(BLOCK_S * 2.0 ** (faults - MAX_FAULTS), MAX_BLOCK_S)
+    tx.run(
+        "UPDATE nodes SET faults = :faults, blocked_until = :until WHERE id = :node",
+        node=node,
+        faults=min(faults + 1, 2 * MAX_FAULTS + 10),
+        until=until,
+    )
+    tx.notify("timers")
+
+
+def note_success(tx: Tx, node: str) -> None:
+    """End its quarantine, and forget its failures."""
+    if tx.run(
+        "UPDATE nodes SET faults = 0, fault = '', failed_task = '', blocked_until = NULL"
+        " WHERE id = :node AND faults > 0",
+        node=node,
+    ):
+        tx.notify("work")
+
+
+def end_blocks(tx: Tx) -> None:
+    """Let those be tried that were blocked for long enough."""
+    if tx.run("UPDATE nodes SET blocked_until = NULL WHERE blocked_until <= :now", now=tx.now):
+        tx.notify("work")
 
 
 def find_by_token(tx: Tx, token: str) -> str | None:

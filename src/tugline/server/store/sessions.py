@@ -23,6 +23,8 @@ from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 """Stages of a leased session, in order."""
+MAX_PAUSE_S = 60.0
+"""The longest pause of a session after an outage."""
 
 
 class SessionRow(NamedTuple):
@@ -35,6 +37,8 @@ class SessionRow(NamedTuple):
     sample: int
     attempt: int
     faults: int
+    outages: int
+    failing_since: float | None
     epoch: int
     status: str
     node: str | None
@@ -117,31 +121,41 @@ def requeue(
     tx: Tx,
     entry: SessionRow,
     reason: str,
+    counters: Sequence[str] = ("attempt",),
     *,
-    tries: int = 1,
-    faults: int = 0,
     elsewhere: bool = False,
 ) -> None:
-    """Put a leased session back at its place in the line; it has had `tries` more attempts.
+    """Put a leased session back at its place in the line; `counters` are raised by one.
 
-    With `elsewhere` another node gets it, if one has capacity.
+    With `elsewhere` another node gets it, if one has capacity. From its second outage on it waits
+    before it is leased again, each time twice as long.
     """
     activate_tenant(tx, entry.tenant)
+    outage = "outages" in counters
+    pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
+    raised = "".join(f"{name} = {name} + 1, " for name in counters)
     tx.run(
-        "UPDATE sessions SET status = 'queued', attempt = attempt + :tries,"
-        " faults = faults + :faults, avoid = :avoid, node = NULL,"
+        f"UPDATE sessions SET {raised} status = 'queued', failing_since = :since,"  # noqa: S608 - constants
+        " retry_at = :retry_at, avoid = :avoid, node = NULL,"
         " stop = NULL, stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
         id=entry.id,
-        tries=tries,
-        faults=faults,
+        since=tx.now if outage and entry.failing_since is None else entry.failing_since,
+        retry_at=tx.now + pause_s if outage and entry.outages else None,
         avoid=entry.node if elsewhere else None,
         now=tx.now,
     )
-    detail: dict[str, str | int | float] = {"reason": reason, "attempt": entry.attempt + tries}
+    attempt = entry.attempt + ("attempt" in counters)
+    detail: dict[str, str | int | float] = {"reason": reason, "attempt": attempt}
     events.add(
         tx, EventKind.REQUEUED, task=entry.task, session=entry.id, node=entry.node, detail=detail
     )
-    tx.notify("work")
+    tx.notify("work", "timers")
+
+
+def end_pauses(tx: Tx) -> None:
+    """Let those be leased again whose pause after an outage is over."""
+    if tx.run("UPDATE sessions SET retry_at = NULL WHERE retry_at <= :now", now=tx.now):
+        tx.notify("work")
 
 
 def stop(tx: Tx, entries: Sequence[SessionRow], reason: StopKind, by: str) -> None:
@@ -236,7 +250,8 @@ def _read_queue(tx: Tx, tenant: str, n: int) -> list[Row]:
     return tx.all(
         "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home, s.updated"
         " FROM sessions s JOIN tasks t ON t.id = s.task"
-        " WHERE s.tenant = :tenant AND s.status = 'queued' ORDER BY s.turn, s.place LIMIT :n",
+        " WHERE s.tenant = :tenant AND s.status = 'queued' AND s.retry_at IS NULL"
+        " ORDER BY s.turn, s.place LIMIT :n",
         tenant=tenant,
         n=n,
     )

@@ -137,6 +137,7 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
         "min_usable": group.min_usable,
         "deadline": None if group.deadline_s is None else now + group.deadline_s,
         "attempts": group.attempts,
+        "retry_s": group.retry_s,
         "max_staleness": group.max_staleness,
         "on_stale": group.on_stale.value,
         "callback": task.callback.url if task.callback else None,
