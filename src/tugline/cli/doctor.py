@@ -5,7 +5,6 @@ With ``--engine`` it finds the modes that the engine supports and the flags to c
 nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the wanted mode), else 1.
 """
 
-import asyncio
 import sys
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
-from tugline.client.overview import HealthCheck, examine
+from tugline.client.overview import examine
 from tugline.errors import UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import probe
@@ -26,7 +25,7 @@ from tugline.types import Mode
 _COLOUR = {CheckOutcome.PASS: "green", CheckOutcome.FAIL: "red", CheckOutcome.UNKNOWN: "yellow"}
 
 
-def doctor(
+async def doctor(
     *,
     engine: str | None = None,
     model: str | None = None,
@@ -47,9 +46,9 @@ def doctor(
         _list_runtimes(as_json=as_json)
         return
     if engine is None:
-        _examine(remote, as_json=as_json)
+        await _examine(remote, as_json=as_json)
         return
-    report = asyncio.run(probe(check_address(engine), model))
+    report = await probe(check_address(engine), model)
     refusal = ""
     try:
         report.wire(mode)
@@ -93,12 +92,9 @@ def _list_runtimes(*, as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
-def _examine(remote: Remote, *, as_json: bool) -> None:
-    async def main() -> list[HealthCheck]:
-        async with remote.connect() as client:
-            return await examine(client)
-
-    checks = asyncio.run(main())
+async def _examine(remote: Remote, *, as_json: bool) -> None:
+    async with remote.connect() as client:
+        checks = await examine(client)
     if as_json:
         print_json([check._asdict() for check in checks])
     else:

@@ -15,7 +15,7 @@ from rich.table import Table
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
-from tugline.cli.options import Json, print_json
+from tugline.cli.options import Json, make_new_folder, print_json
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
@@ -226,7 +226,7 @@ def check(
             for case in cases
         )
     if keep is not None:
-        _make_folder(keep)
+        make_new_folder(keep)
     log.configure(level="error")
     results = asyncio.run(_check(cases, PluginSpec(runtime), keep))
     if as_json:
@@ -235,14 +235,6 @@ def check(
         _show(results)
     if any(result.failed for result in results):
         sys.exit(1)
-
-
-def _make_folder(keep: Path) -> None:
-    try:
-        keep.mkdir(parents=True)
-    except OSError as error:
-        msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
-        raise UsageError(msg) from error
 
 
 async def _check(

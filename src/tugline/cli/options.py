@@ -53,6 +53,15 @@ DEFAULT_SERVER = Remote()
 """The server that environment and working folder name."""
 
 
+def make_new_folder(keep: Path) -> None:
+    """Create the folder of ``--keep``. Raises `UsageError` if it is there or cannot be made."""
+    try:
+        keep.mkdir(parents=True)
+    except OSError as error:
+        msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
+        raise UsageError(msg) from error
+
+
 def print_json(value: object) -> None:
     """Print a value as one line of JSON."""
     sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")

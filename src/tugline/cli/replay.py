@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import Count, Json, print_json
+from tugline.cli.options import Count, Json, make_new_folder, print_json
 from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS, locate
@@ -103,11 +103,7 @@ def _make_folder(keep: Path | None, recorded: RecordedSession, live: Live | None
         taken = len(list(RUNS.glob(f"{wanted}*")))
         keep = RUNS / (f"{wanted}-{taken + 1}" if taken else wanted)
     if keep is not None:
-        try:
-            keep.mkdir(parents=True)
-        except OSError as error:
-            msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
-            raise UsageError(msg) from error
+        make_new_folder(keep)
     return keep
 
 

@@ -18,7 +18,7 @@ from tugline.protocol import ResultView
 from tugline.recording.trajectories import ResultFolder
 
 
-def results(
+async def results(
     *,
     consumer: str | None = None,
     task: list[str] | None = None,
@@ -38,32 +38,24 @@ def results(
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     seen = 0
-
-    async def main() -> None:
-        nonlocal seen
-        async with (
-            remote.connect() as client,
-            aclosing(
-                client.results(
-                    consumer,
-                    after=after if consumer is None else None,
-                    tasks=task or (),
-                    follow=follow,
-                    auto_ack=consumer is not None,
-                )
-            ) as items,
-        ):
-            async for item in items:
-                if saved:
-                    await asyncio.to_thread(saved.add, item.view, item.packed)
-                if as_json:
-                    print_json(item.view)
-                else:
-                    print(_line(item.view))
-                seen += 1
-
     try:
-        asyncio.run(main())
+        async with remote.connect() as client:
+            found = client.results(
+                consumer,
+                after=after if consumer is None else None,
+                tasks=task or (),
+                follow=follow,
+                auto_ack=consumer is not None,
+            )
+            async with aclosing(found) as items:
+                async for item in items:
+                    if saved:
+                        await asyncio.to_thread(saved.add, item.view, item.packed)
+                    if as_json:
+                        print_json(item.view)
+                    else:
+                        print(_line(item.view))
+                    seen += 1
     finally:
         if saved:
             saved.write_index()

@@ -31,7 +31,7 @@ class Submitted(msgspec.Struct, frozen=True):
     """With ``--wait``: their final state."""
 
 
-def submit(
+async def submit(
     *paths: Paths, wait: bool = False, remote: Remote = DEFAULT_SERVER, as_json: Json = False
 ) -> None:
     """Submit tasks.
@@ -42,9 +42,7 @@ def submit(
     tasks = read_checked(paths)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     released: list[TaskView] | None = None
-
-    async def main() -> list[Accepted]:
-        nonlocal released
+    try:
         async with remote.connect() as client:
             before = (await client.status()).position
             with console.status(f"submitting {len(tasks)} tasks"):
@@ -52,11 +50,7 @@ def submit(
             _print_accepted(console, accepted)
             if wait:
                 released = await _follow(client, accepted, before, console)
-            return accepted
-
-    try:
-        accepted = asyncio.run(main())
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:
         console.print("accepted tasks continue; see `tugline status` and `tugline cancel`")
         raise
     if as_json:

@@ -3,7 +3,6 @@
 Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
 """
 
-import asyncio
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -39,7 +38,7 @@ _MANY = 20
 """Sessions from which on progress is shown."""
 
 
-def verify(
+async def verify(
     session: str,
     /,
     *,
@@ -58,16 +57,14 @@ def verify(
         tokenizer: tokenizer.json, where none is kept beside the recording.
         salvage: Judge what comes before the damage of a broken file.
     """
-    reports = asyncio.run(
-        _verify_all(
-            resolve(session),
-            engine,
-            tolerance,
-            TextVerifier(tokenizer),
-            salvage=salvage,
-            show=not as_json,
-        )
-    )
+    paths, texts, reports = resolve(session), TextVerifier(tokenizer), []
+    async with AsyncExitStack() as stack:
+        scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
+        quiet, console = len(paths) < _MANY, Console(stderr=True)
+        for path in track(paths, "verifying", console=console, transient=True, disable=quiet):
+            reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
+            if not as_json:
+                _show(reports[-1])
     summary = summarize(reports)
     if as_json:
         print_json({"sessions": reports, "summary": summary})
@@ -75,26 +72,6 @@ def verify(
         _show_summary(summary)
     if summary.failed:
         sys.exit(1)
-
-
-async def _verify_all(
-    paths: list[Path],
-    url: str | None,
-    tolerance: float,
-    texts: TextVerifier,
-    *,
-    salvage: bool,
-    show: bool,
-) -> list[SessionReport]:
-    reports = []
-    async with AsyncExitStack() as stack:
-        scorer = await stack.enter_async_context(connect_scorer(url)) if url else None
-        quiet, console = len(paths) < _MANY, Console(stderr=True)
-        for path in track(paths, "verifying", console=console, transient=True, disable=quiet):
-            reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
-            if show:
-                _show(reports[-1])
-    return reports
 
 
 async def _verify_one(
