@@ -13,13 +13,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from commands import run_command
 from trainers.test_sft import write_run
+from tugline.inference.load import load
 from tugline.trainers.sft import MODEL
+from tugline.trainers.sinks import METRICS, read_lines
 from tugline.trainers.state import CHECKPOINTS
 
 TUGLINE = Path(sys.executable).with_name("tugline")
+TORCHRUN = [TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"]
 
 
 def kill_when(folder: Path, words: list[str], reached: Callable[[], bool]) -> None:
@@ -36,6 +40,29 @@ def kill_when(folder: Path, words: list[str], reached: Callable[[], bool]) -> No
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_two_processes_train_what_one_does(tmp_path: Path, lora: dict[str, int] | None) -> None:
+    """Under torchrun with shards: losses and the model that is left, within 1e-5."""
+    config = msgspec.to_builtins(write_run(tmp_path), enc_hook=str) | {"lora": lora}
+    (tmp_path / "sft.json").write_text(json.dumps(config))
+    assert run_command("sft", "sft.json", "--out", "one", cwd=tmp_path).returncode == 0
+    (tmp_path / "sft.json").write_text(json.dumps(config | {"fsdp": True}))
+    done = subprocess.run(
+        [*TORCHRUN, TUGLINE, "sft", "sft.json", "--out", "two"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two = (read_lines(tmp_path / name / METRICS) for name in ("one", "two"))
+    for name in ("sft/loss", "sft/heldout_loss", "sft/grad_norm", "sft/tokens"):
+        expected = [row[name] for row in one if name in row]
+        assert [row[name] for row in two if name in row] == pytest.approx(expected, abs=1e-5)
+    left, right = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("one", "two"))
+    assert all(torch.allclose(left[name], right[name], atol=1e-5) for name in left)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo.report import DemoSummary, closing, picture
+from tugline.demo.report import DemoSummary, closing
 from tugline.trainers.evaluation import Estimate, Evaluation, wilson
 from tugline.trainers.state import TrainState, VersionScore
 from tugline.types import Ledger, Reason
@@ -90,26 +89,9 @@ def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
     assert wilson(n - passed, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
-@pytest.mark.parametrize("rewards", [[], [0.4], [0.1 * k for k in range(10)], [-3.0, 7.0]])
-def test_picture_is_a_png_of_any_run(tmp_path: Path, rewards: list[float]) -> None:
-    """Runs of no step, one step, many steps and unbounded rewards all make a picture."""
-    path = tmp_path / "new" / "learning.png"
-    picture(dict(enumerate(rewards, 1)), SUMMARY, path)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", data[16:24]) == (1500, 690)
-
-
-def test_picture_of_an_evaluation_that_did_not_happen(tmp_path: Path) -> None:
-    """Without held-out attempts the bars say of 0 and claim nothing."""
-    none = Estimate(0.0, 0.0, 1.0, 0)
-    picture({1: 0.5}, replace(SUMMARY, before=none, after=none), tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
 def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
     """Pass rates carry counts and intervals; ledger, logprob distance and files are shown."""
-    text = _text(SUMMARY, [Path("runs/demo/learning.png")])
+    text = _text(SUMMARY, [Path("runs/demo/training.png")])
     for part in (
         "32% (31 of 96; interval 24% to 42%)",
         "80% (77 of 96; interval 71% to 87%)",
@@ -119,7 +101,7 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         "2,112, 2 failed",
         "641 s in agents and tests, 160 s in server",
         "30 steps, 30 updates; 7.6 min in all, 1.0 of them",
-        "runs/demo/learning.png",
+        "runs/demo/training.png",
     ):
         assert part in text
 

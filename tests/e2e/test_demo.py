@@ -86,7 +86,7 @@ def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> 
     assert sum(row["update/ledger/trained"] for row in rows) == trained
     assert summary["replay_max_abs_dlogprob"] <= 1e-4
     assert set(summary) >= {"before", "after", "cpu_seconds", "seed"}
-    for name in ("learning.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
+    for name in ("training.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
         assert (folder / name).stat().st_size > 0
     files = list_recordings(folder / "recordings")
     calls = [call for file in files for call in recordings.read(file).calls]

@@ -22,6 +22,7 @@ from tugline.exports.tables import Parquet
 from tugline.inference.base import GenerateRequest, join
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
+from tugline.trainers.config import Lora
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import MODEL, Sft, SftConfig, SftRunConfig, read_set, train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
@@ -221,9 +222,24 @@ class KillingSinks(Sinks):
             raise Killed
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
+    """The model that is left has the held-out loss of the run; only what is adapted changed."""
+    config = msgspec.structs.replace(write_run(tmp_path), lora=Lora(rank=4, targets=("q_proj",)))
+    state = train(config, tmp_path / "run", Sinks(()), lambda _: None)
+    first, last = (load(folder)[0] for folder in (config.model, tmp_path / "run" / MODEL))
+    weights = last.state_dict()
+    changed = {name for name, one in first.state_dict().items() if not one.equal(weights[name])}
+    assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
+    assert state.heldout[state.step] < state.heldout[0]
+    again = msgspec.structs.replace(config, model=tmp_path / "run" / MODEL, lora=None)
+    next_state = train(again, tmp_path / "next", Sinks(()), lambda _: None)
+    assert next_state.heldout[0] == pytest.approx(state.heldout[state.step], abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, lora: Lora | None) -> None:
     """Weights bit for bit; and a run of other settings is refused."""
-    config = write_run(tmp_path)
+    config = msgspec.structs.replace(write_run(tmp_path), lora=lora)
     run(config, tmp_path / "whole")
     for at in (3, 5, 8):
         with pytest.raises(Killed):

@@ -3,6 +3,7 @@
 Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -22,10 +23,13 @@ def sft(
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("train"):
         from tugline.trainers.sft import MODEL, read_config, train  # noqa: PLC0415 - the extra
-        from tugline.trainers.sinks import make_sinks  # noqa: PLC0415 - the same
+        from tugline.trainers.sinks import Sinks, make_sinks  # noqa: PLC0415 - the same
         from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
         settings = read_config(config)
+        if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
+            train(settings, None, Sinks(()), lambda _: None)
+            return
         sinks = make_sinks(settings.metrics, console)
         folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         with keep_resumable(folder, f"sft {config}", console):

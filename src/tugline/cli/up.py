@@ -123,9 +123,6 @@ def add_default_engine(settings: Settings) -> Settings:
     if engine.tokenizer and not engine.urls:
         msg = "--tokenizer is for an engine at an address; a model folder brings its own"
         raise UsageError(msg)
-    if engine.api_key_env and not engine.urls:
-        msg = "--api-key-env is for an engine at an address: add --engine, or leave it out"
-        raise UsageError(msg)
     if engine.urls or engine.model:
         return settings
     model = Path(str(files("tugline.demo"))) / _MODEL

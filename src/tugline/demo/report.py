@@ -1,4 +1,4 @@
-"""Closing report of the demo: a plot of the learning curve and a summary.
+"""Closing report of the demo.
 
 Held-out pass rates have 95 % Wilson intervals. The summary shows the token ledger (I2) and the
 difference between captured and recomputed logprobs (I1), because a reward curve does not show
@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -20,13 +17,6 @@ from rich.text import Text
 from tugline.trainers.evaluation import Estimate
 from tugline.trainers.state import TrainState
 from tugline.types import Reason
-
-_INK = "#1f2933"
-_FAINT = "#d5dbe1"
-_BEFORE = "#9aa5b1"
-_AFTER = "#56b4e9"
-_LINE = "#0072b2"
-"""Two blues of the Okabe-Ito palette, which colour-blind readers can tell from grey."""
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,18 +39,6 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Largest distance between a captured and a recomputed logprob over all steps, nats."""
 
 
-def picture(rewards: Mapping[int, float], summary: DemoSummary, path: Path) -> None:
-    """Draw the reward per step beside held-out pass@1 before and after, as a PNG at `path`."""
-    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained", facecolor="white")
-    curve, bars = figure.subplots(1, 2, width_ratios=(2.3, 1))
-    _draw_curve(curve, rewards)
-    _draw_bars(bars, summary)
-    title = f"A tiny model, trained by GRPO through {_harness(summary)}"
-    figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-
-
 def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
     """The summary for a terminal: results, what was trained on, and where the files are."""
     table = Table.grid(padding=(0, 2))
@@ -73,7 +51,6 @@ def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
     return Panel(Group(_headline(summary), "", table), title="tugline demo", expand=False)
 
 
-# --------------------------------------------------------------------------- summary
 def _headline(summary: DemoSummary) -> Text:
     style = "bold green" if summary.after.value > summary.before.value else "bold red"
     return Text.assemble(
@@ -126,40 +103,3 @@ def _logprob_difference(summary: DemoSummary) -> str:
 
 def _harness(summary: DemoSummary) -> str:
     return f"{summary.harness} {summary.harness_version}".rstrip()
-
-
-# --------------------------------------------------------------------------- plot
-def _draw_curve(axes: Axes, by_step: Mapping[int, float]) -> None:
-    numbers, rewards = list(by_step), list(by_step.values())
-    axes.plot(numbers, rewards, color=_LINE, linewidth=2.6, marker="o")
-    axes.set_xlabel("step", color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_xlim(0.5, max([1, *numbers]) + 0.5)
-    low, high = min([0.0, *rewards]), max([1.0, *rewards])
-    axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
-    _finish(axes, "Training reward, mean of each step")
-
-
-def _draw_bars(axes: Axes, summary: DemoSummary) -> None:
-    for x, (rate, colour) in enumerate(((summary.before, _BEFORE), (summary.after, _AFTER))):
-        axes.bar(x, rate.value, width=0.62, color=colour)
-        axes.vlines(x, rate.low, rate.high, color=_INK, linewidth=1.6)
-        height, label = rate.high + 0.025, f"{rate.value:.0%}"
-        axes.text(x, height, label, ha="center", color=_INK, fontweight="bold")
-    axes.set_xticks(
-        [0, 1], [f"before\nof {summary.before.tasks}", f"after\nof {summary.after.tasks}"]
-    )
-    axes.set_xlim(-0.6, 1.6)
-    axes.set_ylim(0, 1.12)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    _finish(axes, "Held-out pass@1, 95 % intervals")
-
-
-def _finish(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
-    axes.grid(axis="y", color=_FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, length=0)

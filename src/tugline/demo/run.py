@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tugline.atomic import write_file
 from tugline.config import Config, from_mapping, load
-from tugline.demo.report import DemoSummary, picture
+from tugline.demo.report import DemoSummary
 from tugline.demo.tasks import HELD_OUT_SEED
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
@@ -28,13 +28,12 @@ from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
 from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
-from tugline.trainers.sinks import METRICS, make_report, make_sinks, read_lines
+from tugline.trainers.sinks import METRICS, PLOT, make_report, make_sinks, read_lines
 from tugline.types import PluginSpec
 
-PICTURE = "learning.png"
 SUMMARY = "summary.json"
 SETTINGS = "settings.yaml"
-FILES = (PICTURE, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
+FILES = (PLOT, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
 """What a run leaves in its folder."""
 WARM_START = Path(__file__).parent / "warm_start_model"
 """The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``."""
@@ -154,19 +153,20 @@ def make_config(settings: DemoSettings) -> TrainConfig:
             minutes=settings.minutes,
             keep=2,
         ),
+        metrics=(PluginSpec("plots"),),
     )  # fmt: skip
 
 
 async def run_demo(
     folder: Path, settings: DemoSettings, config: TrainConfig, console: Console
 ) -> DemoSummary:
-    """Run what is missing in `folder`, and write the summary and the picture there."""
+    """Run what is missing in `folder`, and write the summary there."""
     batches = TaskBatches(config, folder)
     batches.check()
     harness = Parts().harness(harness_spec(settings))
     console.print(f"installing {harness.name} ...")
     await harness.install()
-    sinks = make_sinks((), console)
+    sinks = make_sinks(config.metrics, console)
     state = (await train(config, batches, folder, sinks, make_report(console))).state
     ends = (state.scores[0], state.scores[-1])
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in ends)
@@ -185,8 +185,6 @@ async def run_demo(
         ),
     )
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
-    rewards = {row["step"]: row["rollout/reward"] for row in rows if "rollout/reward" in row}
-    picture(rewards, summary, folder / PICTURE)
     return summary
 
 

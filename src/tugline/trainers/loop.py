@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +28,11 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline.errors import EngineError
+from tugline.launch.engine import read_api_key
 from tugline.launch.local import LocalServer
 from tugline.launch.server import folder_lock
 from tugline.recording import file as recordings
+from tugline.recording.verify.engine import connect_scorer
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
@@ -46,7 +49,7 @@ from tugline.trainers.models import (
     open_server,
     write_model,
 )
-from tugline.trainers.publish import Probe, Publication, Publisher
+from tugline.trainers.publish import ADAPTER, Probe, Publication, Publisher
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import (
     CHECKPOINTS,
@@ -132,7 +135,11 @@ class TrainingLoop:
             replicas.updaters,
             mode=config.schedule.pause,
             within_s=config.schedule.publish_s,
-            connect=replicas.connect,
+            connect=partial(
+                connect_scorer,
+                model=ADAPTER if config.publishes_adapter else None,
+                key=read_api_key(config.engine),
+            ),
         )
         self.state, self._sinks, self._report = state, sinks, report
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s

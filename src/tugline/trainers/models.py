@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,11 @@ from tugline.launch.engine import (
 )
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import ServerSettings, Settings
-from tugline.recording.verify.engine import connect_scorer
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.publish import (
-    ADAPTER,
-    Connect,
-    Running,
-    Update,
-    VllmWeightUpdater,
-    make_updater,
-)
+from tugline.trainers.publish import ADAPTER, Running, Update, VllmWeightUpdater, make_updater
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -166,11 +157,9 @@ def open_models(config: TrainConfig) -> Iterator[Models]:
         model.to(device)  # type: ignore[arg-type]  # its stub is of a wrapper
         embeds = not config.engine.urls and rank_and_world()[0] == 0
         served = copy.deepcopy(model) if embeds else model
-        reference = copy.deepcopy(model) if config.grpo.kl else None
-        policy = model if config.lora is None else _adapt(model, config.lora, config.schedule.seed)
-        if config.fsdp and dist.is_initialized():
-            for each in filter(None, (policy, reference)):
-                shard(each)
+        fsdp = config.fsdp
+        reference = prepare(copy.deepcopy(model), fsdp=fsdp) if config.grpo.kl else None
+        policy = prepare(model, config.lora, config.schedule.seed, fsdp=fsdp)
         trainer = TrainerGroup(Grpo(policy, config.grpo, reference))
         try:
             yield Models(trainer, served, tokenizer, eos_ids)
@@ -184,8 +173,17 @@ def follow(config: TrainConfig) -> None:
         models.trainer.follow()
 
 
-def _adapt(model: PreTrainedModel, lora: Lora, seed: int) -> torch.nn.Module:
-    """Wrap a model with a fresh adapter, the same on every rank."""
+def prepare(
+    model: torch.nn.Module, lora: Lora | None = None, seed: int = 0, *, fsdp: bool
+) -> torch.nn.Module:
+    """Give a model a fresh adapter, the same on every rank, and shard it, if configured."""
+    model = model if lora is None else _adapt(model, lora, seed)
+    if fsdp and dist.is_initialized():
+        shard(model)
+    return model
+
+
+def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - an extra
 
     settings = LoraConfig(
@@ -209,7 +207,6 @@ class Replicas:
 
     connection: EngineConnection
     updaters: Mapping[str, Update]
-    connect: Connect = connect_scorer
 
 
 @contextlib.asynccontextmanager
@@ -237,12 +234,7 @@ async def open_replicas(
                 template = connection.rendering and connection.rendering.name
                 named = replace(config.engine, served_name=ADAPTER, renderer=template)
                 connection = await stack.enter_async_context(open_engine(named, slots=slots))
-            name = ADAPTER if config.publishes_adapter else None
-            yield Replicas(
-                connection,
-                {each.url: each.update for each in remotes},
-                partial(connect_scorer, model=name, key=key),
-            )
+            yield Replicas(connection, {each.url: each.update for each in remotes})
         return
     text = models.served.config.get_text_config()
     engine = Engine(
@@ -267,11 +259,15 @@ def write_model(config: TrainConfig, models: Models, folder: Path) -> None:
     if config.publishes_adapter:
         models.trainer.write_adapter(folder)
         return
-    weights = models.trainer.weights()
+    write_weights(folder, models.trainer.weights(), models.served)
+
+
+def write_weights(folder: Path, weights: dict[str, torch.Tensor], model: PreTrainedModel) -> None:
+    """Write whole weights, tied ones once, and the configuration of their model."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
     unique = {name: weights[name] for name in first.values()}
     checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
-    models.served.config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
 
 
 # --------------------------------------------------------------------------- the server

@@ -6,6 +6,7 @@ with the model's chat template. The order of sessions follows from the seed alon
 in the data is the number of updates; a run that was killed continues from its newest checkpoint.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -36,10 +37,13 @@ from tugline.launch.engine import make_rendering
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import EngineSettings
 from tugline.schema import PositiveFloat, PositiveInt
+from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.update import Update, Updater
+from tugline.trainers.models import merge_adapter, prepare, write_weights
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import CHECKPOINTS, load_newest, store_config
 from tugline.types import Ids, Mask, PluginSpec, Sample
@@ -79,6 +83,10 @@ class SftRunConfig(Config, frozen=True, kw_only=True):
     """Longest sequence, in tokens; longer ones are left out. None: the model's."""
     device: str | None = None
     """Device of the trainer; None: a GPU if there is one."""
+    fsdp: bool = False
+    """Under torchrun, shard the model over all processes (FSDP2) instead of copying it to each."""
+    lora: Lora | None = None
+    """Train an adapter with PEFT, which the trained model has added; None: all weights."""
     sft: SftConfig = SftConfig()
     """The updates."""
     every: PositiveInt = 20
@@ -201,7 +209,9 @@ class Sft(Updater):
     def measure(self, samples: Sequence[Sample]) -> float:
         """Return the loss of samples under the weights as they are."""
         passes = [self.policy.logprobs(micro) for micro in self.pack([*map(Row, samples)])]
-        return -float(torch.cat(passes).double().mean())
+        own = torch.cat(passes).double()
+        total, count = add_up([float(own.sum()), len(own)], self.policy.device)
+        return -total / count
 
     def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
         """Return the negative log likelihood of each token."""
@@ -225,27 +235,34 @@ class SftState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def train(
-    config: SftRunConfig, folder: Path, sinks: Sinks, report: Callable[[str], None]
+    config: SftRunConfig, folder: Path | None, sinks: Sinks, report: Callable[[str], None]
 ) -> SftState:
     """Run to the end in `folder`, from its newest checkpoint; `report` takes lines for people.
 
-    May be killed at any point and called again. Raises `TuglineError`.
+    The other ranks of torchrun bring no folder: they take that of rank 0, and only train. May be
+    killed at any point and called again. Raises `TuglineError`.
     """
-    with folder_lock(folder, instead="choose another --out"):
-        store_config(folder, config)
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with contextlib.ExitStack() as stack:
+        if folder:
+            stack.enter_context(folder_lock(folder, instead="choose another --out"))
+            store_config(folder, config)
+        stack.enter_context(join_ranks(device))
+        shared = next(filter(None, gather([folder])))
         report("loading the model")
         model, tokenizer, _ = load_model(config.model, dtype=torch.float32)
-        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model.to(torch.device(device))  # type: ignore[arg-type]  # its stub is of a wrapper
+        model.to(device)  # type: ignore[arg-type]  # its stub is of a wrapper
         trained, heldout = _read_data(config, model, tokenizer, report)
-        run = _SftRun(config, folder, model, trained, heldout)
-        sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), run.state.step)
+        policy = prepare(model, config.lora, config.sft.seed, fsdp=config.fsdp)
+        run = _SftRun(config, shared, policy, trained, heldout)
+        sinks.start(shared, msgspec.to_builtins(config, enc_hook=str), run.state.step)
         try:
             run.train(sinks)
         finally:
             sinks.close()
-        newest = checkpoint.path_of(folder / CHECKPOINTS, run.state.step)
-        _write_model(newest, config.model, folder / MODEL)
+        weights = merge_adapter(policy)
+        if folder:
+            _write_model(weights, model, config.model, folder / MODEL)
         return run.state
 
 
@@ -283,7 +300,7 @@ class _SftRun:
         self,
         config: SftRunConfig,
         folder: Path,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         trained: Sequence[Sample],
         heldout: Sequence[Sample],
     ) -> None:
@@ -342,13 +359,14 @@ class _SftRun:
             sinks.log(step, {"sft/heldout_loss": loss})
 
 
-def _write_model(trained: Path, source: Path, folder: Path) -> None:
-    """Make a whole model folder of a checkpoint and the tokenizer and other files of `source`."""
+def _write_model(
+    weights: dict[str, torch.Tensor], model: PreTrainedModel, source: Path, folder: Path
+) -> None:
+    """Make a whole model folder of weights and the tokenizer and other files of `source`."""
     draft = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
     shutil.copytree(source, draft, ignore=ignored)
-    for name in (checkpoint.WEIGHTS, "config.json"):
-        shutil.copy(trained / name, draft)
+    write_weights(draft, weights, model)
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
