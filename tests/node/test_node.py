@@ -110,7 +110,9 @@ async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
         await bench.control.submit([make_task(what="hang")])
         await bench.wait_in("run")
-        await bench.control.dispatcher.register(NodeRegistration(name="n", slots=1, capacity=1))
+        instance = (tmp_path / "instance").read_text()
+        twin = NodeRegistration(name="n", slots=1, capacity=1, instance=instance)
+        await bench.control.dispatcher.register(twin)
         await until(lambda: len(bench.script.order) == 2)
         [session] = bench.node.runner.sessions.values()
     assert bench.script.cancelled[0] == "t-0"
@@ -138,8 +140,15 @@ async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
     assert len(bench.script.order) == 4
 
 
-async def test_a_new_process_offers_what_the_old_one_had_finished(tmp_path: Path) -> None:
-    """Results in the journal are committed before the node's name is taken over."""
+@pytest.mark.parametrize("server_first", [True, False])
+async def test_a_new_process_offers_what_the_old_one_had_finished(
+    tmp_path: Path,
+    server_first: bool,  # noqa: FBT001
+) -> None:
+    """Results in the journal are committed before the node's name is taken over.
+
+    Also when the node is back before its server: it does not register before it has offered them.
+    """
     async with open_plane(tmp_path, lease_s=60.0) as control:
         bench = Bench(tmp_path, control)
         bench.link.commits.clear()
@@ -149,11 +158,16 @@ async def test_a_new_process_offers_what_the_old_one_had_finished(tmp_path: Path
         assert bench.journal == ["t-0.1.result"]
         bench.link.requests.clear()
         bench.link.commits.set()
+        bench.link.away = not server_first
         bench.node = bench.make_node()
         async with bench.working():
+            if not server_first:
+                await until(lambda: len(bench.link.requests) == 6)
+            bench.link.away = False
             await until(lambda: "register" in bench.link.requests)
         assert await bench.statuses() == {"t-0": Status.COMPLETED}
-    assert bench.link.requests[:2] == ["commit", "register"]
+    before = bench.link.requests[: bench.link.requests.index("register")]
+    assert set(before) == {"commit"}
     assert bench.script.order == ["t-0"]
 
 

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
 from leased import Idler, Open, a_task, names, pass_time, result
-from tugline.errors import FencedError
-from tugline.protocol import CommitOutcome, EventKind, LeaseRequest, PauseMode, Release, StopKind
+from tugline.errors import Conflict, FencedError
+from tugline.protocol import (
+    CommitOutcome,
+    EventKind,
+    LeaseRequest,
+    NodeRegistered,
+    NodeRegistration,
+    PauseMode,
+    Release,
+    Renewal,
+    StopKind,
+)
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, results, sessions, stats
@@ -140,6 +151,24 @@ async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPla
     assert after.held["t-0"].epoch == 2
     with pytest.raises(FencedError):
         await before.renew()
+
+
+async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
+    """Two folders are two nodes; a restart takes over at once, another folder after the lease."""
+
+    def join(instance: str) -> Awaitable[NodeRegistered]:
+        one = NodeRegistration(name="a", slots=1, capacity=1, instance=instance)
+        return control.dispatcher.register(one)
+
+    first = await join("one")
+    with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
+        await join("two")
+    again = await join("one")
+    with pytest.raises(FencedError):
+        await control.dispatcher.renew(first.node, Renewal(held=(), applied=0))
+    await control.dispatcher.renew(again.node, Renewal(held=(), applied=0))
+    await pass_time(control, 31.0)
+    await join("two")
 
 
 async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> None:

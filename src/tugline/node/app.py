@@ -9,11 +9,13 @@ Whether a lease was lost meanwhile is the server's decision; epochs fence late r
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tugline import log, protocol
+from tugline.atomic import write_file
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
@@ -93,6 +95,13 @@ class Controls:
         return True
 
 
+def _read_instance(path: Path) -> str:
+    """The id of the node's folder, made on its first use."""
+    if not path.exists():
+        write_file(path, secrets.token_hex(8).encode())
+    return path.read_text("ascii")
+
+
 class Node:
     """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
 
@@ -117,7 +126,7 @@ class Node:
         self.stats = Stats()
         self.settings = settings
         self._gateway, self._parts, self._server = gateway, parts, server
-        self._leave_s = leave_s
+        self._leave_s, self._folder, self._instance = leave_s, folder, ""
         self._changed = asyncio.Event()
         self._dispatcher = RetryingDispatcher(server, self.stats)
         admission = Admission(
@@ -155,6 +164,7 @@ class Node:
         log.bind(node=self.settings.name)
         pending = [f"{session}.{epoch}" for session, epoch in self.runner.journal.list_pending()]
         await asyncio.to_thread(self._disk.reap, self._parts, pending)
+        self._instance = await asyncio.to_thread(_read_instance, self._folder / "instance")
         background = [
             asyncio.create_task(self._disk.run(), name="node-disk"),
             asyncio.create_task(self.runner.logs.run(), name="node-logs"),
@@ -227,6 +237,7 @@ class Node:
             gateway=self._gateway.url,
             labels=settings.labels,
             versions=settings.versions,
+            instance=self._instance,
         )
 
     async def _wait_until_drained(self) -> None:

@@ -28,8 +28,6 @@ from tugline.types import Cause, Ledger, Status, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
-_OFFER_S = 2.0
-"""How long the node waits for its predecessor's results to be committed before it registers."""
 _RELEASE_S = 10.0
 """How long releasing a session may take; then its lease expires instead."""
 _log = log.get("node")
@@ -155,13 +153,16 @@ class SessionRunner:
             session.slots.pause_timeout(paused=paused)
 
     async def offer_pending(self) -> None:
-        """Commit the results that an earlier process left; slow commits go on in background."""
+        """Offer the results that an earlier process left; returns once all are answered.
+
+        However long the server is away: to register would give their sessions to others.
+        """
         offers = [
             self._spawn(self._offer(session, epoch), "offer")
             for session, epoch in self.journal.list_pending()
         ]
         if offers:
-            await asyncio.wait(offers, timeout=_OFFER_S)
+            await asyncio.wait(offers)
 
     async def wait_until_empty(self, within_s: float) -> None:
         """Wait until all sessions of now have ended, but no longer than that."""
@@ -266,31 +267,35 @@ class SessionRunner:
         except OSError as error:  # it stays there, for the next start of this node
             _log.error("result not read", session=session, error=str(error))
             return
-        await self._commit(result)
+        if not await self._try_to_commit(result):
+            self._spawn(self._commit(result), "commit")
 
     async def _commit(self, result: PendingResult) -> None:
         """Offer a result until the server has it or refuses it."""
+        while not await self._try_to_commit(result):  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(LAST_RETRY_S)
+
+    async def _try_to_commit(self, result: PendingResult) -> bool:
+        """Offer a result; False if the server takes it only once the node has registered again."""
         session, epoch, data = result
         server = self._dispatcher.server
-        while True:
-            try:
-                response = await self._dispatcher.call(lambda: server.commit(session, epoch, data))
-            except FencedError as error:
-                self._stats.fenced += 1
-                _log.warning("result fenced", session=session, error=str(error))
-            except ServerError as error:
-                if error.status in {401, 403}:  # until the node has registered again
-                    await asyncio.sleep(LAST_RETRY_S)
-                    continue
-                _log.error("result refused", session=session, error=str(error))
-                await asyncio.to_thread(self.journal.set_aside, result)
-                return
-            else:
-                requeued = response.outcome is CommitOutcome.REQUEUED
-                self._stats.requeued += requeued
-                self._stats.committed += not requeued
-            await asyncio.to_thread(self._mark_committed, result)
-            return
+        try:
+            response = await self._dispatcher.call(lambda: server.commit(session, epoch, data))
+        except FencedError as error:
+            self._stats.fenced += 1
+            _log.warning("result fenced", session=session, error=str(error))
+        except ServerError as error:
+            if error.status in {401, 403}:
+                return False
+            _log.error("result refused", session=session, error=str(error))
+            await asyncio.to_thread(self.journal.set_aside, result)
+            return True
+        else:
+            requeued = response.outcome is CommitOutcome.REQUEUED
+            self._stats.requeued += requeued
+            self._stats.committed += not requeued
+        await asyncio.to_thread(self._mark_committed, result)
+        return True
 
     def _mark_committed(self, result: PendingResult) -> None:
         """Let housekeeping remove its folder, and the journal its entry."""

@@ -12,7 +12,7 @@ class NodeSettings(Config, frozen=True):
     """How much a node takes on, and what it keeps. Times are seconds."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,100}$")] = ""
-    """Its name; a node takes the place of an earlier one of its name. Empty: the machine's."""
+    """Its name, which no other node may have at the same time. Empty: the machine's."""
     slots: PositiveInt = 8
     """Agents that may run at once."""
     max_initializing: PositiveInt | None = None

@@ -32,7 +32,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of a node to join. It replaces a node of the same name."""
+    """Request of a node to join. It replaces an earlier process of the same node."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,100}$")]
     slots: Annotated[int, Meta(ge=1, le=100_000)]
@@ -44,6 +44,8 @@ class NodeRegistration(msgspec.Struct, frozen=True, kw_only=True):
     labels: Labels = {}
     versions: Labels = {}
     """Of Tugline, of the engine, of its harnesses."""
+    instance: Annotated[str, Meta(max_length=64)] = ""
+    """Id of the node's folder. A live node of this name and of another folder is not replaced."""
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +212,7 @@ class Dispatcher(Protocol):
     """The server as a node sees it. All raise `ServerError` if it cannot be reached in time."""
 
     async def register(self, registration: NodeRegistration) -> NodeRegistered:
-        """Join. Sessions held by a node of the same name are given to others."""
+        """Join. Sessions held by an earlier process of the node are given to others."""
         ...
 
     async def lease(self, node: str, request: LeaseRequest) -> LeaseResponse:

@@ -77,7 +77,7 @@ class ServerDispatcher:
 
     # ------------------------------------------------------------------ the dispatcher
     async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
-        """Add a node; one of the same name loses its sessions. Raises `Invalid`."""
+        """Add a node; an earlier process of it loses its sessions. Raises `Invalid`, `Conflict`."""
         check_registration(registration)
         return await self._database.write(leases.register, registration, self._lease_s)
 

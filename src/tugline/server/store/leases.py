@@ -35,10 +35,10 @@ class LeaseOrders(NamedTuple):
 def register(
     tx: Tx, registration: protocol.NodeRegistration, lease_s: float
 ) -> protocol.NodeRegistered:
-    """Add a node. A node of the same name expires, with its leases."""
+    """Add a node. An earlier process of it expires, with its leases. Raises `Conflict`."""
     node, token = f"{registration.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
-    for before in nodes.list_named(tx, registration.name):
-        expire_node(tx, before, "replaced by a node of the same name")
+    for before in nodes.list_named(tx, registration.name, registration.instance):
+        expire_node(tx, before, "another process of this node has registered")
     nodes.add(tx, node, registration, token, lease_s=lease_s)
     return protocol.NodeRegistered(
         node=node, token=token, lease_s=lease_s, control=nodes.control(tx)

@@ -8,7 +8,7 @@ import hashlib
 
 import msgspec
 
-from tugline.errors import FencedError
+from tugline.errors import Conflict, FencedError
 from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, NodeView, PauseMode
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
@@ -45,10 +45,20 @@ def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_
     tx.notify("timers", "nodes")
 
 
-def list_named(tx: Tx, name: str) -> list[str]:
-    """Nodes of this name that are not gone."""
-    rows = tx.all("SELECT id FROM nodes WHERE name = :name AND state <> 'gone'", name=name)
-    return [node for (node,) in rows]
+def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
+    """Nodes of this name that are not gone. Raises `Conflict` for one of another instance."""
+    rows = tx.all(
+        "SELECT id, registration, deadline FROM nodes WHERE name = :name AND state <> 'gone'",
+        name=name,
+    )
+    for _, registration, deadline in rows:
+        if _registration.decode(registration).instance != instance:
+            msg = (
+                f"a node named {name!r} is at work; give this one another name. If it was an"
+                f" earlier process in another folder: its lease ends in {deadline - tx.now:.0f} s"
+            )
+            raise Conflict(msg, field="name")
+    return [node for node, _, _ in rows]
 
 
 def state(tx: Tx, node: str) -> NodeState:
