@@ -245,7 +245,9 @@ async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
 
 
 # --------------------------------------------------------------------------- nodes
-@ROUTES.add("POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), statuses=(201,))
+@ROUTES.add(
+    "POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), statuses=(201,), problems=("conflict",)
+)
 async def register(
     call: route.ApiCall[route.Nothing, protocol.NodeRegistration],
 ) -> protocol.NodeRegistered:
