@@ -46,9 +46,9 @@ async def test_without_one_it_says_once_what_is_open(
 
 
 def test_options_are_checked_where_a_task_comes_in() -> None:
-    """An unknown one lists the known, a wrong one says what would be right."""
+    """An unknown one names the nearest, a wrong one says what would be right."""
     assert find("runtime", "auto") is Auto
-    with pytest.raises(ConfigError, match=r"no option 'memory' \(its options: memory_mb, "):
+    with pytest.raises(ConfigError, match="unknown key 'memory'; did you mean 'memory_mb'"):
         Auto(memory=1)
     with pytest.raises(ConfigError, match="memory_mb is -1"):
         Auto(memory_mb=-1)

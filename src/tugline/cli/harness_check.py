@@ -52,10 +52,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tool call that runs a command."""
         return self.tool, {self.argument: command, **self.arguments}
 
-    def final_turn(self, text: str = LAST_WORDS) -> ScriptedTurn:
+    def final_turn(self) -> ScriptedTurn:
         """Return the answer after which the program ends."""
         end = (self.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
-        return ScriptedTurn(text, calls=end if self.ends_by_command else ())
+        return ScriptedTurn(LAST_WORDS, calls=end if self.ends_by_command else ())
 
     def script(self) -> tuple[ScriptedTurn, ...]:
         """Return four turns that do `INSTRUCTION`.

@@ -16,7 +16,7 @@ import msgspec
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.sandbox.base import Content, Exit, Sandbox
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.patch import Patch
 from tugline.types import Workspace
 
 TAIL = 2000
@@ -27,6 +27,8 @@ _MAX_TREE = 32 << 20
 """Bytes of the paths of a fresh copy."""
 _MAX_CHARACTERS = 1 << 20
 """Of a diff."""
+_MAX_LINES = 2000
+"""Of a file, before or after, that is shown in a diff."""
 _MAX_FILES = 100
 """Files of a workspace whose old text is read."""
 _MAX_FILE_BYTES = 256 << 10
@@ -196,9 +198,8 @@ async def diff_work(outcome: SessionOutcome, sandbox: Sandbox | None) -> str:
     return await asyncio.to_thread(format_patch, before, outcome.patch)
 
 
-def format_patch(before: Mapping[str, str], patch: Patch, limits: PatchLimits | None = None) -> str:
+def format_patch(before: Mapping[str, str], patch: Patch) -> str:
     """Return a unified diff of a patch, followed by its notes."""
-    limits = limits or PatchLimits()
     parts: list[str] = []
     size = 0
     for path, change in sorted(patch.files.items()):
@@ -211,7 +212,7 @@ def format_patch(before: Mapping[str, str], patch: Patch, limits: PatchLimits | 
             continue
         old = before.get(path, "").splitlines(keepends=True)
         new = text.splitlines(keepends=True)
-        if max(len(old), len(new)) > limits.diff_lines:
+        if max(len(old), len(new)) > _MAX_LINES:
             parts.append(f"{path}: {len(old)} lines became {len(new)}; too long to show\n")
             continue
         names = (

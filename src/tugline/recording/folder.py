@@ -72,10 +72,10 @@ def list_recordings(where: Path) -> list[Path]:
     return paths
 
 
-def locate(name: str, runs: Path = RUNS) -> Path:
+def locate(name: str) -> Path:
     """Return the recording with this path, or the last attempt of the session with this id.
 
-    An id is looked up below `runs`; of several runs the one written to last counts. Raises
+    An id is looked up below ``runs``; of several runs the one written to last counts. Raises
     `UsageError`.
     """
     path = Path(name)
@@ -83,11 +83,11 @@ def locate(name: str, runs: Path = RUNS) -> Path:
         return path
     attempts = [
         (one.parent.stat().st_mtime, str(one.parent), parse_name(one)[1], one)
-        for one in (runs.rglob(_PATTERN) if runs.is_dir() else ())
+        for one in (RUNS.rglob(_PATTERN) if RUNS.is_dir() else ())
         if parse_name(one)[0] == name
     ]
     if not attempts:
-        msg = f"there is no recording {name!r}, and no session of that id below {runs}/"
+        msg = f"there is no recording {name!r}, and no session of that id below {RUNS}/"
         raise UsageError(msg)
     return max(attempts)[-1]
 

@@ -67,18 +67,6 @@ class MountedRuntime(base.Runtime):
         async with self._inner.open(directory, spec) as sandbox:
             yield _MountedSandbox(sandbox, self._old, self._prefix)
 
-    def reap(self, directory: Path) -> int:
-        """Reap in the inner runtime."""
-        return self._inner.reap(directory)
-
-    def check_available(self) -> str | None:
-        """Check the inner runtime."""
-        return self._inner.check_available()
-
-    def list_weaknesses(self) -> Sequence[str]:
-        """List those of the inner runtime."""
-        return self._inner.list_weaknesses()
-
 
 class _MountedSandbox(base.Sandbox):
     """Its own paths are the new ones; programs get the old ones."""

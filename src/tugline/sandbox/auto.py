@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tugline import log
-from tugline.errors import ConfigError
 from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.sandbox.local import LocalRuntime
@@ -29,10 +28,6 @@ class Auto(Runtime):
     """
 
     def __init__(self, **options: Any) -> None:
-        known = inspect.signature(Bubblewrap).parameters
-        for name in options.keys() - known.keys():
-            msg = f"runtime 'auto': no option {name!r} (its options: {', '.join(known)})"
-            raise ConfigError(msg)
         self._bubblewrap = Bubblewrap(**options)
         fit = inspect.signature(LocalRuntime).parameters
         self._local = LocalRuntime(

@@ -81,31 +81,16 @@ class Bubblewrap(host.HostRuntime):
     options are those of `ProgramLimits`.
     """
 
-    def __init__(  # noqa: PLR0913 - the options of a task's runtime, by name
+    def __init__(
         self,
         *,
-        memory_mb: int = 8192,
-        processes: int = 1024,
-        disk_mb: int = 10_240,
-        file_mb: int = 4096,
-        cpu_s: int = 7200,
-        open_files: int = 4096,
-        output_mb: int = 64,
         allow: Sequence[str] = (),
         readable: Sequence[str] = (),
         cache_gb: float = 50.0,
+        **bounds: int,
     ) -> None:
         super().__init__(cache_gb)
-        self._limits = check_limits(
-            "bubblewrap",
-            memory_mb=memory_mb,
-            processes=processes,
-            disk_mb=disk_mb,
-            file_mb=file_mb,
-            cpu_s=cpu_s,
-            open_files=open_files,
-            output_mb=output_mb,
-        )
+        self._limits = check_limits("bubblewrap", **bounds)
         self._allow = AllowList(allow)
         self._readable = _check_readable(readable)
         self._machine: _Machine | None = None

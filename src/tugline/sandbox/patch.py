@@ -40,8 +40,6 @@ class PatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Size of one file."""
     total_bytes: int = 16 << 20
     """Size of all together."""
-    diff_lines: int = 2000
-    """Longest file, before or after, that is shown in a diff."""
 
 
 class FileChange(msgspec.Struct, frozen=True):
