@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from attacked import IMAGE, running, token
 from rig import Play, Reply, rig, says
@@ -281,6 +282,17 @@ CASES = [
         "500",
         script=f"{MEND}; {ASK} || true",
         play=lambda _prompt, _request: Reply((), status=500),
+    ),
+    Case(
+        "an engine that is lost in the middle of an answer",
+        Cause.ENGINE_LOST,
+        "cut short",
+        script=ASK.replace("'m',", "'m', 'stream': True,"),
+        play=lambda prompt, request: (
+            replace(PLAY(prompt, request), cut_after=1)
+            if request.endswith("-0")
+            else Reply((), status=500)
+        ),
     ),
     Case(
         "a recording that is removed while its session runs",

@@ -31,7 +31,17 @@ from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
 from tugline.traces.base import Built
-from tugline.types import Call, Cause, Failure, Ledger, Session, Status, Task, Trajectory
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Cause,
+    Failure,
+    Ledger,
+    Session,
+    Status,
+    Task,
+    Trajectory,
+)
 
 MODEL = "tugline-policy"
 """The model name that agents see; no harness has special cases for it."""
@@ -187,6 +197,9 @@ class _Rollout:
         failure = self.gateway.engine_failure(self.session.id)
         if failure is not None:
             raise _EarlyEnd(failure)
+        if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
+            msg = "the engine was lost in the middle of an answer, which the agent saw cut short"
+            raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
         if self.agent_run is None or self.agent_run.exit.cause is not None:
             return
         end, tail, name = self.agent_run.exit, self.agent_run.log_tail, self.task.harness.name
