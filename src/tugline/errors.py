@@ -29,9 +29,14 @@ TuglineError
 class TuglineError(Exception):
     """Base class; the text is one line that says what to do."""
 
+    problem = "fault"
+    """What the server's answer calls it: the last part of `Problem.type`."""
+
 
 class UsageError(TuglineError):
     """The caller can correct this."""
+
+    problem = "invalid"
 
 
 class ConfigError(UsageError, ValueError):
@@ -197,25 +202,25 @@ class ServerError(TuglineError):
 class Invalid(ServerError):
     """A field is invalid."""
 
-    status = 422
+    status, problem = 422, "invalid"
 
 
 class Missing(ServerError):
     """No object has this id."""
 
-    status = 404
+    status, problem = 404, "missing"
 
 
 class Conflict(ServerError):
     """Another object has this id."""
 
-    status = 409
+    status, problem = 409, "conflict"
 
 
 class FencedError(ServerError):
     """The lease of this session was lost."""
 
-    status = 409
+    status, problem = 409, "fenced"
 
 
 class BadSignature(TuglineError):
@@ -224,3 +229,5 @@ class BadSignature(TuglineError):
 
 class StoreError(TuglineError):
     """The database is unavailable; nothing acknowledged is lost."""
+
+    problem = "unavailable"

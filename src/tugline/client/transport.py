@@ -40,13 +40,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 """Bounds of the pause between two attempts."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
-_CLASSES: dict[str, type[ServerError]] = {
-    "invalid": Invalid,
-    "missing": Missing,
-    "no-route": Missing,
-    "conflict": Conflict,
-    "fenced": FencedError,
-}
+_CLASSES = {kind.problem: kind for kind in (Invalid, Missing, Conflict, FencedError)}
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.IncompleteReadError)
 """Raised when a connection is lost or cannot be made."""
 _log = log.get("client")
@@ -235,7 +229,8 @@ def _parse_problem(response: aiohttp.ClientResponse, data: bytes) -> ServerError
         text = " ".join(data[:200].decode(errors="replace").split())
         message = f"{response.status} {response.reason}: {text}"
         return ServerError(message, status=response.status)
-    kind = _CLASSES.get(problem.type.rpartition(":")[2], ServerError)
+    name = "missing" if response.status == 404 else problem.type.rpartition(":")[2]
+    kind = _CLASSES.get(name, ServerError)
     return kind(problem.detail, status=response.status, field=problem.field)
 
 

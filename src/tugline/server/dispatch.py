@@ -21,7 +21,7 @@ from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database, Subscription
 from tugline.server.store.leases import LeaseOrders
-from tugline.server.validation import check_registration, compute_digest, read_end
+from tugline.server.validation import check_bounds, compute_digest, read_end
 from tugline.types import Session, Task
 
 MAX_WAIT_S = 60.0
@@ -78,7 +78,7 @@ class ServerDispatcher:
     # ------------------------------------------------------------------ the dispatcher
     async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
         """Add a node; an earlier process of it loses its sessions. Raises `Invalid`, `Conflict`."""
-        check_registration(registration)
+        check_bounds(registration)
         return await self._database.write(leases.register, registration, self._lease_s)
 
     async def lease(self, node: str, request: protocol.LeaseRequest) -> protocol.LeaseResponse:

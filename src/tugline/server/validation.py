@@ -18,7 +18,6 @@ import zstandard
 
 from tugline.errors import ConfigError, Invalid, UsageError
 from tugline.plugins import pack_options
-from tugline.protocol import NodeRegistration
 from tugline.schema import decode as decode_strictly
 from tugline.server.store.results import End
 from tugline.server.store.tasks import Packed, pack
@@ -47,7 +46,7 @@ def check_task(task: Task) -> None:
     """Raises `Invalid` for the first field that cannot be right."""
     for name in ("harness", "evaluator", "runtime", "builder"):
         _check_options(f"{name}.options", getattr(task, name).options)
-    _check_bounds(task)
+    check_bounds(task)
     if not task.instruction.strip():
         _refuse("instruction", repr(task.instruction), "a text that says what to do")
     min_usable = task.group.min_usable
@@ -64,7 +63,7 @@ def check_task(task: Task) -> None:
         _check_callback(task.callback.url)
 
 
-def _check_bounds(value: msgspec.Struct) -> None:
+def check_bounds(value: msgspec.Struct) -> None:
     """Hold a struct made in this process to the bounds of its type. Raises `Invalid`."""
     try:
         decode_strictly(msgspec.to_builtins(value), type(value))
@@ -144,7 +143,7 @@ async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     for n, task in enumerate(batch):
         try:
-            _check_bounds(task)
+            check_bounds(task)
             check(task)
         except Invalid as error:
             raise Invalid(str(error), field=f"{n}.{error.field}".rstrip(".")) from error
@@ -154,11 +153,6 @@ def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 
 
 # --------------------------------------------------------------------------- nodes and results
-def check_registration(registration: NodeRegistration) -> None:
-    """Check a node's request to join. Raises `Invalid`."""
-    _check_bounds(registration)
-
-
 async def compute_digest(data: bytes) -> str:
     """SHA-256 of an encoded trajectory, hex."""
     return await _run(lambda: hashlib.sha256(data).hexdigest(), in_thread=len(data) > _IN_LOOP)

@@ -95,8 +95,8 @@ class WebhookSender:
         self._hosts, self._retries = hosts, retries
         self._name = hashlib.sha256(secret).hexdigest()[:12]
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self._client: _Client | None = None
-        """Made for the first delivery."""
+        self._client: Any = None
+        """Made for the first delivery: importing aiohttp delays a start by a fifth of a second."""
 
     async def run(self) -> None:
         """Send until it is cancelled."""
@@ -154,11 +154,17 @@ class WebhookSender:
     async def _send_all(self, host: str) -> None:
         """Send what is due at a host, a few at a time, until there is nothing more."""
         failures = 0
-        aiohttp = await asyncio.to_thread(import_module, "aiohttp")
-        client = self._client = self._client or _Client(aiohttp, self._retries.timeout_s)
+        http = await asyncio.to_thread(import_module, "aiohttp")
+        self._client = self._client or http.ClientSession(
+            timeout=http.ClientTimeout(total=self._retries.timeout_s),
+            connector=http.TCPConnector(limit=0, resolver=_Resolver()),
+            cookie_jar=http.DummyCookieJar(),
+            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
+        )
+        send = partial(self._send, http.ClientError)
         try:
             while claimed := await self._claim(host):
-                tries = await asyncio.gather(*(self._send(client, each) for each in claimed))
+                tries = await asyncio.gather(*map(send, claimed))
                 await self._database.write(_record, tries, self._retries)
                 failures = 0 if any(each.is_final for each in tries) else failures + 1
                 if failures:  # a long list must not become a storm
@@ -174,8 +180,8 @@ class WebhookSender:
             events.claim_deliveries, host, for_s=for_s, limit=limit
         )
 
-    async def _send(self, client: _Client, delivery: Delivery) -> _Try:
-        """Try once, within `timeout_s`."""
+    async def _send(self, broken: type[Exception], delivery: Delivery) -> _Try:
+        """Try once, within `timeout_s`; no more than the head of the answer is read."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
         if not is_allowed(delivery.url, self._hosts):
             return _Try(delivery, "its host is not among callback_hosts", final=True)
@@ -187,12 +193,16 @@ class WebhookSender:
         if self._secret:
             headers["webhook-signature"] = sign(self._secret, name, now, body)
         try:
-            answer = await client.post(delivery.url, body, headers)
+            async with self._client.post(
+                delivery.url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                return self._read_answer(
+                    delivery, answer.status, answer.headers.get("Retry-After", "")
+                )
         except TimeoutError:
             return _Try(delivery, f"no answer within {self._retries.timeout_s:g} s")
-        except (client.error, ValueError) as error:  # the latter for an invalid URL
+        except (broken, ValueError) as error:  # the latter for an invalid URL
             return _Try(delivery, str(error) or type(error).__name__)
-        return self._read_answer(delivery, *answer)
 
     def _read_answer(self, delivery: Delivery, status: int, retry_after: str) -> _Try:
         if 200 <= status < 300:
@@ -248,34 +258,6 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
 
 
 # --------------------------------------------------------------------------- HTTP
-class _Client:
-    """Posts without redirects or cookies; each try ends within `timeout_s`.
-
-    `aiohttp` is the module: importing it at the top would delay the restart of a server by a fifth
-    of a second.
-    """
-
-    def __init__(self, aiohttp: Any, timeout_s: float) -> None:
-        self.error = aiohttp.ClientError
-        self._client = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver()),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
-        )
-
-    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        """Send a delivery; status and ``Retry-After`` of the answer, of which no more is read."""
-        async with self._client.post(
-            url, data=body, headers=headers, allow_redirects=False
-        ) as answer:
-            return answer.status, answer.headers.get("Retry-After", "")
-
-    async def close(self) -> None:
-        """Close its connections."""
-        await self._client.close()
-
-
 class _Resolver:
     """Resolves names in threads of its own, so a slow name server blocks nothing else."""
 

@@ -45,14 +45,6 @@ PROBLEMS: dict[str, tuple[int, str]] = {
 PREFIX = "urn:tugline:problem:"
 MEDIA = "application/problem+json"
 
-_NAMES: dict[type[errors.TuglineError], str] = {
-    errors.Invalid: "invalid",
-    errors.Missing: "missing",
-    errors.Conflict: "conflict",
-    errors.FencedError: "fenced",
-    errors.UsageError: "invalid",
-    errors.StoreError: "unavailable",
-}
 _HEADERS = {
     401: {"www-authenticate": 'Bearer realm="tugline"'},
     408: {"connection": "close"},
@@ -64,11 +56,11 @@ T = TypeVar("T")
 
 
 class Refusal(errors.TuglineError):
-    """A request that does not reach the control plane; `name` is a key of `PROBLEMS`."""
+    """A request that does not reach the control plane; `problem` is a key of `PROBLEMS`."""
 
-    def __init__(self, detail: str, name: str, *, known: tuple[str, ...] = ()) -> None:
+    def __init__(self, detail: str, problem: str, *, known: tuple[str, ...] = ()) -> None:
         super().__init__(detail)
-        self.name, self.known = name, known
+        self.problem, self.known = problem, known
 
 
 def respond(error: Exception) -> Response:
@@ -93,11 +85,9 @@ def respond(error: Exception) -> Response:
 
 
 def _name_of(error: Exception) -> str:
-    if isinstance(error, Refusal):
-        return error.name
     if isinstance(error, errors.RequestError):  # of a body that was not read to its end
         return next(name for name, (status, _) in PROBLEMS.items() if status == error.status)
-    return next((name for kind, name in _NAMES.items() if isinstance(error, kind)), "fault")
+    return error.problem if isinstance(error, errors.TuglineError) else "fault"
 
 
 # --------------------------------------------------------------------------- waiting

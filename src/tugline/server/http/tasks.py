@@ -131,10 +131,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Epoch
 
 
-class BodyChunk(msgspec.Struct, frozen=True, kw_only=True):
+class BodyChunk(Lease, frozen=True, kw_only=True):
     """Place of a piece of a log."""
 
-    epoch: Epoch
     offset: route.Position
     """Byte of the log at which it begins."""
 

@@ -23,8 +23,6 @@ from tugline.errors import StoreError
 from tugline.server.store.base import STEPS, Connection, Driver, Row
 
 _CHANNEL = "tugline"
-_MAX_PAYLOAD = 7000
-"""Bytes of a notification; PostgreSQL takes 8000."""
 _POLL_S = 0.25
 _PAUSE_S = 0.5
 _LOCK_POSITIONS = "SELECT at FROM positions WHERE name = 'events' FOR UPDATE"
@@ -108,7 +106,7 @@ class Postgres(Driver):
                     while not done.is_set():
                         for notification in connection.notifies(timeout=_POLL_S):
                             if notification.pid not in self._own:
-                                receive(notification.payload.split(","))
+                                receive([notification.payload])
             except self.errors as error:
                 _log.warning("not listening to other servers", error=str(self.explain(error)))
                 done.wait(_PAUSE_S)
@@ -147,8 +145,9 @@ class PostgresConnection(Connection):
 
     def commit(self) -> None:
         """Commit, and notify the other servers."""
-        for payload in _join_payloads(self.topics):
-            self._db.execute("SELECT pg_notify(%s, %s)", (_CHANNEL, payload))
+        if self.topics:
+            notify = "SELECT pg_notify(%s, topic) FROM unnest(%s::text[]) AS topic"
+            self._db.execute(notify, (_CHANNEL, list(self.topics)))
         super().commit()
 
     def undo(self) -> None:
@@ -190,18 +189,6 @@ def _connect(url: str) -> psycopg.Connection[Row]:
 def _translate(sql: str) -> Any:
     """``:name`` as psycopg writes it."""
     return re.sub(r"(?<![:\w]):([a-z]\w*)", r"%(\1)s", sql)
-
-
-def _join_payloads(topics: Iterable[str]) -> Iterator[str]:
-    """Topics joined by commas, in pieces that fit into a notification."""
-    piece = ""
-    for topic in sorted(topics):
-        if len(piece) + len(topic) >= _MAX_PAYLOAD:
-            yield piece
-            piece = ""
-        piece = f"{piece},{topic}" if piece else topic
-    if piece:
-        yield piece
 
 
 def _redact(url: str) -> str:

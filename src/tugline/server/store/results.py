@@ -182,35 +182,29 @@ def digest_of(tx: Tx, session: str) -> str | None:
 
 def get_blob(tx: Tx, session: str) -> str:
     """Name of its trajectory's blob. Raises `Missing`, also if the session never ran."""
-    row = tx.fetch_one("SELECT blob FROM results WHERE session = :session", session=session)
-    if row is None:
-        raise _no_result(session)
-    if not row[0]:
+    blob, _ = _get(tx, "session", session)
+    if not blob:
         msg = f"session {session!r} never ran: it has no trajectory"
         raise Missing(msg)
-    return str(row[0])
+    return blob
 
 
 def get(tx: Tx, session: str) -> ResultView:
     """The result of a session. Raises `Missing`."""
-    row = tx.fetch_one("SELECT view FROM results WHERE session = :session", session=session)
-    if row is None:
-        raise _no_result(session)
-    return _view.decode(row[0])
+    return _get(tx, "session", session)[1]
 
 
 def get_at(tx: Tx, position: int) -> ResultView:
     """The result that was committed at a position. Raises `Missing`."""
-    row = tx.fetch_one("SELECT view FROM results WHERE position = :position", position=position)
+    return _get(tx, "position", position)[1]
+
+
+def _get(tx: Tx, column: str, value: str | int) -> tuple[str, ResultView]:
+    row = tx.fetch_one(f"SELECT blob, view FROM results WHERE {column} = :value", value=value)  # noqa: S608 - constants
     if row is None:
-        msg = f"no result at position {position}"
+        msg = f"{column} {value!r} has no result, or is unknown"
         raise Missing(msg)
-    return _view.decode(row[0])
-
-
-def _no_result(session: str) -> Missing:
-    msg = f"session {session!r} has no result, or is unknown"
-    return Missing(msg)
+    return row[0], _view.decode(row[1])
 
 
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
