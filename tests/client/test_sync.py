@@ -15,14 +15,12 @@ from tugline.errors import Missing, UsageError
 
 
 def test_both_clients_have_the_same_methods() -> None:
-    """With the same arguments; waiting alone may be bounded here."""
+    """With the same arguments."""
     for name, method in inspect.getmembers(Client, inspect.isfunction):
         if not name.startswith("_"):
             here = inspect.signature(getattr(SyncClient, name), eval_str=True).parameters
             there = inspect.signature(method, eval_str=True).parameters
-            extra = {"within_s"} if name == "wait" else set()
-            assert list(here.values())[: len(there)] == list(there.values()), name
-            assert set(here) - set(there) == extra, name
+            assert list(here.values()) == list(there.values()), name
 
 
 async def test_it_does_what_the_other_one_does(house: House) -> None:

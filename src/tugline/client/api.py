@@ -144,10 +144,13 @@ class Client:
                 if not names:
                     return
 
-    async def wait(self, tasks: str | Iterable[str]) -> list[protocol.TaskView]:
-        """Wait until all of these tasks are released; use ``asyncio.timeout`` for a bound."""
+    async def wait(
+        self, tasks: str | Iterable[str], *, within_s: float | None = None
+    ) -> list[protocol.TaskView]:
+        """Wait until all of these tasks are released. Raises `TimeoutError` after `within_s`."""
         names = [tasks] if isinstance(tasks, str) else list(tasks)
-        views = {view.id: view async for view in self.released(names)}
+        async with asyncio.timeout(within_s):
+            views = {view.id: view async for view in self.released(names)}
         return [views[name] for name in names]
 
     # ---------------------------------------------------------------------- results

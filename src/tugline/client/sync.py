@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tugline.client.api import DEADLINE_S, Client
 from tugline.errors import UsageError
-from tugline.protocol import TaskView
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,6 +110,7 @@ class SyncClient:
     sessions = _iterate(Client.sessions)
     cancel = _block(Client.cancel)
     released = _iterate(Client.released)
+    wait = _block(Client.wait)
 
     results = _iterate(Client.results)
     groups = _iterate(Client.groups)
@@ -134,10 +134,6 @@ class SyncClient:
     pause = _block(Client.pause)
     resume = _block(Client.resume)
     paused = _enter(Client.paused)
-
-    def wait(self, tasks: str | Iterable[str], *, within_s: float | None = None) -> list[TaskView]:
-        """Wait until all of these tasks are released. Raises `TimeoutError` after `within_s`."""
-        return self._run(asyncio.wait_for(self._client.wait(tasks), within_s))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the client's loop. An interrupt here cancels the work there."""

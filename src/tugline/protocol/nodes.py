@@ -7,12 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from tugline.types import Boundary, Session, Status, Task
-from tugline.types.task import BIG
-
-Label = dict[
-    Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]
-]
-Labels = Annotated[Label, Meta(max_length=64)]
+from tugline.types.task import BIG, Labels
 
 
 class PauseMode(StrEnum):

@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from tugline import log
-from tugline.errors import Invalid, StoreError
+from tugline.errors import StoreError
 from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
@@ -155,13 +155,7 @@ class Weights:
         self._database = database
 
     async def announce(self, version: int) -> Barrier:
-        """Announce new weights; sessions too far behind restart if their task says so.
-
-        Raises `Invalid`.
-        """
-        if version < 0:
-            msg = f"version is {version}, must be 0 or more"
-            raise Invalid(msg, field="version")
+        """Announce new weights; sessions too far behind restart if their task says so."""
         control = await self._database.write(_announce, version)
         return await self._barrier(control, WITHIN_S)
 

@@ -12,6 +12,11 @@ BIG = 2**53 - 1
 Seconds = Annotated[float, Meta(gt=0, le=_WEEK_S)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
+Label = dict[
+    Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]
+]
+Labels = Annotated[Label, Meta(max_length=64)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class PluginSpec(msgspec.Struct, frozen=True):
@@ -77,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """Most tokens of one response."""
     seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
     """Seed of a session; each call derives its own from this and its number."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[_Stop, ...], Meta(max_length=64)] = ()
     """Strings that end a response."""
 
 
@@ -161,5 +166,5 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """When the group is released, and what happens to its remaining samples."""
     callback: Callback | None = None
     """Webhook for results; without one they are read from the server."""
-    tags: dict[str, str] = {}
+    tags: Labels = {}
     """User-defined labels to find tasks by; stored with their results."""

@@ -6,11 +6,12 @@ treat the nodes as its own. Readers see the last commit and never wait for the w
 
 from __future__ import annotations
 
-import fcntl
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from tugline.errors import StoreError, UsageError
 from tugline.server.store.base import STEPS, Connection, Driver
@@ -30,8 +31,14 @@ class Sqlite(Driver):
         """Lock the file for this process and bring its tables up to date."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(0o600)  # SQLite gives its other files the same mode
-        self._lock = self._path.with_name(self._path.name + ".lock").open("w")
-        self._acquire_lock()
+        self._lock = FileLock(
+            f"{self._path}.lock", mode=0o600, preserve_lock_file=True, thread_local=False
+        )
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            msg = f"store {self._path} is used by another server; stop it, or give this one another"
+            raise UsageError(msg) from None
         try:
             self._migrate()
         except BaseException:
@@ -53,15 +60,7 @@ class Sqlite(Driver):
 
     def release(self) -> None:
         """Unlock the file."""
-        self._lock.close()
-
-    def _acquire_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            msg = f"store {self._path} is used by another server; stop it, or give this one another"
-            raise UsageError(msg) from None
+        self._lock.release()
 
     def _migrate(self) -> None:
         connection = self.connect()
