@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tugline import log, protocol
-from tugline.errors import FencedError, Missing, StoreError
+from tugline.errors import StoreError
 from tugline.server.blobs import Blobs
 from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
@@ -101,19 +101,16 @@ class ServerDispatcher:
         return await self._respond(node, await self._renew(node, renewal), renewal.held, ())
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
-        """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result."""
+        """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result.
+
+        The blob of one that is tried again has no row; retention removes it.
+        """
         digest = await compute_digest(trajectory)
         if await self._database.read(leases.find_lease, session, epoch, digest) is None:
             return protocol.Commit(protocol.CommitOutcome.ALREADY)
         end = await read_end(session, epoch, trajectory, digest)
         await self._blobs.put(end.blob, trajectory)
-        try:
-            outcome = await self._database.write(leases.commit, session, epoch, end)
-        except (FencedError, Missing):
-            await self._delete_blob(end.blob)
-            raise
-        if outcome is protocol.CommitOutcome.REQUEUED:
-            await self._delete_blob(end.blob)
+        outcome = await self._database.write(leases.commit, session, epoch, end)
         self._logs.notify(session)
         return protocol.Commit(outcome)
 
@@ -208,12 +205,6 @@ class ServerDispatcher:
         while len(self._task_cache) > _CACHED_TASKS:
             self._task_cache.popitem(last=False)
         return found
-
-    async def _delete_blob(self, blob: str) -> None:
-        try:
-            await self._blobs.delete(blob)
-        except StoreError as error:  # retention removes it later
-            _log.warning("blob left behind", blob=blob, error=str(error))
 
     # ------------------------------------------------------------------ granting
     async def _grant(self) -> None:

@@ -50,31 +50,35 @@ Page = Callable[[], Awaitable[bytes]]
 
 
 class _EventCounts:
-    """Counters derived from events."""
+    """Counters derived from events; the attributes are named like the metrics."""
 
     def __init__(self) -> None:
-        self.kinds = Counter[str]({kind.value: 0 for kind in EventKind})
-        self.requeued = Counter[str]()
-        self.results = Counter[str]()
-        self.failures = Counter[str]()
-        self.tokens = Counter[str]()
-        self.waited = Distribution((*MOMENTS, *SPELLS[5:]))
+        self.events_total = Counter[str]({kind.value: 0 for kind in EventKind})
+        self.requeued_total = Counter[str]()
+        self.results_total = Counter[str]()
+        self.failures_total = Counter[str]()
+        self.tokens_total = Counter[str]()
+        self.queue_seconds = Distribution((*MOMENTS, *SPELLS[5:]))
+
+    def values(self) -> dict[str, Values]:
+        """The metrics by name."""
+        return {f"tugline_{name}": value for name, value in vars(self).items()}
 
     def add(self, event: Event) -> None:
         """Count one event."""
         detail = event.detail
-        self.kinds[event.kind] += 1
+        self.events_total[event.kind] += 1
         if event.kind is EventKind.REQUEUED:
             reason = str(detail.get("reason", "")).partition(":")[0]
-            self.requeued[reason if reason in _REASONS else "released"] += 1
+            self.requeued_total[reason if reason in _REASONS else "released"] += 1
         elif event.kind is EventKind.LEASED and "waited" in detail:
-            self.waited.add(float(detail["waited"]))
+            self.queue_seconds.add(float(detail["waited"]))
         elif event.kind is EventKind.RESULT:
-            self.results[str(detail.get("status", ""))] += 1
+            self.results_total[str(detail.get("status", ""))] += 1
             if "boundary" in detail:
-                self.failures[str(detail["boundary"])] += 1
+                self.failures_total[str(detail["boundary"])] += 1
             for kind in ("sampled", "trained"):
-                self.tokens[kind] += int(detail.get(kind, 0))
+                self.tokens_total[kind] += int(detail.get(kind, 0))
 
 
 class ServerMetrics:
@@ -120,7 +124,7 @@ class ServerMetrics:
             "tugline_store_commit_operations": {store: self._batch},
             "tugline_waiting": self.waiting(),
         }
-        return families(_METRICS, _gauges(stats) | _counters(self._event_counts) | measured)
+        return families(_METRICS, _gauges(stats) | self._event_counts.values() | measured)
 
     async def _count_events(self) -> None:
         """Count the events since the last scrape; on the first one, since the start."""
@@ -150,15 +154,4 @@ def _gauges(stats: QueueStats) -> dict[str, Values]:
         "tugline_position": counts.position,
         "tugline_weights_version": counts.version,
         "tugline_weights_paused": counts.paused,
-    }
-
-
-def _counters(counts: _EventCounts) -> dict[str, Values]:
-    return {
-        "tugline_events_total": counts.kinds,
-        "tugline_requeued_total": counts.requeued,
-        "tugline_results_total": counts.results,
-        "tugline_failures_total": counts.failures,
-        "tugline_tokens_total": counts.tokens,
-        "tugline_queue_seconds": counts.waited,
     }

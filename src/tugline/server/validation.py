@@ -152,7 +152,7 @@ async def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
 
 
 def _read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
-    trajectory = _decode_trajectory(data)
+    trajectory = decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
         msg = f"a result of {session} must name it and be final, not {trajectory.session} {status}"
@@ -174,7 +174,8 @@ def _read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     )
 
 
-def _decode_trajectory(data: bytes) -> Trajectory:
+def decode_trajectory(data: bytes) -> Trajectory:
+    """A trajectory from its compressed bytes. Raises `Invalid`, also for too large a one."""
     try:
         size = zstandard.frame_content_size(data)
         if size > MAX_TRAJECTORY:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import zstandard
 from msgspec import Meta
 from starlette.responses import Response
 
@@ -21,15 +20,14 @@ from tugline.protocol.nodes import Epoch
 from tugline.server.http import route
 from tugline.server.http.answers import Refusal
 from tugline.server.store import nodes, results, sessions, tasks
-from tugline.types import Status, Task, Trajectory, decode
+from tugline.server.validation import decode_trajectory
+from tugline.types import Status, Task
 
 MAX_BATCH = 1000
 """Tasks of one request."""
 MAX_BATCH_BYTES = 64 << 20
 MAX_RESULT = 256 << 20
 """Bytes of a trajectory as its node sends it."""
-MAX_UNPACKED = 1 << 30
-"""Bytes of a trajectory that is answered as JSON."""
 MAX_CHUNK = 4 << 20
 """Bytes of log in one request."""
 MAX_HELD = 16 << 20
@@ -198,19 +196,7 @@ async def get_trajectory(call: route.ApiCall[route.Nothing, route.Nothing]) -> R
 
 
 def _to_json(data: bytes) -> bytes:
-    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-        plain = reader.read(MAX_UNPACKED + 1)
-    if len(plain) > MAX_UNPACKED:
-        msg = f"this trajectory has over {MAX_UNPACKED} bytes; take it as {route.ZSTD}"
-        raise Refusal(msg, "not-acceptable", known=(route.ZSTD,))
-    return msgspec.json.encode(decode(plain, Trajectory), enc_hook=_encode_array)
-
-
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    msg = f"cannot encode {type(value).__name__} as JSON"
-    raise NotImplementedError(msg)
+    return msgspec.json.encode(decode_trajectory(data), enc_hook=np.ndarray.tolist)
 
 
 # --------------------------------------------------------------------------- for nodes
