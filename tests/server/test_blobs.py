@@ -75,6 +75,15 @@ async def test_what_was_put_comes_back(blobs: Blobs) -> None:
         await blobs.get("task-1.1.def")
 
 
+async def test_no_id_looks_like_a_half_written_file(blobs: Blobs) -> None:
+    """The result of a task whose id begins like a name of ours is kept and listed."""
+    names = {".tmp-a-0.1.x", "..-0.1.x", "--0.1.x", "CON-0.1.x"}
+    for name in names:
+        await blobs.put(name, b"data")
+    assert await _names(blobs, time.time() + 60) == names
+    assert {await blobs.get(name) for name in names} == {b"data"}
+
+
 async def test_old_ones_can_be_listed(blobs: Blobs) -> None:
     """Only what was put before the given time is listed, each name once."""
     names = {f"task-{n}.1.x" for n in range(20)}
@@ -104,7 +113,7 @@ async def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None
     blobs = LocalBlobs(tmp_path)
     await blobs.put("task-0.1.a", b"x")
     [path] = _files(tmp_path)
-    half = path.with_name(".tmp-1234")
+    half = path.with_name("~1234")
     half.write_bytes(b"half")
     assert await _names(blobs, time.time() - 60) == set()
     assert half.exists(), "it may be written right now"

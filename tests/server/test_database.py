@@ -170,6 +170,19 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
                 pass
 
 
+async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
+    """The server says so before it takes any work; a page of zeros would start as empty tables."""
+    path = tmp_path / "a.db"
+    async with open_database(f"sqlite:{path}"):
+        pass
+    with path.open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(bytes(4096))
+    with pytest.raises(StoreError, match=r"damaged .*restore it from a backup|malformed"):
+        async with open_database(f"sqlite:{path}"):
+            pass
+
+
 async def test_a_store_of_a_later_version_is_refused(store_url: str) -> None:
     """It is left as it is, and the message says which layouts there are."""
     async with open_database(store_url) as database:

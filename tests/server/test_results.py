@@ -79,7 +79,7 @@ async def test_one_result(database: Database) -> None:
     assert (view.session, view.reward, view.sampled) == ("a-0", 0.5, 7)
     assert await database.read(results.get_at, view.position) == view
     assert await database.read(results.digest_of, "a-0") == "a-0"
-    assert await database.read(results.get_blob, "a-0") == "a-0.1.x"
+    assert await database.read(results.get_blob, "a-0") == ("a-0.1.x", "a-0")
     assert await database.read(results.digest_of, "a-1") is None
     for op, key in ((results.get, "a-1"), (results.get_blob, "a-1"), (results.get_at, 0)):
         with pytest.raises(Missing):

@@ -8,6 +8,7 @@ from leased import Idler, a_task
 from tugline.errors import Missing
 from tugline.server.control import ControlPlane
 from tugline.server.store import results, sessions, stats, tasks
+from tugline.server.store.events import latest
 
 
 async def finished(control: ControlPlane, *names: str) -> int:
@@ -48,6 +49,13 @@ async def test_what_everybody_has_is_forgotten(control: ControlPlane) -> None:
     counts = await control.database.read(stats.counts)
     assert (counts.sessions, counts.tasks_open) == ({"completed": 4, "queued": 1}, 1)
     assert await finished(control, "a") > position, "the id is free again"
+    await control.database.write(results.ack, "trainer", await control.database.read(latest))
+    await control.database.write(results.ack, "archive", await control.database.read(latest))
+    assert await control.database.write(delete, later) == 2
+    changed = a_task("a", tags={"other": "body"})
+    await control.submit([changed])
+    node = await Idler.join(control, "last")
+    assert changed in [work.task for work in (await node.ask()).work], "the body is the new one"
 
 
 async def test_what_is_still_to_be_told_is_kept(control: ControlPlane) -> None:

@@ -13,12 +13,14 @@ import aiohttp
 import msgspec
 import zstandard
 
+from tugline import log
 from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
 from tugline.errors import ServerError
 from tugline.protocol import Consumer, Counts, Event, Results, ResultView, SessionView, TaskView
 from tugline.types import TERMINAL, Trajectory, decode
 
 _FRAMES = "application/x-msgpack"
+_log = log.get("client")
 _GROUP_LIMIT = 100
 """Most results in a page of groups: all results of a group are in memory at once."""
 
@@ -115,7 +117,10 @@ class Result:
     def __init__(self, view: ResultView, packed: bytes) -> None:
         self.view = view
         self.packed = packed
-        """`types.encode`, zstd-compressed; empty for a session that never ran."""
+        """`types.encode`, zstd-compressed; empty for a session that never ran.
+
+        Also empty, beside ``view.bytes`` > 0, if the server has lost it.
+        """
 
     @property
     def cursor(self) -> int:
@@ -124,7 +129,7 @@ class Result:
 
     @cached_property
     def trajectory(self) -> Trajectory | None:
-        """The session's trajectory; None for a session that never ran."""
+        """The session's trajectory; None for one that never ran, or was lost."""
         return unpack(self.packed) if self.packed else None
 
     def __repr__(self) -> str:
@@ -217,6 +222,8 @@ async def _stream_pages(
             gathered: dict[str, list[Result]] = {name: [] for name in groups}
             for view in page.items:
                 result = Result(view, await _read_frame(answer) or b"")
+                if view.bytes and not result.packed:
+                    _log.error("the server has lost a trajectory", session=view.session)
                 if not query.groups:
                     yield page, result
                 else:

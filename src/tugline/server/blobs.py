@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tugline.errors import Missing, StoreError, UsageError
 
-_TEMPORARY = ".tmp-"
+_TEMPORARY = "~"
+"""Begins the names of files that are not complete; ids of sessions cannot contain it."""
 _CHUNK = 1000
 
 
@@ -40,6 +41,8 @@ class LocalBlobs:
             try:
                 return await asyncio.to_thread(path.read_bytes)
             except FileNotFoundError:
+                if not path.parent.exists():  # the disk is not mounted
+                    raise
                 raise _missing(name) from None
 
     async def delete(self, name: str) -> None:
@@ -58,7 +61,7 @@ class LocalBlobs:
                 yield await asyncio.to_thread(_list_older, shard, than)
 
     def _path(self, name: str) -> Path:
-        if Path(name).name != name:
+        if Path(name).name != name or not name.strip("."):
             raise _missing(name)
         return self._folder / hashlib.sha256(name.encode()).hexdigest()[:2] / name
 

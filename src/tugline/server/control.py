@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from tugline import log
-from tugline.errors import StoreError
+from tugline.errors import Missing, StoreError
 from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
@@ -24,7 +24,7 @@ from tugline.server.logs import LogPart, Logs
 from tugline.server.store import events, leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
-from tugline.server.validation import pack_tasks
+from tugline.server.validation import compute_digest, pack_tasks
 from tugline.server.webhooks import WebhookSender
 from tugline.types import Status, Task
 
@@ -120,8 +120,16 @@ class ControlPlane:
         return await self.database.poll(read, topics, wait_s, lambda page: bool(page.items))
 
     async def trajectory(self, session: str) -> bytes:
-        """The result of a session, encoded and compressed. Raises `Missing`."""
-        return await self.blobs.get(await self.database.read(results.get_blob, session))
+        """The result of a session, encoded and compressed.
+
+        Raises `Missing`, also for a blob that is not what was committed.
+        """
+        name, digest = await self.database.read(results.get_blob, session)
+        data = await self.blobs.get(name)
+        if await compute_digest(data) != digest:
+            msg = f"the result of {session} is damaged: blob {name!r} has not the SHA-256 {digest}"
+            raise Missing(msg)
+        return data
 
     async def events(
         self, *, after: int, limit: int = 100, wait_s: float = 0.0, task: str | None = None

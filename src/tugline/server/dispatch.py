@@ -9,7 +9,6 @@ renewals repeat everything.
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,7 +25,6 @@ from tugline.types import Session, Task
 
 MAX_WAIT_S = 60.0
 """No request waits longer, whatever it asks for."""
-_CACHED_TASKS = 64
 _PAUSE_S = 0.2
 _log = log.get("server")
 
@@ -57,7 +55,6 @@ class ServerDispatcher:
         self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, _Known] = {}
-        self._task_cache: OrderedDict[str, Task] = OrderedDict()
         self._tokens: dict[str, str] = {}
         self._nodes_changed = database.hub.add("nodes")
         self._tokens_changed = database.hub.add("nodes")
@@ -182,7 +179,8 @@ class ServerDispatcher:
         held: Sequence[protocol.HeldSession],
         granted: Sequence[Session],
     ) -> protocol.LeaseResponse:
-        bodies = await self._read_tasks({session.task for session in granted})
+        ids = {session.task for session in granted}
+        bodies = await self._read_tasks(ids) if ids else {}
         known = self._known[node] = self._summarize(orders, held)
         unique = {session.id: session for session in granted}
         return protocol.LeaseResponse(
@@ -194,17 +192,7 @@ class ServerDispatcher:
         )
 
     async def _read_tasks(self, ids: set[str]) -> dict[str, Task]:
-        found = {task: self._task_cache[task] for task in ids if task in self._task_cache}
-        if absent := ids - found.keys():
-            found |= await self._database.read(
-                lambda tx: {task: tasks.body(tx, task) for task in absent}
-            )
-        for task in ids:
-            self._task_cache[task] = found[task]
-            self._task_cache.move_to_end(task)
-        while len(self._task_cache) > _CACHED_TASKS:
-            self._task_cache.popitem(last=False)
-        return found
+        return await self._database.read(lambda tx: {task: tasks.body(tx, task) for task in ids})
 
     # ------------------------------------------------------------------ granting
     async def _grant(self) -> None:

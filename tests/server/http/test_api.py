@@ -147,9 +147,19 @@ async def _frames(got: aiohttp.ClientResponse) -> AsyncIterator[tuple[Results, l
         yield page, [await part() for _ in page.items]
 
 
-async def test_the_binary_stream_has_the_trajectories_in_it(server: Served) -> None:
-    """Frames as documented: a `Results`, then each item's bytes; none for what never ran."""
-    await server.finish(samples=2)
+async def test_the_binary_stream_has_the_trajectories_in_it(server: Served, tmp_path: Path) -> None:
+    """Frames as documented: a `Results`, then each item's bytes; none for what never ran.
+
+    Nor for a result of which one bit is damaged, and for one whose file is lost.
+    """
+    await server.finish(samples=4)
+    damaged, lost = (next(tmp_path.rglob(f"t-{n}.*")) for n in (1, 3))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    lost.unlink()
+    answer = await server.ask("GET", "/v1/sessions/t-1/trajectory", "read")
+    assert (answer.status, damaged.name in answer.json["detail"]) == (404, True)
     await server.submit(id="u")
     await server.ask("POST", "/v1/tasks/u/cancel")
     accept = {"accept": "application/x-msgpack"}
@@ -157,10 +167,10 @@ async def test_the_binary_stream_has_the_trajectories_in_it(server: Served) -> N
     async with server.request("GET", how, "read", headers=accept) as got:
         frames = [frame async for frame in _frames(got)]
     told = [(page.items[0].session, data) for page, (data,) in frames]
-    assert [name for name, _ in told] == ["t-0", "t-1", "u-0"]
+    assert [name for name, _ in told] == ["t-0", "t-1", "t-2", "t-3", "u-0"]
+    assert [bool(data) for _, data in told] == [True, False, True, False, False]
     plain = zstandard.ZstdDecompressor().decompressobj().decompress(told[0][1])
     assert decode(plain, Trajectory).session == "t-0"
-    assert told[2][1] == b""
 
 
 async def test_lines_go_on_with_what_comes(server: Served) -> None:

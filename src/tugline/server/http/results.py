@@ -4,7 +4,7 @@ Results come as a page, a line for each page, or a binary stream with the trajec
 have the same `Results` in the same order, and `Results.cursor` is what a consumer acknowledges. The
 binary stream is made of frames; a frame is a four-byte big-endian length and that many bytes of
 msgpack (`Results`), followed by one such length and that many bytes of trajectory for each of its
-items, where a length of 0 says that the session never ran.
+items, where a length of 0 says that the session never ran, or that its trajectory is lost.
 """
 
 from collections.abc import AsyncGenerator
@@ -14,13 +14,25 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from tugline.errors import Invalid
-from tugline.protocol import Ack, Consumer, Counts, Delivery, DeliveryState, Event, Results
+from tugline import log
+from tugline.errors import Invalid, Missing
+from tugline.protocol import (
+    Ack,
+    Consumer,
+    Counts,
+    Delivery,
+    DeliveryState,
+    Event,
+    Results,
+    ResultView,
+)
+from tugline.server.control import ControlPlane
 from tugline.server.http import route
 from tugline.server.store import events, nodes, results, stats
 from tugline.web.sse import encode_event
 
 ROUTES = route.Routes()
+_log = log.get("server")
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +111,16 @@ async def _frames(
     async for page in _pages(call, first):
         yield _frame(msgspec.msgpack.encode(page))
         for item in page.items:
-            yield _frame(await call.control.trajectory(item.session) if item.bytes else b"")
+            yield _frame(await _read_trajectory(call.control, item) if item.bytes else b"")
+
+
+async def _read_trajectory(control: ControlPlane, item: ResultView) -> bytes:
+    """Empty for one that is lost or damaged: what follows it can still be read."""
+    try:
+        return await control.trajectory(item.session)
+    except Missing as error:
+        _log.error("result lost", session=item.session, error=str(error))
+        return b""
 
 
 def _frame(data: bytes) -> bytes:

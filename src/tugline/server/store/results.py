@@ -180,31 +180,34 @@ def digest_of(tx: Tx, session: str) -> str | None:
     return row[0] if row else None
 
 
-def get_blob(tx: Tx, session: str) -> str:
-    """Name of its trajectory's blob. Raises `Missing`, also if the session never ran."""
-    blob, _ = _get(tx, "session", session)
+def get_blob(tx: Tx, session: str) -> tuple[str, str]:
+    """Name and digest of its trajectory's blob. Raises `Missing`, also if it never ran."""
+    blob, digest, _ = _get(tx, "session", session)
     if not blob:
         msg = f"session {session!r} never ran: it has no trajectory"
         raise Missing(msg)
-    return blob
+    return blob, digest
 
 
 def get(tx: Tx, session: str) -> ResultView:
     """The result of a session. Raises `Missing`."""
-    return _get(tx, "session", session)[1]
+    return _get(tx, "session", session)[2]
 
 
 def get_at(tx: Tx, position: int) -> ResultView:
     """The result that was committed at a position. Raises `Missing`."""
-    return _get(tx, "position", position)[1]
+    return _get(tx, "position", position)[2]
 
 
-def _get(tx: Tx, column: str, value: str | int) -> tuple[str, ResultView]:
-    row = tx.fetch_one(f"SELECT blob, view FROM results WHERE {column} = :value", value=value)  # noqa: S608 - constants
+def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
+    row = tx.fetch_one(
+        f"SELECT blob, digest, view FROM results WHERE {column} = :value",  # noqa: S608 - constants
+        value=value,
+    )
     if row is None:
         msg = f"{column} {value!r} has no result, or is unknown"
         raise Missing(msg)
-    return row[0], _view.decode(row[1])
+    return row[0], row[1], _view.decode(row[2])
 
 
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:

@@ -66,6 +66,9 @@ class Sqlite(Driver):
         connection = self.connect()
         try:
             connection.begin(durable=True)
+            if (found := connection.fetch_one("PRAGMA quick_check(1)")) != ("ok",):
+                msg = f"the file is damaged ({found}); restore it from a backup"
+                raise sqlite3.DatabaseError(msg)
             layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
             self.migrate(connection, layout)
             connection.run(f"PRAGMA user_version = {len(STEPS)}")

@@ -6,6 +6,7 @@ A body is packed once and never changes. What is queried for many tasks at once 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import zstandard
@@ -40,6 +41,7 @@ def pack(task: Task) -> Packed:
     return Packed(task, body, hashlib.sha256(data).hexdigest())
 
 
+@lru_cache(maxsize=64)
 def unpack(body: bytes) -> Task:
     """Decode the task of a row."""
     return decode(zstandard.ZstdDecompressor().decompress(body), Task)
