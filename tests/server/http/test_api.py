@@ -147,19 +147,25 @@ async def _frames(got: aiohttp.ClientResponse) -> AsyncIterator[tuple[Results, l
         yield page, [await part() for _ in page.items]
 
 
+def _spoil(folder: Path, damaged: str, lost: str) -> str:
+    """Change one bit of a session's result and remove that of another; the name of the first."""
+    next(folder.rglob(f"{lost}.*")).unlink()
+    path = next(folder.rglob(f"{damaged}.*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path.name
+
+
 async def test_the_binary_stream_has_the_trajectories_in_it(server: Served, tmp_path: Path) -> None:
     """Frames as documented: a `Results`, then each item's bytes; none for what never ran.
 
     Nor for a result of which one bit is damaged, and for one whose file is lost.
     """
     await server.finish(samples=4)
-    damaged, lost = (next(tmp_path.rglob(f"t-{n}.*")) for n in (1, 3))
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    lost.unlink()
+    damaged = _spoil(tmp_path, "t-1", "t-3")
     answer = await server.ask("GET", "/v1/sessions/t-1/trajectory", "read")
-    assert (answer.status, damaged.name in answer.json["detail"]) == (404, True)
+    assert (answer.status, damaged in answer.json["detail"]) == (404, True)
     await server.submit(id="u")
     await server.ask("POST", "/v1/tasks/u/cancel")
     accept = {"accept": "application/x-msgpack"}
