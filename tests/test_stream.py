@@ -80,12 +80,16 @@ def trajectory(session: str, of: str, sample: int, reward: float | None) -> Traj
     )
 
 
+ONCE = Group(attempts=1, retry_s=0)
+"""Nothing is tried again."""
+
+
 async def finish(house: House, **tasks: list[float | None]) -> None:
     """Submit these tasks, and play a node that earns these rewards, task by task."""
     async with house.client() as client, NodeClient(house.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=99, capacity=99))
         for name, rewards in tasks.items():
-            await client.submit(task(name, samples=len(rewards), group=Group(attempts=1)))
+            await client.submit(task(name, samples=len(rewards), group=ONCE))
             ask = LeaseRequest(capacity=99, applied=welcome.control.generation, wait_s=5.0)
             for one in (await node.lease(welcome.node, ask)).work:
                 of = one.session
