@@ -102,12 +102,24 @@ async def test_a_silent_server_is_given_up_at_the_deadline() -> None:
         assert len(requests) == 1
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 500])
+async def test_what_a_proxy_says_is_no_refusal(status: int) -> None:
+    """An error that is not ours is tried again like 502, whatever its status and form."""
+    page = PlainTextResponse("<html>no</html>", status)
+    other = JSONResponse({"type": "about:blank", "title": "", "status": 1, "detail": ""}, status)
+    ours = JSONResponse({"version": 7})
+    async with server(lambda n: (page, other, ours)[n - 1]) as (http, requests, _):
+        assert await http.ask("GET", "/x", Version) == Version(7)
+        assert len(requests) == 3
+
+
 async def test_a_foreign_server_is_told_apart() -> None:
     """An answer that is none of ours is quoted, not taken for a success."""
     async with server(lambda _n: PlainTextResponse("<html>hello")) as (http, _, _):
         with pytest.raises(ServerError, match="is it a Tugline server"):
             await http.ask("GET", "/x", Version)
-    async with server(lambda _n: PlainTextResponse("no such page", 404)) as (http, _, _):
+    page = PlainTextResponse("no such page", 404)
+    async with server(lambda _n: page, deadline_s=0.2) as (http, _, _):
         with pytest.raises(ServerError, match="404 Not Found: no such page"):
             await http.ask("GET", "/x", Version)
     with pytest.raises(UsageError, match="must be a URL"):

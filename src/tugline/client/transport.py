@@ -20,7 +20,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
-from tugline.protocol import Problem
+from tugline.protocol import PROBLEM, Problem
 
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[None]]
@@ -222,14 +222,18 @@ def _parse_retry_after(response: aiohttp.ClientResponse) -> float:
 
 
 def _parse_problem(response: aiohttp.ClientResponse, data: bytes) -> ServerError:
-    """The error that a problem body describes; any other body is quoted."""
+    """The error that a problem body describes; of any other body, which is quoted, a 502.
+
+    That comes from a proxy, whose 401 or 404 says nothing about the request.
+    """
     try:
         problem = msgspec.json.decode(data, type=Problem)
     except msgspec.DecodeError:
+        problem = None
+    if problem is None or not problem.type.startswith(PROBLEM):
         text = " ".join(data[:200].decode(errors="replace").split())
-        message = f"{response.status} {response.reason}: {text}"
-        return ServerError(message, status=response.status)
-    name = "missing" if response.status == 404 else problem.type.rpartition(":")[2]
+        return ServerError(f"{response.status} {response.reason}: {text}", status=502)
+    name = "missing" if response.status == 404 else problem.type.removeprefix(PROBLEM)
     kind = _CLASSES.get(name, ServerError)
     return kind(problem.detail, status=response.status, field=problem.field)
 

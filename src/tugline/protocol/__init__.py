@@ -8,6 +8,7 @@ survives every restart (I3).
 `Dispatcher` is all that a node needs of a server, over HTTP or in the same process.
 """
 
+from tugline.protocol.clients import PROBLEM as PROBLEM
 from tugline.protocol.clients import Accepted as Accepted
 from tugline.protocol.clients import Ack as Ack
 from tugline.protocol.clients import Cancelled as Cancelled

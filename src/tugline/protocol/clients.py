@@ -216,6 +216,10 @@ class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     group: TaskView | None = None
 
 
+PROBLEM = "urn:tugline:problem:"
+"""Prefix of `Problem.type`; an error without it is not from a Tugline server."""
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error body, RFC 9457."""
 

@@ -20,7 +20,7 @@ import msgspec
 from starlette.responses import Response
 
 from tugline import errors, log
-from tugline.protocol import Problem
+from tugline.protocol import PROBLEM, Problem
 
 PROBLEMS: dict[str, tuple[int, str]] = {
     "malformed": (400, "The request cannot be parsed"),
@@ -42,7 +42,6 @@ PROBLEMS: dict[str, tuple[int, str]] = {
 }
 """Name to status and title; the name is the last part of `Problem.type`."""
 
-PREFIX = "urn:tugline:problem:"
 MEDIA = "application/problem+json"
 
 _HEADERS = {
@@ -73,7 +72,7 @@ def respond(error: Exception) -> Response:
         detail = f"something went wrong here; the server's log has it under the id {fault}"
     status, title = PROBLEMS[name]
     problem = Problem(
-        type=PREFIX + name,
+        type=PROBLEM + name,
         title=title,
         status=status,
         detail=detail,
