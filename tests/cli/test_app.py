@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -9,7 +10,8 @@ from importlib import import_module
 import pytest
 from cyclopts import App
 
-from tugline.cli.app import COMMANDS
+from commands import TUGLINE, run_command
+from tugline.cli.app import COMMANDS, make_app
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
 """Libraries of gateway, server and engine."""
@@ -22,6 +24,45 @@ def test_the_summary_is_the_one_of_the_command(name: str) -> None:
     command = getattr(import_module(f"tugline.cli.{name}"), name)
     help_ = command.help if isinstance(command, App) else command.__doc__
     assert help_.partition("\n")[0] == COMMANDS[name]
+    assert name in make_app(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("stauts", "there is no command 'stauts'"),
+        ("status --jsn", "Unknown option: --jsn"),
+        ("logs", "requires an argument"),
+        ("logs a-0 --tail 0", "Must be >= 1"),
+        ("harness chek", "chek"),
+    ],
+)
+def test_what_is_no_command_or_option_is_one_line(words: str, line: str) -> None:
+    """On stderr, with exit code 2."""
+    done = run_command(*words.split())
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert line in done.stderr
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+    """As ``head`` does."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as nobody:
+        argv = [TUGLINE, "task", "schema"]
+        done = subprocess.run(
+            argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_options_stand_before_and_behind_arguments() -> None:
+    """Each of many arguments is taken; an option that is repeated collects its values."""
+    words = "export sft a.rec --out x --tag k=1 b.rec --tag l=2 --min-reward -1 --json"
+    _, bound, _ = make_app("export").parse_args(words.split())
+    given = bound.arguments
+    assert (given["form"], given["sessions"], given["as_json"]) == ("sft", ("a.rec", "b.rec"), True)
+    assert (given["which"].tag, given["which"].min_reward) == (["k=1", "l=2"], -1.0)
 
 
 @pytest.mark.parametrize(

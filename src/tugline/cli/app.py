@@ -6,6 +6,7 @@ The file of a command is imported when the command is called, so that ``--help``
 server that was killed is back before its clients notice.
 """
 
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -68,10 +69,14 @@ def main() -> None:
     log.configure()  # warnings to stderr: stdout has only what a command prints
     try:
         make_app(called)(sys.argv[1:])
+        sys.stdout.flush()
     except CycloptsError as error:
         _exit(f"{error} See tugline {called} --help", 2)
     except TuglineError as error:
         _exit(str(error), 2 if _is_correctable(error) else 1)
+    except BrokenPipeError:  # nobody reads stdout any more, as behind `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _exit(f"{where}{error.strerror or error}", 1)
