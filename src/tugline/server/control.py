@@ -186,13 +186,7 @@ class Weights:
             within_s,
             lambda names: not names[1],
         )
-        return Barrier(
-            generation=control.generation,
-            paused=control.paused,
-            version=control.version,
-            applied=applied,
-            missing=missing,
-        )
+        return Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
 
 
 def _announce(tx: Tx, version: int) -> Control:
