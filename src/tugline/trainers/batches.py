@@ -20,7 +20,7 @@ from tugline.trainers.config import TaskSource, TrainConfig
 from tugline.types import Task
 
 ATTEMPTS = 20
-"""Least attempts of a sample; each kill of the run costs the running sessions one."""
+"""Least attempts of a sample; each restart because of stale weights spends one."""
 _FIRST = 10
 """Priority of evaluations: publishing waits for them."""
 _MAX_ID = 128
