@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from tugline.errors import Missing, StoreError, UsageError
+from tugline.server.store import base, postgres, sqlite
 from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database
 from tugline.server.store.sqlite import Sqlite
@@ -181,6 +182,30 @@ async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"damaged .*restore it from a backup|malformed"):
         async with open_database(f"sqlite:{path}"):
             pass
+
+
+async def test_a_store_of_an_earlier_version_is_brought_up_to_date(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds stays, with the defaults of what is new; once."""
+    with monkeypatch.context() as earlier:
+        for module in (base, sqlite, postgres):
+            earlier.setattr(module, "STEPS", STEPS[:1])
+        async with open_database(store_url) as database:
+            await database.write(
+                lambda tx: tx.run(
+                    "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples,"
+                    " attempts, on_stale, tags, created)"
+                    " VALUES ('t', 1, 'a', 0, :body, 'd', 1, 3, 'mark', '{}', 0)",
+                    body=b"old",
+                )
+            )
+    for _ in range(2):
+        async with open_database(store_url) as database:
+            found = await database.read(lambda tx: tx.all("SELECT id, body, retry_s FROM tasks"))
+            assert [(name, bytes(body), wait) for name, body, wait in found] == [
+                ("t", b"old", 3600)
+            ]
 
 
 async def test_a_store_of_a_later_version_is_refused(store_url: str) -> None:
