@@ -29,6 +29,7 @@ from tugline.trainers.grpo.samples import read_group
 from tugline.trainers.models import (
     Models,
     RemoteServer,
+    make_publisher,
     merge_adapter,
     open_replicas,
     open_server,
@@ -72,20 +73,11 @@ class TuglineSessions:
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[tuple[LocalServer | RemoteServer, Publisher]]:
-        plan = self.config.schedule
         async with (
             open_replicas(self.config, self.models, self._folder) as replicas,
             open_server(self.config, self._folder, replicas.connection) as server,
         ):
-            barrier = server if isinstance(server, RemoteServer) else server.control.weights
-            publisher = Publisher(
-                barrier,
-                replicas.updaters,
-                mode=plan.pause,
-                within_s=plan.publish_s,
-                connect=replicas.connect,
-            )
-            yield server, publisher
+            yield server, make_publisher(self.config, server, replicas)
 
     def dataset(self) -> Dataset:
         """Return the tasks; a prompt is the id of one, which the harness turns into messages."""

@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +27,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tugline.errors import EngineError
-from tugline.launch.engine import read_api_key
 from tugline.launch.local import LocalServer
 from tugline.launch.server import folder_lock
 from tugline.recording import file as recordings
-from tugline.recording.verify.engine import connect_scorer
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
@@ -44,12 +41,13 @@ from tugline.trainers.models import (
     Models,
     RemoteServer,
     Replicas,
+    make_publisher,
     open_models,
     open_replicas,
     open_server,
     write_model,
 )
-from tugline.trainers.publish import ADAPTER, Probe, Publication, Publisher
+from tugline.trainers.publish import Probe, Publication
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import (
     CHECKPOINTS,
@@ -130,17 +128,7 @@ class TrainingLoop:
         self._config, self._schedule = config, config.schedule
         self._batches, self._folder = batches, folder
         self._models, self._trainer, self._server = models, models.trainer, server
-        self._publisher = Publisher(
-            server if isinstance(server, RemoteServer) else server.control.weights,
-            replicas.updaters,
-            mode=config.schedule.pause,
-            within_s=config.schedule.publish_s,
-            connect=partial(
-                connect_scorer,
-                model=ADAPTER if config.publishes_adapter else None,
-                key=read_api_key(config.engine),
-            ),
-        )
+        self._publisher = make_publisher(config, server, replicas)
         self.state, self._sinks, self._report = state, sinks, report
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s
         self._submitted = state.step

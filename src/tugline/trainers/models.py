@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,19 @@ from tugline.launch.engine import (
 )
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import ServerSettings, Settings
+from tugline.recording.verify.engine import connect_scorer
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.publish import ADAPTER, Running, Update, VllmWeightUpdater, make_updater
+from tugline.trainers.publish import (
+    ADAPTER,
+    Publisher,
+    Running,
+    Update,
+    VllmWeightUpdater,
+    make_updater,
+)
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -311,3 +320,20 @@ async def open_server(
     )
     async with open_local(settings, folder, engine) as local:
         yield local
+
+
+def make_publisher(
+    config: TrainConfig, server: LocalServer | RemoteServer, replicas: Replicas
+) -> Publisher:
+    """Return what brings weights to the replicas and tells the server."""
+    return Publisher(
+        server if isinstance(server, RemoteServer) else server.control.weights,
+        replicas.updaters,
+        mode=config.schedule.pause,
+        within_s=config.schedule.publish_s,
+        connect=partial(
+            connect_scorer,
+            model=ADAPTER if config.publishes_adapter else None,
+            key=read_api_key(config.engine),
+        ),
+    )
