@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 SPREAD := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines test-browser test-sandboxes bench clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -20,10 +20,10 @@ setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
 demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
 	@$(BIN)/tugline demo $(ARGS)
 
-test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, browser or podman
+test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, browser, podman or cluster
 	@$(MAKE) --no-print-directory -j2 lint types layers dependencies
 	@$(BIN)/python tools/bubblewrap.py
-	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 
@@ -48,34 +48,51 @@ budgets: $(STAMP) ## size budgets and whether the docs are complete
 	@$(BIN)/pytest -q tests/test_house.py
 
 unit: $(STAMP) ## tests without a real harness
-	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser and not podman" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
 
-test-chaos: $(STAMP) ## the long tests: everything killed with kill -9, frozen, cut off or without disk, on both stores
-	@$(BIN)/pytest -m slow $(ARGS)
+test-chaos: $(STAMP) ## everything killed with kill -9, frozen, cut off or without disk, on both stores
+	@$(BIN)/pytest -m slow tests/chaos $(ARGS)
 
-test-harnesses: $(STAMP) ## every real harness against the gateway and a scripted model, without internet
+test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM
+	@$(BIN)/python tools/slurm.py
+	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
+
+test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest $(SPREAD) -m harness $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m harness --timeout 300 $(ARGS)
 
-test-engines: $(STAMP) ## the gateway against real vLLM and SGLang servers on CPU (4 GB on first use)
+test-engines: $(STAMP) ## real vLLM and SGLang servers, verl and Tinker on CPU (6 GB on first use)
 	@$(BIN)/python tools/engines.py
-	@$(BIN)/pytest -m engines $(ARGS)
+	@$(BIN)/pytest -m engines --timeout 300 $(ARGS)
 
-test-browser: $(STAMP) ## the page of a session in a real Chromium (root on Debian gets one installed)
+test-browser: $(STAMP) ## the console and the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py
-	@$(BIN)/pytest -m browser tests/browser $(ARGS)
+	@[ -d console/node_modules ] || PATH="$(CURDIR)/$(BIN):$$PATH" npm --prefix console ci --silent
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m browser tests/browser --timeout 300 $(ARGS)
 
 test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (root on Debian gets one installed)
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ARGS)
+
+test-cluster: $(STAMP) ## deploy/slurm on a real SLURM of three nodes (root on Debian gets one installed)
+	@$(BIN)/python tools/slurm.py
+	@$(BIN)/pytest -m cluster tests/cluster $(ARGS)
+
+docs: $(STAMP) ## the documentation as a site in site/ (170 MB on first use), with every link checked
+	@$(BIN)/python tools/docs/build_site.py $(ARGS)
 
 bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
 	@$(BIN)/tugline bench gateway $(ARGS)
 	@$(BIN)/python benchmarks/engine/load.py
 
+console: $(STAMP) ## rebuild the files of the browser console (needs Node; they are committed)
+	@cd console && npm ci --silent
+	@$(BIN)/python -c "from tugline.server.http import app; print(app.openapi.document(app.ROUTES).decode())" > console/openapi.json
+	@cd console && npm run --silent types >/dev/null && npm run --silent check && npm run --silent build
+
 clean: ## remove the environment and every cache in this folder
-	@rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

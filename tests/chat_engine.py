@@ -11,6 +11,7 @@ from renderers import Qwen3RendererConfig, create_renderer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.base import GenerateRequest, SampledChunk, join
@@ -55,9 +56,8 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
             ]
         return message
 
-    app = create_app(engine, model_name="scripted")
-    app.add_route("/v1/chat/completions", complete_chat, methods=["POST"])
-    return app
+    own = Route("/v1/chat/completions", complete_chat, methods=["POST"])
+    return Starlette(routes=[own, Mount("/", create_app(engine, model_name="scripted"))])
 
 
 def choice(answer: SampledChunk) -> dict[str, Any]:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from house import House
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("tugline", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("tugline")
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """A server that is up."""
+    made = House(tmp_path)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()

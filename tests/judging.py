@@ -19,10 +19,8 @@ from tugline.types import (
     PluginSpec,
     Role,
     Sampling,
-    Span,
     Task,
     Timings,
-    Trace,
     VersionSpan,
     Workspace,
 )
@@ -108,13 +106,3 @@ def call(number: int, *messages: Message, answer: str = "", **more: object) -> C
         "timings": Timings(0.0),
     }
     return Call(**{**given, **more})  # type: ignore[arg-type]
-
-
-def trace(*calls: int) -> Trace:
-    """A trace of these calls."""
-    return Trace(
-        ids=np.array([1, 2], np.int32),
-        mask=np.array([False, True]),
-        logprobs=np.array([0.0, -1.0], np.float32),
-        spans=tuple(Span(number, 1, 2, 0) for number in calls),
-    )

@@ -66,8 +66,8 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
 class Clock:
     """A clock of the database that a test moves forward."""
 
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
+    def __init__(self, ahead_s: float = 0.0) -> None:
+        self.ahead_s = ahead_s
 
     def __call__(self) -> float:
         """Unix seconds."""

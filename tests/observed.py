@@ -20,6 +20,7 @@ from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Telemetry, Tracer
+from tugline.protocol import ResultQuery
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
@@ -46,6 +47,7 @@ def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "defa
         instruction="",
         harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
         evaluator=PluginSpec("tests"),
+        runtime=PluginSpec("local"),  # a script may look at the folder that it is in
         files={"test_it.py": "def test_it():\n    pass\n"},
         samples=samples,
         tenant=tenant,
@@ -94,7 +96,9 @@ class Observed:
             seen = 0
             cursor = 0
             while seen < wanted:
-                found = await self.control.results(after=cursor, wait_s=5, tasks=names)
+                found = await self.control.results(
+                    ResultQuery(after=cursor, wait_s=5, task=tuple(names))
+                )
                 seen, cursor = seen + len(found.items), found.cursor
 
 

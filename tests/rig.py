@@ -80,8 +80,9 @@ class Constrained(Embedded):
 
     def build_request(self, request: EngineRequest) -> Post:
         """The request without its constraint, which the scripted engine would refuse."""
-        self.asked.append(request.constraint)
-        return super().build_request(replace(request, constraint=None))
+        self.asked.append(request.request.constraint)
+        free = replace(request.request, constraint=None)
+        return super().build_request(replace(request, request=free))
 
 
 @dataclass

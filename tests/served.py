@@ -87,10 +87,10 @@ class Served:
         return msgspec.json.decode(told.body, type=NodeRegistered)
 
     async def lease(
-        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0
+        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int = 0
     ) -> LeaseResponse:
-        """Work for a node, once there is some."""
-        how = {"capacity": room, "wait_s": wait_s}
+        """Work for a node, once there is some; at once if there are orders after `applied`."""
+        how = {"capacity": room, "wait_s": wait_s, "applied": applied}
         told = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
         assert told.status == 200, told
         return msgspec.json.decode(told.body, type=LeaseResponse)
@@ -124,6 +124,16 @@ def result(session: str, task: str, sample: int = 0, reward: float = 1.0) -> byt
         reward=Reward(reward),
     )
     return zstandard.compress(encode(trajectory))
+
+
+def spoil(folder: Path, damaged: str, lost: str) -> str:
+    """Change one bit of a session's result and remove that of another; the name of the first."""
+    next(folder.rglob(f"{lost}.*")).unlink()
+    path = next(folder.rglob(f"{damaged}.*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path.name
 
 
 @asynccontextmanager

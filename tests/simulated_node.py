@@ -15,7 +15,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
-from tugline.protocol import SessionView
+from tugline.protocol import ResultQuery, SessionView
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import (
@@ -281,7 +281,10 @@ class Bench:
 
     async def statuses(self) -> dict[str, Status]:
         """Status of every session with a result."""
-        return {one.session: one.status for one in (await self.control.results(limit=1000)).items}
+        return {
+            one.session: one.status
+            for one in (await self.control.results(ResultQuery(limit=1000))).items
+        }
 
     async def read_session(self, session: str) -> SessionView:
         """A session as the server has it."""

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from tugline.config import Config, describe, from_mapping, load
+from tugline.config import Config, from_mapping, load
 from tugline.errors import ConfigError
 from tugline.schema import PositiveFloat, read_values
 
@@ -148,28 +148,3 @@ def test_long_values_are_shortened_in_errors() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({"name": "x", "steps": "9" * 10_000 + "x"}, Settings)
     assert len(str(caught.value)) < 200
-
-
-def test_describe_makes_a_row_of_every_key() -> None:
-    """The reference table has key, type with bounds, default and meaning, nested keys dotted."""
-    assert describe(Settings) == [
-        "| `name` | string | required | What to call the run. |",
-        "| `steps` | integer, >= 1, <= 1000 | `30` | GRPO steps. |",
-        "| `seed` | integer or null | `None` | None draws one. |",
-        "| `optimizer.learning_rate` | number, > 0 | `0.0002` | Peak learning rate. |",
-        "| `optimizer.kind` | `adamw` or `sgd` | `sgd` | Which \\| rule. |",
-        "| `more.learning_rate` | number, > 0 | `0.0002` | Peak learning rate. |",
-        "| `more.kind` | `adamw` or `sgd` | `adamw` | Which \\| rule. |",
-        "| `weights` | object | `{}` | By name. |",
-        "| `folder` | string or null | `None` | Where to write. |",
-    ]
-
-
-def test_describe_refuses_a_field_without_a_sentence() -> None:
-    """An option that nobody explains does not get into a release."""
-
-    class Silent(Config, frozen=True):
-        depth: int = 1
-
-    with pytest.raises(ConfigError, match=r"Silent\.depth has no docstring"):
-        describe(Silent)

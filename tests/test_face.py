@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -13,7 +14,7 @@ NAMES = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
     "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling",
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
-    "UsageError", "load_tasks",
+    "UsageError", "load_tasks", "run", "run_async",
 ]  # fmt: skip
 
 
@@ -22,6 +23,7 @@ def test_the_public_names_are_these() -> None:
     assert dir(tugline) == sorted(NAMES)
     for name in NAMES:
         assert getattr(tugline, name).__name__ == name
+    assert tugline.__version__ == metadata.version("tugline")
     with pytest.raises(AttributeError, match="no attribute 'Klient'"):
         _ = tugline.Klient
 

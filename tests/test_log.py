@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from observed import observed, task
 from tugline import log
-from tugline.web.serve import lifespan, serve
+from tugline.web.serve import serve
 
 AGENT = (
     "import json, os, urllib.error, urllib.request as r\n"
@@ -103,11 +103,8 @@ async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) 
 async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
     """A request that nobody foresaw leaves its traceback in the log, not on the terminal."""
 
-    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await lifespan(receive, send)
-        else:
-            _divide()
+    async def app(_scope: dict[str, Any], _receive: Any, _send: Any) -> None:
+        _divide()
 
     async with serve(app) as url, aiohttp.ClientSession() as http, http.get(url) as answer:
         assert answer.status == 500
@@ -129,6 +126,20 @@ def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
 
 def _divide() -> float:
     return len(threading.enumerate()) / 0
+
+
+def test_only_a_terminal_is_written_to_in_colour(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file or a pipe behind stderr has no escape sequences."""
+    with (tmp_path / "err").open("w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        log.configure()
+        log.get("x").warning("plain", key="value")
+        structlog.reset_defaults()
+    text = (tmp_path / "err").read_text()
+    assert "plain" in text
+    assert "\x1b" not in text
 
 
 def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:

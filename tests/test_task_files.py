@@ -120,6 +120,30 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, told: str
     assert told in str(raised.value)
 
 
+def test_a_plugin_may_be_its_name_alone(tmp_path: Path) -> None:
+    """A harness, evaluator or runtime without options, as the schema says; a number is none."""
+    text = "id: t\ninstruction: do\nharness: pi\nevaluator: tests\nruntime: local\n"
+    (read,) = load_tasks([written(tmp_path, "t.yaml", text)])
+    assert read == msgspec.structs.replace(WANTED, runtime=PluginSpec("local"))
+    assert {"type": "string"} in make_json_schema()["$defs"]["Task"]["properties"]["harness"][
+        "anyOf"
+    ]
+    wrong = written(tmp_path, "u.yaml", text.replace("pi", "3"))
+    with pytest.raises(ConfigError, match="harness is 3, must be an object"):
+        load_tasks([wrong])
+
+
+def test_paths_of_a_workspace_are_relative_to_the_file(tmp_path: Path) -> None:
+    """Those that exist there; others are the node's."""
+    (tmp_path / "tasks/project").mkdir(parents=True)
+    text = YAML.format(id="t") + "workspace:\n  folder: "
+    for number, (given, wanted) in enumerate(
+        {"project": f"{tmp_path}/tasks/project", "elsewhere": "elsewhere", "/srv": "/srv"}.items()
+    ):
+        file = written(tmp_path, f"tasks/{number}.yaml", text + given)
+        assert load_tasks([file])[0].workspace.folder == wanted
+
+
 def test_an_id_stands_once(tmp_path: Path) -> None:
     """Over all files together; the error names both."""
     written(tmp_path, "a.yaml", YAML.format(id="t"))

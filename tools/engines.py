@@ -1,7 +1,9 @@
-"""Install real inference servers for CPU, for `make test-engines`; only what is missing is done.
+"""Install real inference servers and trainers for CPU, for `make test-engines`.
 
-Each engine has an environment of its own below ``$TUGLINE_CACHE/engines``, because their pins
-clash with ours and fill 3.5 GB. Everything is pinned: the engine here, what it needs in the list
+Only what is missing is done; ``python tools/engines.py tinker verl`` does some of them.
+
+Each has an environment of its own below ``$TUGLINE_CACHE/engines``, because their pins clash with
+ours and fill 6 GB. Everything is pinned: the engine here, what it needs in the list
 beside this file. torch is the CPU build where pip knows of
 one (a folder of wheels or PyTorch's CPU index in its configuration), else the default build.
 
@@ -24,10 +26,15 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VLLM, SGLANG, TORCH = "0.32.0", "0.5.23", "2.13.0"
+VLLM, SGLANG, VERL, TINKER, TORCH = "0.32.0", "0.5.23", "0.9.1", "0.38.0", "2.13.0"
 CACHE = Path(os.environ.get("TUGLINE_CACHE") or Path.home() / ".cache" / "tugline").expanduser()
 ROOT = CACHE.absolute() / "engines"
-HOMES = {"vllm": ROOT / f"vllm-{VLLM}", "sglang": ROOT / f"sglang-{SGLANG}"}
+HOMES = {
+    "vllm": ROOT / f"vllm-{VLLM}",
+    "sglang": ROOT / f"sglang-{SGLANG}",
+    "verl": ROOT / f"verl-{VERL}",
+    "tinker": ROOT / f"tinker-{TINKER}",
+}
 STAMP = "ready"
 PATIENCE = ("--timeout", "60", "--retries", "3")
 
@@ -92,6 +99,25 @@ def install_sglang(home: Path) -> None:
         (packages(home) / "torchvision" / module).write_text(STAND_IN, encoding="utf-8")
 
 
+def install_verl(home: Path) -> None:
+    """Install verl without an engine, and what Tugline's client needs."""
+    pip(home, f"torch {TORCH} (200 MB for the CPU build)", f"torch=={TORCH}")
+    pip(home, "verl (400 MB)", "--no-deps", "-r", str(HERE / "engines-verl.txt"))
+
+
+def install_tinker(home: Path) -> None:
+    """Install Tinker's client, and what Tugline's needs."""
+    pip(home, "tinker (100 MB)", "--no-deps", "-r", str(HERE / "engines-tinker.txt"))
+
+
+INSTALL = {
+    "vllm": install_vllm,
+    "sglang": install_sglang,
+    "verl": install_verl,
+    "tinker": install_tinker,
+}
+
+
 STAND_IN = '''\
 """Stands in for a part of torchvision, which SGLang imports for images only."""
 
@@ -125,7 +151,7 @@ def ensure(home: Path) -> None:
         started = time.monotonic()
         stamp.unlink(missing_ok=True)
         venv.EnvBuilder(with_pip=True).create(home)
-        {"vllm": install_vllm, "sglang": install_sglang}[name](home)
+        INSTALL[name](home)
         say(f"{home.name}: trying it")
         check = f"import {name}; print({name}.__version__)"
         run(home, f"importing {name}", str(home / "bin" / "python"), "-c", check)
@@ -134,5 +160,5 @@ def ensure(home: Path) -> None:
 
 
 if __name__ == "__main__":
-    for each in HOMES.values():
-        ensure(each)
+    for each in sys.argv[1:] or HOMES:
+        ensure(HOMES[each])

@@ -5,7 +5,7 @@ trainer forwards every token of every trace that trains something, one that pack
 of the tree; what is trained is the same with each builder. `docs/benchmarks.md` says what each
 figure means.
 
-    python benchmarks/builders/run.py [--json] [--sessions FOLDER]
+    python benchmarks/builders/run.py [--json] [--sessions FOLDER | --train [--scale S]]
 """
 
 # ruff: noqa: INP001 - a program, not a package
@@ -279,15 +279,36 @@ def _forests(groups: Sequence[Group]) -> Table:
     return table
 
 
+def show_training(scale: float, *, as_json: bool) -> None:
+    """One step of training with each builder."""
+    from step_cost import train  # noqa: PLC0415 - brings torch, which counting does not need
+
+    rows = train(scale)
+    if as_json:
+        sys.stdout.write(json.dumps({"scale": scale, "rows": rows}) + "\n")
+        return
+    table = Table(*rows[0], box=None, padding=(0, 1))
+    for row in rows:
+        table.add_row(
+            *(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values())
+        )
+    Console(width=WIDTH).print(table)
+
+
 def main() -> None:
     """Parse options, count, and tell."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sessions", type=Path, help="folder with recorded sessions")
-    prompt_length = parser.parse_args()
+    parser.add_argument("--train", action="store_true", help="train on made-up sessions instead")
+    parser.add_argument("--scale", type=float, default=0.1, help="of their tokens (--train)")
+    options = parser.parse_args()
+    if options.train:
+        show_training(options.scale, as_json=options.json)
+        return
     try:
-        if prompt_length.sessions is not None:
-            sessions = recorded(prompt_length.sessions)
+        if options.sessions is not None:
+            sessions = recorded(options.sessions)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 note("recording: every harness against a scripted model, some minutes")
@@ -298,7 +319,7 @@ def main() -> None:
     except TuglineError as error:
         note(f"tugline: {error}")
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    if prompt_length.json:
+    if options.json:
         result = {
             "rows": [asdict(row) | {"ratio": round(ratio(row), 3)} for row in rows],
             "groups": [asdict(group) for group in groups],

@@ -1,6 +1,6 @@
 """The stub engine: answers at once, from memory, what `replies` wrote.
 
-A request's ``max_tokens`` says which turn is asked for (its two lowest digits) and whether the
+A request's ``max_tokens`` says which turn is asked for (its three lowest digits) and whether the
 stream is to be spaced in time; proxies hand it through, so the stub needs to know nothing of
 sessions. Prints ``{"port": N}`` when it is up. ``GET /times`` gives, and forgets, when the first
 visible token of each stream was written (seconds of the monotonic clock).
@@ -23,8 +23,8 @@ import msgspec
 import uvloop
 from replies import Replies, Streamed
 
-WINDOW = 200_000
-PACED = 50_000
+WINDOW = 2_000_000
+PACED = 500_000
 """A ``max_tokens`` of this much over `BASE` asks for tokens spaced in time."""
 BASE = 100_000
 SPACING_S = 0.0015
@@ -80,7 +80,7 @@ class Engine(asyncio.Protocol):
             self._json({"error": {"message": "the request has no six-digit max_tokens"}})
             return
         number = int(found[1]) - BASE
-        turn = number % 100
+        turn = number % 1000
         if not _STREAM.search(request[:2000]) and not _STREAM.search(request[-20_000:]):
             self._transport.write(replies.whole[turn])
         elif number < PACED:

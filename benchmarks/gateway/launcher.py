@@ -1,8 +1,9 @@
 """The real gateway as a process of its own, steered line by line over its standard input.
 
 ``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording]``; ``close``
-closes every open one and answers ``{}``. Prints ``{"port": N}`` when it is up and ends when the
-input closes.
+closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and ``stalls``
+tells its longest stall, in wall-clock ms and in CPU ms of its thread. Prints
+``{"port": N}`` when it is up and ends when the input closes.
 
     python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
@@ -15,17 +16,23 @@ import contextlib
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import uvloop
+
+from tugline import log
 from tugline.chat.engines.base import EngineFormat
-from tugline.chat.engines.vllm import VllmChat, VllmGenerate
+from tugline.chat.engines.chat import VllmChat
+from tugline.chat.engines.generate import VllmGenerate
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
+from tugline.launch.server import managed_gc
 from tugline.types import PluginSpec, Sampling, Session, Task
-from tugline.web.serve import freeze_gc, run
+from tugline.web.serve import raise_file_limit
 
 TASK = Task(
     id="bench",
@@ -42,13 +49,39 @@ def say(value: object) -> None:
     sys.stdout.flush()
 
 
+class Watch:
+    """Asks the event loop to come back in a millisecond, again and again."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wall = self._cpu = 0.0
+        self._at, self._used = time.monotonic(), time.thread_time()
+        self._timer = self._loop.call_later(0.001, self._tick)
+
+    def _tick(self) -> None:
+        now, used = time.monotonic(), time.thread_time()
+        self._wall = max(self._wall, now - self._at - 0.001)
+        self._cpu = max(self._cpu, used - self._used)
+        self._at, self._used = time.monotonic(), used
+        self._timer = self._loop.call_later(0.001, self._tick)
+
+    def stop(self) -> dict[str, float]:
+        """The longest stall in ms; in CPU time it is blind to other programs on the machine."""
+        self._timer.cancel()
+        return {"wall": self._wall * 1000, "cpu": self._cpu * 1000}
+
+
 async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     """Serve until the standard input closes."""
+    log.configure()  # to stderr: what is on stdout is read
     numbers = itertools.count()
     wire: EngineFormat = VllmGenerate() if mode == "exact" else VllmChat()
     rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
-    async with Gateway(Upstream(engine, wire), rendering, folder) as gateway:
-        freeze_gc()
+    raise_file_limit()
+    async with (
+        Gateway(Upstream(engine, wire), rendering, folder) as gateway,
+        managed_gc(lambda: gateway.idle),
+    ):
         say({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):
@@ -56,6 +89,13 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
                 if word == "close":
                     await opened.aclose()
                     say({})
+                    continue
+                if word == "watch":
+                    watch = Watch()
+                    say({})
+                    continue
+                if word == "stalls":
+                    say(watch.stop())
                     continue
                 sessions = []
                 for _ in range(int(count)):
@@ -67,4 +107,4 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))
+    uvloop.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from engine import BASE, PACED
-from script import SAMPLED, TURNS
+from script import SAMPLED
 
 DEADLINE_S = 60.0
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -120,6 +120,8 @@ class Target:
     name: str
     port: int
     bodies: Sequence[tuple[bytes, bytes]]
+    turns: int
+    """Calls of a session."""
     stream: bool
     paced: bool = False
 
@@ -131,7 +133,7 @@ class Seat:
         self.target, self._number, self._fresh = target, number, fresh
         self._connection: Connection
         self._place: Place
-        self.turn = TURNS
+        self.turn = target.turns
 
     async def connect(self) -> None:
         """Open the connection."""
@@ -153,12 +155,12 @@ class Seat:
         """The session's next turn."""
         if self._connection.lost:
             await self.connect()
-        if self.turn == TURNS:
+        if self.turn == self.target.turns:
             self._place, self.turn = self._fresh(), 0
         target = self.target
         start, end = target.bodies[self.turn]
         spaced = target.paced if paced is None else paced
-        number = BASE + PACED * spaced + 100 * self._number + self.turn
+        number = BASE + PACED * spaced + 1000 * self._number + self.turn
         size = len(start) + len(end) + 6
         head = (
             f"POST {self._place.path} HTTP/1.1\r\nhost: 127.0.0.1\r\n"

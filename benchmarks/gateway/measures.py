@@ -7,19 +7,23 @@ import asyncio
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 from load import Seat, closed_loop, open_loop
-from script import TURNS
+from script import Bodies
 
 from rig import Mode, Rig, fail, note
 from tugline.recording import file as recordings
 
 SLICES = 5
+AT_ONCE = 4
+"""Calls that are under way while many sessions are open."""
+Spread = tuple[float, float, float]
+"""Median, 99th percentile and worst."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class Size:
     rate: float
     """Calls a second in all, for latency; streams get a third."""
     memory_calls: int
+    growth_rounds: int
+    """Sessions of `long_turns` calls."""
+    open_sessions: int
+    """Sessions of 40 calls that are open at the same time."""
+    openings: int
+    """Sessions whose first prompt nobody asked for before."""
+    long_turns: int = 300
     paced_turns: int = 8
     """Calls of each of the spaced streams in a block."""
     connections: tuple[int, ...] = (1, 16, 64)
@@ -41,10 +52,36 @@ class Size:
 
 
 SIZES = {
-    "full": Size(rounds=12, calls=1200, rate=90, memory_calls=20_000),
-    "quick": Size(rounds=3, calls=180, rate=90, memory_calls=1_920),
+    "full": Size(
+        rounds=12,
+        calls=1200,
+        rate=90,
+        memory_calls=20_000,
+        growth_rounds=6,
+        open_sessions=500,
+        openings=40,
+    ),
+    "quick": Size(
+        rounds=3,
+        calls=180,
+        rate=90,
+        memory_calls=1_920,
+        growth_rounds=2,
+        open_sessions=100,
+        openings=12,
+    ),
     "smoke": Size(
-        rounds=2, calls=36, rate=60, memory_calls=160, paced_turns=1, connections=(1, 2), at_once=2
+        rounds=2,
+        calls=36,
+        rate=60,
+        memory_calls=160,
+        growth_rounds=1,
+        open_sessions=4,
+        openings=2,
+        long_turns=30,
+        paced_turns=1,
+        connections=(1, 2),
+        at_once=2,
     ),
 }
 """``smoke`` shows that all of it runs; its figures mean nothing."""
@@ -62,10 +99,81 @@ async def cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
             (seat,) = rig.seats(mode, kind, 1)
             await seat.connect()
             before = child.cpu()
-            await closed_loop([seat], TURNS)
-            found.append((child.cpu() - before) / TURNS * 1000)
+            await closed_loop([seat], rig.script.turns)
+            found.append((child.cpu() - before) / rig.script.turns * 1000)
             seat.close()
     return blocks
+
+
+async def openings(rig: Rig, mode: Mode, size: Size) -> float:
+    """Median CPU ms of a session's first call, whose prompt no session had before."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(size.openings)
+    (seat,) = rig.seats(mode, "gateway", 1)
+    await seat.connect()
+    found = []
+    for number in range(size.openings):
+        told = replace(rig.script, user=f"Task {number}. {rig.script.user}")
+        seat.target = replace(seat.target, bodies=Bodies(told, (), stream=mode.stream), turns=1)
+        seat.turn = 1
+        before = gateway.child.cpu()
+        await seat.call()
+        found.append((gateway.child.cpu() - before) * 1000)
+    seat.close()
+    gateway.close()
+    return statistics.median(found)
+
+
+async def growth(rig: Rig, mode: Mode, size: Size) -> dict[str, dict[str, float]]:
+    """CPU ms a call of gateway and pass-through by the turn, the mean of the ten that end there."""
+    gateway = rig.gateways[mode.gateway]
+    found: dict[str, dict[str, list[float]]] = {"gateway": {}, "passthrough": {}}
+    for _ in range(size.growth_rounds):
+        for kind, taken in found.items():
+            child = rig.floor if kind == "passthrough" else gateway.child
+            if kind == "gateway":
+                gateway.open(1)
+            (seat,) = rig.seats(mode, kind, 1)
+            await seat.connect()
+            for end in range(10, rig.script.turns + 1, 10):
+                before = child.cpu()
+                await closed_loop([seat], 10)
+                taken.setdefault(str(end), []).append((child.cpu() - before) * 100)
+            seat.close()
+        check(rig, mode, gateway.close())
+    shown = {"10", "100", "200", str(size.long_turns)}
+    return {
+        kind: {at: round(statistics.median(taken[at]), 3) for at in taken if at in shown}
+        for kind, taken in found.items()
+    }
+
+
+async def many_open(rig: Rig, mode: Mode, size: Size) -> dict[str, Any]:
+    """Longest stall of the gateway's event loop, and memory a call, with all sessions open."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(size.open_sessions)
+    seats = rig.seats(mode, "gateway", size.open_sessions)
+    for seat in seats:
+        await seat.connect()
+    seen: list[tuple[int, int]] = []
+
+    async def play(some: Sequence[Seat]) -> None:
+        for seat in some:
+            await seat.call()
+
+    gateway.child.ask("watch")
+    for turn in range(rig.script.turns):
+        await asyncio.gather(*(play(seats[k::AT_ONCE]) for k in range(AT_ONCE)))
+        seen.append(((turn + 1) * len(seats), gateway.child.rss()))
+    stalls = gateway.child.ask("stalls")
+    _close(seats)
+    gateway.close()
+    return {
+        "open_sessions": len(seats),
+        "stall_ms": round(stalls["wall"], 1),
+        "stall_cpu_ms": round(stalls["cpu"], 1),
+        "rss_open_bytes_per_call": _slope(seen),
+    }
 
 
 async def paced_cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
@@ -91,7 +199,7 @@ async def _stagger(seats: Sequence[Seat]) -> None:
     """Connect, and bring the seats to turns spread evenly over a session."""
     for index, seat in enumerate(seats):
         await seat.connect()
-        await seat.advance(index * TURNS // len(seats))
+        await seat.advance(index * seat.target.turns // len(seats))
 
 
 def _close(seats: Sequence[Seat]) -> None:
@@ -99,15 +207,15 @@ def _close(seats: Sequence[Seat]) -> None:
         seat.close()
 
 
-async def latency(rig: Rig, mode: Mode, count: int, size: Size) -> dict[str, tuple[float, float]]:
-    """Median and 99th percentile, ms, of direct, pass-through and gateway calls."""
+async def latency(rig: Rig, mode: Mode, count: int, size: Size) -> dict[str, Spread]:
+    """Median, 99th percentile and worst, ms, of direct, pass-through and gateway calls."""
     gateway = rig.gateways[mode.gateway]
-    gateway.open(2 * count + size.calls // TURNS + 1)
+    gateway.open(2 * count + size.calls // rig.script.turns + 1)
     rate = size.rate / 3 if mode.stream else size.rate
     calls = size.calls // 3 if mode.stream else size.calls
     kinds = ("direct", "passthrough", "gateway")
     seats = {kind: rig.seats(mode, kind, count) for kind in kinds}
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    found: dict[str, list[Spread]] = {kind: [] for kind in kinds}
     for kind in kinds:
         await _stagger(seats[kind])
     for part in range(SLICES):
@@ -120,15 +228,15 @@ async def latency(rig: Rig, mode: Mode, count: int, size: Size) -> dict[str, tup
     return {kind: _median(slices) for kind, slices in found.items()}
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
-    middle, high = np.percentile(np.array(values) * 1000, [50, 99])
-    return float(middle), float(high)
+def _percentiles(values: Sequence[float]) -> Spread:
+    middle, high, worst = np.percentile(np.array(values) * 1000, [50, 99, 100])
+    return float(middle), float(high), float(worst)
 
 
-def _median(slices: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slice by slice, so that a machine that stalls once spoils one of them."""
-    middle, high = zip(*slices, strict=True)
-    return statistics.median(middle), statistics.median(high)
+def _median(slices: Sequence[Spread]) -> Spread:
+    """Slice by slice, so that a machine that stalls once spoils one of them; the worst of all."""
+    middle, high, worst = zip(*slices, strict=True)
+    return statistics.median(middle), statistics.median(high), max(worst)
 
 
 async def first_byte(rig: Rig, mode: Mode, size: Size) -> float:
@@ -139,7 +247,7 @@ async def first_byte(rig: Rig, mode: Mode, size: Size) -> float:
     await seat.connect()
     url = f"http://127.0.0.1:{rig.engine.port}/times"
     await asyncio.to_thread(_fetch, url)
-    answers = await closed_loop([seat], 4 * size.paced_turns if mode.paced else TURNS)
+    answers = await closed_loop([seat], 4 * size.paced_turns if mode.paced else rig.script.turns)
     written = await asyncio.to_thread(_fetch, url)
     seat.close()
     waits = [answer.first - at for answer, at in zip(answers, written, strict=True)]
@@ -153,10 +261,10 @@ def _fetch(url: str) -> Any:
 
 def check(rig: Rig, mode: Mode, begun: Sequence[Path]) -> float:
     """Bytes kept a call; fails unless the longest session is continued exactly at every call."""
-    sessions = [(recordings.read(path).calls, path.stat().st_size) for path in begun]
+    sessions = [(recordings.read(path, bodies=False).calls, path.stat().st_size) for path in begun]
     calls, size = max(sessions, key=lambda session: len(session[0]))
-    if len(calls) != TURNS and not mode.paced:
-        fail(f"{mode.name}: a session of {TURNS} calls recorded {len(calls)}")
+    if len(calls) != rig.script.turns and not mode.paced:
+        fail(f"{mode.name}: a session of {rig.script.turns} calls recorded {len(calls)}")
     for turn, call in enumerate(calls):
         said = rig.script.answers[turn]
         exact = call.branch is None and call.parent == (turn - 1 if turn else None)
@@ -177,13 +285,17 @@ async def memory(rig: Rig, mode: Mode, size: Size) -> float:
         gateway.open(size.at_once)
         seats = rig.seats(mode, "gateway", size.at_once)
         await asyncio.gather(*(seat.connect() for seat in seats))
-        await closed_loop(seats, TURNS)
+        await closed_loop(seats, rig.script.turns)
         _close(seats)
         for recording in gateway.close():
             recording.unlink()
-        made += size.at_once * TURNS
+        made += size.at_once * rig.script.turns
         seen.append((made, gateway.child.rss()))
         if len(seen) % 8 == 0:
             note(f"memory: {made} calls, {seen[-1][1] / 1e6:.1f} MB")
+    return _slope(seen)
+
+
+def _slope(seen: Sequence[tuple[int, int]]) -> float:
     late = np.array(seen[len(seen) // 10 :], dtype=float)
     return round(float(np.polyfit(late[:, 0], late[:, 1], 1)[0]), 1)

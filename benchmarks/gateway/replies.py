@@ -9,6 +9,7 @@ sampled ids and logprobs. Streamed answers are one event a token, a usage event 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -35,19 +36,17 @@ class Replies(msgspec.Struct, frozen=True):
     streamed: list[Streamed]
 
 
-def write(script: Script) -> dict[str, Replies]:
-    """All answers, by route."""
-    turns = range(len(script.answers))
-    return {
-        GENERATE: Replies(
-            [_whole(_generated(script, turn)) for turn in turns],
-            [_generated_stream(script, turn) for turn in turns],
-        ),
-        CHAT: Replies(
-            [_whole(_completed(script, turn)) for turn in turns],
-            [_completed_stream(script, turn) for turn in turns],
-        ),
-    }
+def write(script: Script, routes: Sequence[str]) -> dict[str, Replies]:
+    """All answers of these routes."""
+    turns = range(script.turns)
+    written: dict[str, Replies] = {}
+    if GENERATE in routes:
+        whole = [_whole(_generated(script, turn)) for turn in turns]
+        written[GENERATE] = Replies(whole, [_generated_stream(script, turn) for turn in turns])
+    if CHAT in routes:
+        whole = [_whole(_completed(script, turn)) for turn in turns]
+        written[CHAT] = Replies(whole, [_completed_stream(script, turn) for turn in turns])
+    return written
 
 
 def _whole(body: dict[str, Any]) -> bytes:

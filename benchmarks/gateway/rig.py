@@ -16,7 +16,7 @@ import msgspec
 import replies
 from load import Place, Seat, Target
 from processes import Child
-from script import TURNS, Script, Told
+from script import Bodies, Script, Told
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Rig:
 
     def target(self, name: str, mode: Mode, port: int) -> Target:
         """What is asked of one of them."""
-        bodies = self.script.bodies(self.gateways[mode.gateway].told, stream=mode.stream)
-        return Target(name, port, bodies, mode.stream, mode.paced)
+        bodies = Bodies(self.script, self.gateways[mode.gateway].told, stream=mode.stream)
+        return Target(name, port, bodies, self.script.turns, mode.stream, mode.paced)
 
     def seats(self, mode: Mode, kind: str, count: int) -> list[Seat]:
         """Connections to the engine itself, to the pass-through or to the gateway."""
@@ -99,7 +99,8 @@ def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack)
     """Start engine, pass-through and, in each of its modes, the gateway."""
     here = Path(__file__).parent
     file = folder / "replies.msgpack"
-    file.write_bytes(msgspec.msgpack.encode(replies.write(story)))
+    routes = [mode.route for mode in modes]
+    file.write_bytes(msgspec.msgpack.encode(replies.write(story, routes)))
     story.tokenizer.save(folder)
 
     def start(program: str, *arguments: str) -> Child:
@@ -126,7 +127,7 @@ async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
         before, gateway.told = gateway.told, []
         (seat,) = rig.seats(mode, "gateway", 1)
         await seat.connect()
-        for turn in range(TURNS):
+        for turn in range(rig.script.turns):
             answer = await seat.call()
             gateway.told.append(_told(answer.data, rig.script, turn))
             seat.target = rig.target("gateway", mode, gateway.child.port)

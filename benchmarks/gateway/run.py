@@ -4,7 +4,7 @@ Engine, pass-through, gateway and load generator (this program) are one process 
 Blocks of calls alternate between gateway and pass-through, and ratios are of medians, so a busy
 machine disturbs both alike. `docs/benchmarks.md` says what each figure means.
 
-    python benchmarks/gateway/run.py [--json] [--quick] [--only MODE...]
+    python benchmarks/gateway/run.py [--json] [--quick] [--only MODE_OR_PART...]
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -35,6 +35,10 @@ from measures import SIZES, Size
 from processes import Refused
 
 from rig import MODES, Mode, Rig, fail, launch, learn, note
+from tugline.web.serve import raise_file_limit
+
+PARTS = ("results", "growth", "open", "memory")
+"""What is measured beside the modes."""
 
 
 async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], list[float], float]:
@@ -53,20 +57,50 @@ async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], lis
         told["first_byte_ms"] = round(await measures.first_byte(rig, mode, size), 2)
         gateway.close()
     if not mode.paced:
+        told["opening_cpu_ms"] = round(await measures.openings(rig, mode, size), 3)
         for count in size.connections:
             note(f"{mode.name}: latency at {count} connections")
             _add(told, str(count), await measures.latency(rig, mode, count, size))
+    if 64 in size.connections and not mode.paced:
+        added, floor_added = (told[f"{kind}added_p99_ms"]["64"] for kind in ("", "passthrough_"))
+        told["p99_ratio_64"] = round(added / floor_added, 2) if floor_added > 0 else None
     return told, blocks["passthrough"], kept
 
 
 def _add(told: dict[str, Any], count: str, found: dict[str, tuple[float, float]]) -> None:
-    for index, name in enumerate(("p50_ms", "p99_ms")):
+    for index, name in enumerate(("p50_ms", "p99_ms", "worst_ms")):
         direct = found["direct"][index]
         told.setdefault(f"added_{name}", {})[count] = round(found["gateway"][index] - direct, 2)
         told.setdefault(f"passthrough_added_{name}", {})[count] = round(
             found["passthrough"][index] - direct, 2
         )
         told.setdefault(f"direct_{name}", {})[count] = round(direct, 2)
+
+
+async def measure_long(like: script.Script, name: str, size: Size) -> dict[str, Any]:
+    """The second profile, or sessions of many calls: processes and a conversation of their own."""
+    mode, long = MODES[0], name == "growth"
+    note(f"{name}: writing its conversation")
+    story = (
+        script.write(like, turns=size.long_turns)
+        if long
+        else script.write(like, result_tokens=script.LONG_RESULT)
+    )
+    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
+        rig = launch(story, Path(folder), [mode], stack)
+        await learn(rig, rig.gateways[mode.gateway], mode)
+        note(f"{name}: CPU time")
+        if not long:
+            told, _, _ = await measure(rig, mode, replace(size, connections=()))
+            bodies = rig.target("gateway", mode, 0).bodies
+            return {"long_results": told | {"conversation": story.sizes(bodies)}}
+        taken = await measures.growth(rig, mode, size)
+    ours, last = taken["gateway"], str(size.long_turns)
+    return {
+        "growth": round(ours[last] / ours["10"], 2),
+        "growth_cpu_ms": ours,
+        "growth_passthrough_cpu_ms": taken["passthrough"],
+    }
 
 
 async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
@@ -79,7 +113,7 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     noise: dict[str, float] = {}
     kept: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
-        rig = launch(story, Path(folder), modes, stack)
+        rig = launch(story, Path(folder), modes or MODES[:1], stack)
         for mode in modes:
             gateway = rig.gateways[mode.gateway]
             if not gateway.told:
@@ -89,9 +123,18 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
             noise[mode.name] = _spread(floor)
         told["kept_bytes_per_call"] = round(kept.get("exact", 0)) or None
         told["kept_bytes_per_call_by_mode"] = {name: round(size) for name, size in kept.items()}
-        told["rss_growth_bytes_per_call"] = await measures.memory(rig, modes[0], size)
-        repeated = rig.gateways[modes[0].gateway].told
-    told["conversation"] = story.sizes(story.bodies(repeated, stream=False))
+        first = (modes or MODES)[0]
+        if not rig.gateways[first.gateway].told:
+            await learn(rig, rig.gateways[first.gateway], first)
+        if "open" in only:
+            note("many sessions open")
+            told |= await measures.many_open(rig, first, size)
+        if "memory" in only:
+            told["rss_growth_bytes_per_call"] = await measures.memory(rig, first, size)
+        told["conversation"] = story.sizes(rig.target("gateway", first, 0).bodies)
+    for part in ("results", "growth"):
+        if part in only:
+            told |= await measure_long(story, part, size)
     told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
     told["machine"] = {
         "cpus": os.cpu_count(),
@@ -108,6 +151,14 @@ def _spread(values: Sequence[float]) -> float:
     """Interquartile range over median."""
     low, middle, high = statistics.quantiles(values, n=4)
     return round((high - low) / middle, 3)
+
+
+REST = (
+    "rss_growth_bytes_per_call", "rss_open_bytes_per_call", "stall_ms", "stall_cpu_ms", "growth",
+    "growth_cpu_ms", "growth_passthrough_cpu_ms", "long_results", "conversation", "method",
+    "machine",
+)  # fmt: skip
+"""What the table has below its rows, a line each."""
 
 
 def table(told: dict[str, Any]) -> str:
@@ -128,8 +179,7 @@ def table(told: dict[str, Any]) -> str:
             row += f"   first byte {one['first_byte_ms']:.1f}"
         rows.append(row)
     rows.append(f"kept on disk {told['kept_bytes_per_call']} bytes a call")
-    rows.append(f"memory growth {told['rss_growth_bytes_per_call']} bytes a call")
-    rows += [f"{name}: {told[name]}" for name in ("conversation", "method", "machine")]
+    rows += [f"{name}: {told[name]}" for name in REST if name in told]
     return "\n".join(rows)
 
 
@@ -145,10 +195,11 @@ def main() -> None:
         help="fewer calls, rougher figures",
     )
     parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
-    names = [mode.name for mode in MODES]
-    parser.add_argument("--only", nargs="+", choices=names, help="these modes")
+    names = [*(mode.name for mode in MODES), *PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, help="these modes and parts")
     parser.set_defaults(size="full", only=names)
     options = parser.parse_args()
+    raise_file_limit()
     try:
         told = uvloop.run(run(options.size, options.only))
     except (WrongAnswer, Refused) as error:

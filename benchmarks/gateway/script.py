@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse as _argparse
 import asyncio.base_events
+import itertools
 import json
 import mailbox
 import random
@@ -36,6 +37,8 @@ MEAN_PROMPT = 16_384
 THOUGHT = 120
 """Tokens of reasoning in an answer."""
 RESULT_CHARS = 240
+LONG_RESULT = 2_000
+"""Tokens of a tool's result in the second profile."""
 TAIL = (
     "\n<|im_start|>user\n<tool_response>\n%s\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )
@@ -82,41 +85,54 @@ class Script:
     tools: tuple[Tool, ...]
     answers: tuple[Said, ...]
     prompts: tuple[Ids, ...]
-    """Exact prompt ids of each turn."""
+    """Exact prompt ids of each turn, views of the last."""
 
-    def bodies(self, told: Sequence[Told], *, stream: bool) -> list[tuple[bytes, bytes]]:
-        """Each turn's request body, in two parts around its ``max_completion_tokens``.
-
-        One more than answers were told so far, at most one for each turn.
-        """
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": self.system},
-            {"role": "user", "content": self.user},
-        ]
-        options: dict[str, Any] = {"stream": stream}
-        if stream:
-            options["stream_options"] = {"include_usage": True}
-        tools = [{"type": "function", "function": _function(tool)} for tool in self.tools]
-        end = b"," + compact({"tools": tools})[1:]
-        bodies = []
-        for turn in range(min(len(told) + 1, TURNS)):
-            if turn:
-                messages += _echo(self.answers[turn - 1], told[turn - 1])
-            start = compact({"model": "stub", "messages": messages, **options})[:-1]
-            bodies.append((start + b',"max_completion_tokens":', end))
-        return bodies
+    @property
+    def turns(self) -> int:
+        """Calls of a session."""
+        return len(self.answers)
 
     def sizes(self, bodies: Sequence[tuple[bytes, bytes]]) -> dict[str, int]:
         """First, mean and last prompt in tokens, and the mean request body in bytes."""
         lengths = [len(prompt) for prompt in self.prompts]
         return {
-            "turns": TURNS,
+            "turns": self.turns,
             "sampled_tokens": SAMPLED,
             "first_prompt_tokens": lengths[0],
-            "mean_prompt_tokens": round(sum(lengths) / TURNS),
+            "mean_prompt_tokens": round(sum(lengths) / self.turns),
             "last_prompt_tokens": lengths[-1],
-            "mean_body_bytes": round(sum(len(a) + len(b) + 6 for a, b in bodies) / TURNS),
+            "mean_body_bytes": round(sum(len(a) + len(b) + 6 for a, b in bodies) / self.turns),
         }
+
+
+class Bodies(Sequence[tuple[bytes, bytes]]):
+    """Each turn's request body, in two parts around its ``max_completion_tokens``.
+
+    One more than answers were told so far, at most one for each turn. A body is cut from the last
+    one when it is asked for, since those of 300 turns are 100 MB.
+    """
+
+    def __init__(self, script: Script, told: Sequence[Told], *, stream: bool) -> None:
+        opening = (
+            {"role": "system", "content": script.system},
+            {"role": "user", "content": script.user},
+        )
+        parts = [b'{"model":"stub","messages":[' + b",".join(map(compact, opening))]
+        for said, echoed in zip(script.answers[:-1], told, strict=False):
+            parts.append(b"," + b",".join(map(compact, _echo(said, echoed))))
+        self._front, self._ends = b"".join(parts), list(itertools.accumulate(map(len, parts)))
+        options: dict[str, Any] = {"stream": stream}
+        if stream:
+            options["stream_options"] = {"include_usage": True}
+        self._options = b"]," + compact(options)[1:-1] + b',"max_completion_tokens":'
+        tools = [{"type": "function", "function": _function(tool)} for tool in script.tools]
+        self._tools = b"," + compact({"tools": tools})[1:]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, turn: Any) -> Any:
+        return self._front[: self._ends[turn]] + self._options, self._tools
 
 
 def compact(value: Any) -> bytes:
@@ -124,27 +140,33 @@ def compact(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def write() -> Script:
-    """Make the conversation; takes a few seconds."""
+def write(like: Script | None = None, *, turns: int = TURNS, result_tokens: int = 0) -> Script:
+    """Make the conversation, or a longer one that begins `like` another; takes a few seconds.
+
+    `result_tokens` is the length of a tool's result; 0 for `RESULT_CHARS` characters.
+    """
     text = _corpus()
-    tokenizer = tokenizer_of(text)
+    tokenizer = like.tokenizer if like else tokenizer_of(text)
     rendering = Rendering(tokenizer, "qwen3", thinking_retention="all")
-    answers = tuple(_answer(tokenizer, text, turn) for turn in range(TURNS))
+    answers = tuple(_answer(tokenizer, text, turn, result_tokens) for turn in range(turns))
     tools = tuple(_tool(text, index) for index in range(8))
     user = "Mend the failing tests of this repository.\n" + _slice(text, 0, 400)
     tails = [np.array(tokenizer.encode(TAIL % said.result), np.int32) for said in answers]
 
-    def prompts(system: str) -> list[Ids]:
+    def prompts(system: str) -> tuple[Ids, ...]:
         start = (Message(Role.SYSTEM, system), Message(Role.USER, user))
-        ids = [rendering.render(start, tools)]
+        parts = [rendering.render(start, tools)]
         for said, tail in zip(answers[:-1], tails, strict=False):
-            ids.append(np.concatenate((ids[-1], said.ids, tail)))
-        return ids
+            parts += (said.ids, tail)
+        whole, ends = np.concatenate(parts), np.cumsum([len(part) for part in parts])
+        return tuple(whole[:end] for end in ends[::2])
 
-    bare = sum(map(len, prompts(""))) / TURNS
+    if like is not None:
+        return Script(tokenizer, like.system, user, tools, answers, prompts(like.system))
+    bare = sum(map(len, prompts(""))) / turns
     filler = tokenizer.encode(_slice(text, 300_000, 60_000))[: round(MEAN_PROMPT - bare)]
     system = tokenizer.decode(filler)
-    return Script(tokenizer, system, user, tools, answers, tuple(prompts(system)))
+    return Script(tokenizer, system, user, tools, answers, prompts(system))
 
 
 def _corpus() -> str:
@@ -179,7 +201,7 @@ def tokenizer_of(text: str) -> Tokenizer:
     return Tokenizer(backend, "stub")
 
 
-def _answer(tokenizer: Tokenizer, text: str, turn: int) -> Said:
+def _answer(tokenizer: Tokenizer, text: str, turn: int, result_tokens: int) -> Said:
     """Exactly 512 tokens: reasoning and a tool call of about even size, text for the rest."""
     place = 9_000 * turn + 1_000
     arguments = {"path": f"src/part_{turn}.py", "text": _slice(text, place, 800)}
@@ -193,6 +215,9 @@ def _answer(tokenizer: Tokenizer, text: str, turn: int) -> Said:
     if len(ids) != SAMPLED or room < 1:
         msg = f"an answer has {len(ids)} tokens instead of {SAMPLED}"
         raise RuntimeError(msg)
+    result = _slice(text, place + 8_000, max(RESULT_CHARS, 8 * result_tokens))
+    if result_tokens:
+        result = tokenizer.decode(tokenizer.encode(result)[:result_tokens])
     logprobs = -np.random.default_rng(turn).exponential(0.4, SAMPLED).astype(np.float32)
     return Said(
         np.array(ids, np.int32),
@@ -201,7 +226,7 @@ def _answer(tokenizer: Tokenizer, text: str, turn: int) -> Said:
         tokenizer.decode(said).strip(),
         "write",
         arguments,
-        _slice(text, place + 8_000, RESULT_CHARS),
+        result,
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 from workload import SCALE, Engine, Gateway, Marks, Parts, Rollouts, draw
@@ -33,14 +34,13 @@ from tugline import log
 from tugline.node.admission import POLL_S, Admission
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
-from tugline.protocol import TaskState
+from tugline.protocol import TaskQuery, TaskState
 from tugline.rollout.rollout import roll_out
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.store import tasks
 from tugline.server.store.database import open_database
 from tugline.types import Group, Limits, PluginSpec, Session, Task
-from tugline.web.serve import run
 
 ENGINE = 32
 """Slots of the engine."""
@@ -147,7 +147,7 @@ async def in_steps(case: Case) -> Seen:
             count = case.sessions // case.steps // (2 * SAMPLES)
             groups = [a_task(f"s{step}-{n}", case, 2 * SAMPLES) for n in range(count)]
             await control.submit(groups)
-            while (await control.database.read(tasks.page, state=TaskState.OPEN)).tasks:  # noqa: ASYNC110 - the same
+            while (await control.database.read(tasks.page, TaskQuery(state=TaskState.OPEN))).tasks:  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.02)
         end = time.monotonic()
     return Seen(engine.busy(began, end), end - began, sessions=len(rollouts.marks.judged))
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sessions")
     given = parser.parse_args()
     log.configure(level="error")
-    report = run(measure(160 if given.quick else 280, Console(stderr=True)))
+    report = uvloop.run(measure(160 if given.quick else 280, Console(stderr=True)))
     if given.json:
         print(json.dumps(report.__dict__))  # noqa: T201 - its purpose
         return

@@ -1,6 +1,10 @@
 """A complete coding agent in one file, with the official OpenAI SDK; it knows nothing of Tugline.
 
-    tugline run --harness shell --command "python3 examples/agents/openai_loop.py" ...
+    tugline demo --harness shell --command "python3 examples/agents/openai_loop.py"
+
+trains a model under it; a task file names it with
+
+    harness: {name: shell, options: {command: "python3 examples/agents/openai_loop.py"}}
 
 The SDK finds the model through OPENAI_BASE_URL and OPENAI_API_KEY. The tools have the names,
 schemas and answers of pi's, so that a model trained under one of the two can work in the other.

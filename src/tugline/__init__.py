@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is 
     from tugline.client.sync import SyncClient
     from tugline.datasets.files import load_tasks
     from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
+    from tugline.launch.local import run, run_async
     from tugline.types import (
         Boundary,
         Callback,
@@ -35,19 +36,23 @@ __all__ = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
     "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling",
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
-    "UsageError", "load_tasks",
+    "UsageError", "load_tasks", "run", "run_async",
 ]  # fmt: skip
-_HOMES = ("types", "errors", "client.api", "client.streams", "client.sync", "datasets.files")
+_HOMES = (
+    "types", "errors", "client.api", "client.streams", "client.sync", "datasets.files",
+    "launch.local",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("tugline")
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"tugline.{home}")
             if hasattr(module, name):
                 return getattr(module, name)
-    msg = f"module 'tugline' has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module 'tugline' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ _VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
     """Write events of at least `level` to `path` as JSON lines, or to stderr for people."""
-    renderer: Any = structlog.dev.ConsoleRenderer()
+    renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     # Looked up for each event, so that a replaced sys.stderr is honoured.
     factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731
     if path is not None:

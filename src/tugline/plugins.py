@@ -8,8 +8,11 @@ them against the type hints of the class.
 import difflib
 import functools
 import inspect
+import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,58 +23,9 @@ from tugline.types import PluginSpec
 
 P = TypeVar("P")
 
-BUILT_IN: dict[str, dict[str, str]] = {
-    "harness": {
-        "claude_code": "tugline.harnesses.claude_code:ClaudeCode",
-        "codex": "tugline.harnesses.codex:Codex",
-        "gemini_cli": "tugline.harnesses.gemini_cli:GeminiCli",
-        "mini_swe_agent": "tugline.harnesses.mini_swe_agent:MiniSweAgent",
-        "opencode": "tugline.harnesses.opencode:Opencode",
-        "pi": "tugline.harnesses.pi:Pi",
-        "qwen_code": "tugline.harnesses.gemini_cli:QwenCode",
-        "shell": "tugline.harnesses.shell:Shell",
-    },
-    "runtime": {
-        "apptainer": "tugline.sandbox.apptainer:Apptainer",
-        "auto": "tugline.sandbox.auto:Auto",
-        "bubblewrap": "tugline.sandbox.bubblewrap:Bubblewrap",
-        "container": "tugline.sandbox.container:Container",
-        "local": "tugline.sandbox.local:LocalRuntime",
-    },
-    "evaluator": {
-        "function": "tugline.evaluators.function:FunctionEvaluator",
-        "harbor": "tugline.evaluators.harbor:HarborEvaluator",
-        "judge": "tugline.evaluators.judge:JudgeEvaluator",
-        "session_completed": "tugline.evaluators.session_completed:SessionCompletedEvaluator",
-        "swebench": "tugline.evaluators.swebench:SweBenchEvaluator",
-        "tests": "tugline.evaluators.tests:TestsEvaluator",
-        "weighted": "tugline.evaluators.weighted:WeightedEvaluator",
-    },
-    "taskset": {
-        "harbor": "tugline.datasets.harbor:HarborTaskSet",
-        "jsonl": "tugline.datasets.rows:JsonlTaskSet",
-        "swe": "tugline.datasets.swe:SweTaskSet",
-    },
-    "export": {
-        "calls": "tugline.exports.tables:Calls",
-        "parquet": "tugline.exports.tables:Parquet",
-        "sft": "tugline.exports.json_lines:Sft",
-        "slime": "tugline.exports.json_lines:Slime",
-        "trl": "tugline.exports.tables:Trl",
-        "verl": "tugline.exports.tables:Verl",
-    },
-    "metrics": {
-        "plots": "tugline.trainers.sinks:PlotSink",
-        "tensorboard": "tugline.trainers.sinks:TensorBoardSink",
-        "trackio": "tugline.trainers.sinks:TrackioSink",
-        "wandb": "tugline.trainers.sinks:WandbSink",
-    },
-    "builder": {
-        "per_request": "tugline.traces.builders:PerRequest",
-        "prefix_merging": "tugline.traces.builders:PrefixMerging",
-        "tree": "tugline.traces.builders:PrefixTree",
-    },
-}
+BUILT_IN: dict[str, dict[str, str]] = tomllib.loads(
+    (Path(__file__).parent / "plugins.toml").read_text(encoding="utf-8")
+)
 """Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""
 
 
@@ -101,8 +55,7 @@ def _load(kind: str, target: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        msg = f"{kind} {target!r} cannot be loaded: {error}"
-        raise UnknownPlugin(msg) from error
+        raise UnknownPlugin(f"{kind} {target!r} cannot be loaded: {error}") from error
 
 
 def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
@@ -114,18 +67,19 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     parameters = _parameters(target)
     if not (isinstance(target, type) and issubclass(target, contract)):
         base = f"{contract.__module__}.{contract.__name__}"
-        msg = f"{spec.name!r} is no {kind}: it must be a subclass of {base}"
-        raise UnknownPlugin(msg)
+        raise UnknownPlugin(f"{spec.name!r} is no {kind}: it must be a subclass of {base}")
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
             _check(f"{kind} {spec.name!r}", option, value, hint.annotation)
     try:
+        inspect.signature(target).bind(**spec.options)  # its errors do not name the constructor
         return target(**spec.options)
     except TypeError as error:
         known = ", ".join(inspect.signature(target).parameters) or "none"
-        msg = f"{kind} {spec.name!r}: {error} (its options: {known})"
-        raise ConfigError(msg) from error
+        reason = re.sub(r"got an unexpected keyword argument", "there is no option", str(error))
+        reason = re.sub(r"missing a required( keyword-only)? argument:", "it needs", reason)
+        raise ConfigError(f"{kind} {spec.name!r}: {reason} (its options: {known})") from error
 
 
 def pack_options(where: str, options: Mapping[str, Any]) -> bytes:

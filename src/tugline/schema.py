@@ -74,8 +74,7 @@ def decode(
             raise _explain(error, values, kind, prefix) from error
     except ConfigError as error:
         if source:
-            msg = f"{source}: {error}"
-            raise ConfigError(msg, error.field, error.known) from error
+            raise ConfigError(f"{source}: {error}", error.field, error.known) from error
         raise
 
 
@@ -83,8 +82,7 @@ def _decode_path(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
     if kind is Path:
-        msg = "must be a string"
-        raise ValueError(msg)
+        raise ValueError("must be a string")
     raise NotImplementedError(kind)
 
 
@@ -229,11 +227,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        msg = f"cannot read {path}: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        msg = f"{path} is not UTF-8 text (byte {error.start})"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def read_values(path: Path) -> Any:
@@ -246,8 +242,7 @@ def read_values(path: Path) -> Any:
             try:
                 return tomllib.loads(text)
             except tomllib.TOMLDecodeError as error:
-                msg = f"{path} is not valid TOML: {error}"
-                raise ConfigError(msg) from error
+                raise ConfigError(f"{path} is not valid TOML: {error}") from error
         case ".yaml" | ".yml":
             return _parse_yaml(text, str(path))
     msg = f"{path}: file type {path.suffix!r} is unknown; use one of {', '.join(FILE_TYPES)}"
@@ -259,8 +254,7 @@ def parse_json(text: str, source: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        msg = f"{source} is not valid JSON: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{source} is not valid JSON: {error}") from error
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -269,11 +263,9 @@ def _parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        msg = f"{source} is not valid YAML: {error.problem}{where}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{source} is not valid YAML: {error.problem}{where}") from error
     except yaml.YAMLError as error:
-        msg = f"{source} is not valid YAML: {' '.join(str(error).split())}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 # --------------------------------------------------------------------------- fields

@@ -31,8 +31,7 @@ def key_of(secret: str) -> bytes:
     except (binascii.Error, ValueError):
         key = b""
     if not secret.startswith(PREFIX) or not 24 <= len(key) <= 64:
-        msg = f"a callback secret must be {PREFIX} and 24 to 64 bytes in base64"
-        raise UsageError(msg)
+        raise UsageError(f"a callback secret must be {PREFIX} and 24 to 64 bytes in base64")
     return key
 
 
@@ -51,6 +50,5 @@ def verify(secret: str, headers: Mapping[str, str], body: bytes) -> str:
     try:
         webhook.verify(body, lower, json_parse=False)
     except (WebhookVerificationError, ValueError) as error:  # the latter for malformed values
-        msg = f"the callback is not genuine: {error}"
-        raise BadSignature(msg) from error
+        raise BadSignature(f"the callback is not genuine: {error}") from error
     return lower["webhook-id"]

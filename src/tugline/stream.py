@@ -112,12 +112,11 @@ class GroupStream:
         deadline = time.monotonic() + self._within_s
         while not self._has_room(unacknowledged):
             if time.monotonic() >= deadline:
-                msg = (
+                raise UsageError(
                     f"{self._bound} groups of consumer {self.consumer!r} are not acknowledged after"
                     f" {self._within_s:g} s: acknowledge them once a checkpoint has them, or raise"
                     " max_unacknowledged"
                 )
-                raise UsageError(msg)
             time.sleep(_POLL_S)
             known = [one.acked for one in self._client.consumers() if one.name == self.consumer]
             self._acknowledged = max(known, default=self._acknowledged)

@@ -1,9 +1,10 @@
 """Tasks from files: YAML, TOML, JSON or JSON lines, read strictly.
 
 A file holds one task or a list of them (in TOML: ``[[tasks]]``). Long texts may be kept beside it:
-``instruction_file: PATH`` for `instruction`, and ``{file: PATH}`` for the text of one of `files`;
-both paths are relative to the task file. Every error names the file, the task, the field, its
-value and what would be right.
+``instruction_file: PATH`` for `instruction`, and ``{file: PATH}`` for the text of one of `files`.
+Paths, also those of a workspace that exist there, are relative to the task file. A plug-in without
+options may be given by its name alone: ``harness: pi``. Every error names the file, the task, the
+field, its value and what would be right.
 
 The reference forms, a JSON schema for editors and a commented template, are generated from
 `types.Task`, its fields and their docstrings, so they match what is accepted.
@@ -30,10 +31,13 @@ from tugline.schema import (
     read_text,
     read_values,
 )
-from tugline.types import Task
+from tugline.types import PluginSpec, Task
 
 SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
+_PLUGINS = tuple(each.name for each in msgspec.structs.fields(Task) if each.type is PluginSpec)
+_PATHS = ("folder", "build", "repo")
+"""Of a workspace."""
 _TEXT = {"type": "string"}
 _FILE = {
     "description": "Text, or where it is: relative to the task file.",
@@ -99,11 +103,18 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
     if not isinstance(values, dict):
         msg = f"{source}: {reprlib.repr(values)} is no task; keys and values are needed, key: value"
         raise ConfigError(msg)
-    values = dict(values)
+    named = {kind: {"name": values[kind]} for kind in _PLUGINS if isinstance(values.get(kind), str)}
+    values = values | named
+    if isinstance(values.get("workspace"), dict):
+        values["workspace"] = {
+            name: str((folder / path).absolute())
+            if name in _PATHS and isinstance(path, str) and (folder / path).exists()
+            else path
+            for name, path in values["workspace"].items()
+        }
     if INSTRUCTION_FILE in values:
         if "instruction" in values:
-            msg = f"{source}: give either instruction or {INSTRUCTION_FILE}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{source}: give either instruction or {INSTRUCTION_FILE}")
         name = values.pop(INSTRUCTION_FILE)
         values["instruction"] = _read_referenced(folder, name, f"{source}: {INSTRUCTION_FILE}")
     if isinstance(values.get("files"), dict):
@@ -122,8 +133,7 @@ def _read_referenced(folder: Path, name: Any, field: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        msg = f"{field} is {name!r}, which cannot be read: {reason}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{field} is {name!r}, which cannot be read: {reason}") from error
 
 
 # --------------------------------------------------------------------------- reference forms
@@ -178,6 +188,9 @@ def make_json_schema() -> dict[str, Any]:
     task["properties"][INSTRUCTION_FILE] = _TEXT | {
         "description": "In place of `instruction`: file with its text, relative to the task file."
     }
+    for kind in _PLUGINS:
+        given = task["properties"][kind]
+        given["anyOf"] = [_TEXT, {"$ref": given.pop("$ref")}]
     required = [name for name in task.pop("required") if name != "instruction"]
     task["required"] = required
     task["oneOf"] = [{"required": ["instruction"]}, {"required": [INSTRUCTION_FILE]}]

@@ -195,8 +195,8 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
         "os.environ.pop('NO_PROXY', 0); os.environ.pop('no_proxy', 0)\n"
         "for url in sys.argv[1:]:\n"
         "    try: r.urlopen(url, timeout=5); print('reached', url)\n"
-        "    except urllib.error.HTTPError as error: print(error.code, error.read())\n"
-        "    except OSError as error: print(error)\n"
+        "    except urllib.error.HTTPError as error: print('answered', error.code)\n"
+        "    except OSError as error: print('unreachable')\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -209,7 +209,7 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
         async with sandbox.box(options={"allow": ["localhost:*", "b.example:443"]}) as box:
             await box.expose(gateway.url)
             got = await python(box, code, *urls)
-    assert got.text.count("403") == len(urls), got.text
+    assert got.text.splitlines() == ["answered 403"] * len(urls)
 
 
 FAMILIES = """
@@ -230,6 +230,7 @@ async def test_open_a_socket_of_another_family(sandbox: Arena) -> None:
         lines = (await python(box, FAMILIES)).text.splitlines()
     ends = [(int(family), end) for family, end in map(str.split, lines)]
     assert (1, "opened") in ends
+    others = {end for family, end in ends if family not in {1, 2, 10, 16}}
+    assert "opened" not in others
     if sandbox.name == "bubblewrap":
-        others = {end for family, end in ends if family not in {1, 2, 10, 16}}
         assert others == {"EAFNOSUPPORT"}

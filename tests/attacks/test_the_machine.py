@@ -11,6 +11,7 @@ import pytest
 
 from attacked import Arena, python, running, shell, token
 from tugline.sandbox.base import Mount, Sandbox
+from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Cause, Workspace
 
 LOOP = "import os, sys; sys.argv[1]\nwhile True:\n    try: os.fork()\n    except OSError: pass"
@@ -35,6 +36,34 @@ async def test_fork_bomb(sandbox: Arena) -> None:
         assert (await bomb).exit.timed_out
         assert not running(mark)
         await still_works(box)
+
+
+BUSY = """
+import os, sys, time
+began = time.monotonic()
+for _ in range(int(sys.argv[1])):
+    if os.fork() == 0:
+        while time.monotonic() < began + float(sys.argv[2]): pass
+        os._exit(0)
+try:
+    while True: os.wait()
+except ChildProcessError: pass
+used = os.times()
+print((used.children_user + used.children_system) / (time.monotonic() - began))
+"""
+
+
+async def test_take_the_processors_from_another_session(sandbox: Arena) -> None:
+    """A hundred and fifty busy loops have no more of them than a neighbour's few."""
+    if sandbox.name == "bubblewrap" and find_cgroup_parent().cpu is None:
+        pytest.skip("no control groups of the processor can be made here")
+    few = os.cpu_count() or 1
+    async with sandbox.box("many") as one, sandbox.box("few") as two:
+        many, own = await asyncio.gather(
+            python(one, BUSY, 150, 5, timeout_s=60), python(two, BUSY, few, 3, timeout_s=60)
+        )
+    # The many are alone for a part of their time.
+    assert float(own.text) > float(many.text) / 5, (own.text, many.text)
 
 
 FILL = """
@@ -205,6 +234,43 @@ async def test_forge_the_runners_words(sandbox: Arena) -> None:
             assert (got.exit.code, got.exit.timed_out) == (7, False)
             assert "wrote" not in got.text
             assert "removed" not in got.text
+        await still_works(box)
+
+
+LISTEN = """
+import os, sys
+def opened(number, how):
+    try: return os.open(f"/proc/1/fd/{number}", how | os.O_NONBLOCK)
+    except OSError: return None
+held = {n: (opened(n, os.O_RDONLY), opened(n, os.O_WRONLY)) for n in (3, 4)}
+for _ in range(8):
+    if os.fork() == 0:
+        os.setsid()
+        for n in (3, 4):
+            if held[n][0] is not None: os.set_blocking(held[n][0], True)
+        while held[4][0] is not None:
+            heard = os.read(held[4][0], 4096).split()
+            if len(heard) > 1: print("heard", heard, flush=True)
+            if len(heard) > 3: os.write(held[4][1], b"ended %s 0 %s\\n" % (heard[1], heard[3]))
+        os._exit(0)
+for number, (_, pipe) in held.items():
+    try:
+        for _ in range(1 << 16 if pipe is not None else 0): os.write(pipe, b"x")
+    except OSError: pass
+os._exit(7)
+"""
+
+
+async def test_take_the_runners_words(sandbox: Arena) -> None:
+    """Daemons that wait at its pipes hear no key, and a pipe full of halves of lines ends nothing.
+
+    Root in a container can open the pipes of process 1 in `/proc`.
+    """
+    async with sandbox.box() as box:
+        for _ in range(12):
+            got = await python(box, LISTEN, timeout_s=60)
+            assert (got.exit.code, got.exit.timed_out) == (7, False)
+            assert "heard" not in got.text
         await still_works(box)
 
 

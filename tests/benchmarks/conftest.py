@@ -19,10 +19,10 @@ Measure = Callable[..., Any]
 def measure() -> Measure:
     """Run Python with these arguments in a benchmark's folder; returns what it printed last."""
 
-    def run(name: str, *arguments: str) -> Any:
+    def run(name: str, *arguments: str, timeout: float = 110) -> Any:
         command = [sys.executable, *arguments]
         done = subprocess.run(
-            command, cwd=ROOT / name, capture_output=True, text=True, timeout=110, check=False
+            command, cwd=ROOT / name, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -149,3 +149,25 @@ def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"tugline: {tmp_path} holds no recording")
+
+
+@pytest.mark.slow
+def test_training_costs_what_the_builder_makes_of_a_session() -> None:
+    """Fifty turns are fifty traces or one; the same tokens are trained, in fewer updates."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--json", "--train", "--scale", "0.002"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    alone = {(row["builder"], row["batching"]): row for row in rows if row["shape"] == "alone"}
+    separate, merged = alone["per_request", "published"], alone["prefix_merging", "ours"]
+    assert (separate["traces"], separate["updates"]) == (200, 100)
+    assert (merged["traces"], merged["updates"]) == (4, 2)
+    assert separate["tokens_trained"] == merged["tokens_trained"] == 4 * 50 * 2
+    assert separate["tokens_forwarded"] > 20 * merged["tokens_forwarded"]
+    tree = alone["tree", "ours"]
+    assert merged["tokens_forwarded"] - tree["tokens_forwarded"] == 2 * 16

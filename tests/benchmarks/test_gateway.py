@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.conftest import Measure
 
-KEYS = {"cpu_ms", "ratio_to_passthrough", "added_p50_ms", "added_p99_ms"}
+pytestmark = pytest.mark.slow
+KEYS = {"cpu_ms", "opening_cpu_ms", "ratio_to_passthrough", "added_p50_ms", "added_p99_ms"}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,16 @@ def test_every_mode_has_its_figures(told: dict[str, Any]) -> None:
     assert told["stream"]["first_byte_ms"] > 0
     assert told["stream_paced"]["cpu_ms"] > 0
     assert told["machine"]["noise"].keys() == {"exact", "observed", "stream", "stream_paced"}
+
+
+def test_what_lasts_has_its_figures(told: dict[str, Any]) -> None:
+    """Turns, stalls and memory of open sessions are measured; a later turn does not cost a lot."""
+    assert told["growth_cpu_ms"].keys() == {"10", "30"}
+    assert 0 < told["growth"] < 5
+    assert 0 < told["stall_cpu_ms"] < 1000
+    assert told["stall_ms"] > 0
+    assert told["rss_open_bytes_per_call"] < 10**6
+    assert told["long_results"]["conversation"]["last_prompt_tokens"] > 90_000
 
 
 def test_a_call_keeps_a_few_kilobytes(told: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.conftest import Measure
 
 
+@pytest.mark.slow
 def test_every_measure_has_its_figures(measure: Measure) -> None:
     """The documented keys are there, from real processes, with figures that can be true."""
     told = measure("server", "run.py", "--json", "--size", "smoke")

@@ -6,11 +6,11 @@ from benchmarks.conftest import Measure
 
 SMALL = """
 import json
+import uvloop
 from run import Case, ideal, on_node
-from tugline.web.serve import run
 
 few, many = (ideal(Case(sessions=320, slots=slots)) for slots in (36, 52))
-seen = run(on_node(Case(sessions=64)))
+seen = uvloop.run(on_node(Case(sessions=64)))
 print(json.dumps({"few": few, "many": many, "busy": seen.busy, "sessions": seen.sessions}))
 """
 

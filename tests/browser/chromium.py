@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import shutil
@@ -47,7 +48,8 @@ class Tab:
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning"}:
             self.complaints.append(str([arg.get("value") for arg in params["args"]]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
-            self.complaints.append(params["entry"]["text"])
+            entry = params["entry"]
+            self.complaints.append(f"{entry['text']} {entry.get('url', '')}".strip())
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
@@ -73,6 +75,21 @@ class Tab:
         """Go to a file and wait until the page has been put together."""
         await self.send("Page.navigate", url=path.as_uri())
         await self.until("window.tugline !== undefined")
+
+    async def visit(self, url: str) -> None:
+        """Go to a page of the console and wait until it is there."""
+        await self.send("Page.navigate", url=url)
+        await self.until("document.querySelector('h1')")
+
+    async def choose_file(self, what: str, path: Path) -> None:
+        """Give a file to the input that a selector finds."""
+        root = (await self.send("DOM.getDocument"))["root"]["nodeId"]
+        found = await self.send("DOM.querySelector", nodeId=root, selector=what)
+        await self.send("DOM.setFileInputFiles", nodeId=found["nodeId"], files=[str(path)])
+
+    async def picture(self) -> bytes:
+        """What can be seen, as a PNG."""
+        return base64.b64decode((await self.send("Page.captureScreenshot"))["data"])
 
     async def until(self, condition: str, seconds: float = 30) -> None:
         """Wait until an expression is true."""

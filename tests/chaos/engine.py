@@ -11,11 +11,13 @@ import sys
 import zlib
 from pathlib import Path
 
+import uvloop
+
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids
-from tugline.web.serve import run, serve
+from tugline.web.serve import serve
 
 WINDOW = 16_384
 
@@ -42,4 +44,4 @@ async def main(port: int, tokenizer: Tokenizer) -> None:
 
 
 if __name__ == "__main__":
-    run(main(int(sys.argv[1]), Tokenizer.load(Path(sys.argv[2]))))
+    uvloop.run(main(int(sys.argv[1]), Tokenizer.load(Path(sys.argv[2]))))

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from types import MappingProxyType
 
 from chaos.wire import Api
 from tiny import tokenizer
@@ -110,10 +111,20 @@ class Fleet:
     """Server, two nodes, engine, receiver and trainer of one run, in `folder`."""
 
     def __init__(
-        self, folder: Path, store: str | None = None, *, lease_s: float = LEASE_S, slots: int = 6
+        self,
+        folder: Path,
+        store: str | None = None,
+        *,
+        lease_s: float = LEASE_S,
+        slots: int = 6,
+        engine: Mapping[str, object] = MappingProxyType({}),
+        cli: Sequence[str] = (TUGLINE,),
     ) -> None:
-        """`store` is the URL of another store than the server's own."""
-        self.folder, self.lease_s = folder, lease_s
+        """`store` is the URL of another store than the server's own.
+
+        `engine` are further settings of it, and `cli` begins the server's command line.
+        """
+        self.folder, self.lease_s, self.cli = folder, lease_s, cli
         self.ports = dict(zip(("server", "engine", "receiver"), _free_ports(3), strict=True))
         self.url = f"http://127.0.0.1:{self.ports['server']}"
         self.callback = f"http://127.0.0.1:{self.ports['receiver']}/done"
@@ -123,10 +134,14 @@ class Fleet:
         """Who died without being killed."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
-        server = {"lease_s": lease_s, **({"store": store} if store else {})}
+        server = {
+            "lease_s": lease_s,
+            "callback_hosts": ["127.0.0.1"],
+            **({"store": store} if store else {}),
+        }
         self._write("server.yaml", {"server": server})
-        engine = {"tokenizer": "tokenizer.json", "renderer": "qwen3"}
-        self._write("node.yaml", {"engine": engine, "node": {"slots": slots}})
+        rendering = {"tokenizer": "tokenizer.json", "renderer": "qwen3", **engine}
+        self._write("node.yaml", {"engine": rendering, "node": {"slots": slots}})
 
     def _write(self, name: str, values: object) -> None:
         (self.folder / name).write_text(json.dumps(values), encoding="utf-8")
@@ -145,7 +160,7 @@ class Fleet:
                  "tokenizer.json").start()  # fmt: skip
         self.add("receiver", *python, str(HERE / "receiver.py"), str(self.ports["receiver"]),
                  "delivered.jsonl").start()  # fmt: skip
-        self.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml",
+        self.add("server", *self.cli, "up", "--no-node", "--config", "server.yaml",
                  "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
         self.start_server(time.time())
         until(lambda: bool(self.outages[0].ready), "the server to answer")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +40,13 @@ class Postgres:
 
 
 @contextlib.contextmanager
-def postgres(folder: Path) -> Iterator[Postgres]:
-    """A server of its own under `folder`."""
-    server = Postgres(get_server(folder, cleanup_mode=None))
+def postgres() -> Iterator[Postgres]:
+    """A server of its own, outside pytest's folder: any other pytest of root closes that one."""
+    folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
+    folder.chmod(0o755)  # as root, the server runs as another user
+    server = Postgres(get_server(folder / "data", cleanup_mode=None))
     try:
         yield server
     finally:
         server.stop()
+        shutil.rmtree(folder, ignore_errors=True)

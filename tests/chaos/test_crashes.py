@@ -18,11 +18,11 @@ SEED = int(os.environ.get("TUGLINE_CHAOS_SEED", "20"))
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Postgres | None]:
+def store(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
     """The store under test; None is the server's own."""
     with contextlib.ExitStack() as stack:
         own = request.param == "sqlite"
-        yield None if own else stack.enter_context(postgres(tmp_path / "pg"))
+        yield None if own else stack.enter_context(postgres())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chaos.audit import HUNG_S
 from chaos.fleet import LEASE_S, Fleet, until
 from chaos.storm import body
 from chaos.wire import Api
@@ -53,7 +54,7 @@ def test_a_node_that_was_cut_off_commits_nothing_it_has_lost(fleet: Fleet) -> No
     first.thaw()
     events = api.get("/v1/events?limit=1000")
     (lost,) = (one for one in events if one["kind"] == "node.lost")
-    assert lost["created"] - frozen <= LEASE_S + 1
+    assert lost["created"] - frozen <= LEASE_S + HUNG_S
     results = {one["session"]: one for one in api.get("/v1/results")["items"]}
     assert {one["status"] for one in results.values()} == {"completed"}
     assert {one["attempt"] for one in results.values()} == {0}, "the node's loss spends none"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,10 +22,9 @@ from transformers import Qwen3ForCausalLM
 
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
-from tugline.inference.server import create_app
-from tugline.inference.wire import prompt_logprobs
+from tugline.inference.server import create_app, prompt_logprobs
 from tugline.types import Ids
-from tugline.web.serve import run, serve
+from tugline.web.serve import serve
 
 
 class Routes:
@@ -48,8 +48,8 @@ class Routes:
         self._folder = (await request.json())["kwargs"]["weights_path"]
         return JSONResponse({})
 
-    async def forget(self, _request: Request) -> Response:
-        """``reset_prefix_cache``, which a swap implies."""
+    async def accept(self, _request: Request) -> Response:
+        """Answer what a swap does by itself: the pause, and ``reset_prefix_cache``."""
         return JSONResponse({})
 
     async def set_version(self, request: Request) -> Response:
@@ -78,7 +78,9 @@ async def main(folder: Path, port: int) -> None:
                 Route("/v1/models", own.models),
                 Route("/weight_info", own.weight_info),
                 Route("/collective_rpc", own.reload, methods=["POST"]),
-                Route("/reset_prefix_cache", own.forget, methods=["POST"]),
+                Route("/pause", own.accept, methods=["POST"]),
+                Route("/resume", own.accept, methods=["POST"]),
+                Route("/reset_prefix_cache", own.accept, methods=["POST"]),
                 Route("/update_weight_version", own.set_version, methods=["POST"]),
                 Route("/v1/completions", own.complete, methods=["POST"]),
                 Mount("/", create_app(engine, model_name="tiny")),
@@ -89,4 +91,4 @@ async def main(folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(main(Path(sys.argv[1]), int(sys.argv[2])))

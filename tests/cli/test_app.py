@@ -11,7 +11,7 @@ import pytest
 from cyclopts import App
 
 from commands import TUGLINE, run_command
-from tugline.cli.app import COMMANDS, make_app
+from tugline.cli.app import COMMANDS, MODULES, make_app
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
 """Libraries of gateway, server and engine."""
@@ -21,7 +21,7 @@ CLIENT_ROOM = (*ENGINE_ROOM, "rich", "aiohttp", "numpy", "msgspec", "structlog",
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_summary_is_the_one_of_the_command(name: str) -> None:
     """The table of summaries, which spares importing the commands, says what they say."""
-    command = getattr(import_module(f"tugline.cli.{name}"), name)
+    command = getattr(import_module(f"tugline.cli.{MODULES.get(name, name)}"), name)
     help_ = command.help if isinstance(command, App) else command.__doc__
     assert help_.partition("\n")[0] == COMMANDS[name]
     assert name in make_app(name)
@@ -44,12 +44,13 @@ def test_what_is_no_command_or_option_is_one_line(words: str, line: str) -> None
     assert line in done.stderr
 
 
-def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+@pytest.mark.parametrize("words", ["task schema", "-h"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(words: str) -> None:
     """As ``head`` does."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as nobody:
-        argv = [TUGLINE, "task", "schema"]
+        argv = [TUGLINE, *words.split()]
         done = subprocess.run(
             argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
         )

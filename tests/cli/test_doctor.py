@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 from cli.conftest import Shell
+from commands import TUGLINE
 from house import task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
@@ -47,3 +49,16 @@ async def test_an_engine_has_an_address(shell: Shell, engine: str) -> None:
     told = await shell.run("doctor", "--engine", engine)
     assert told.code == 2
     assert f"--engine is {engine!r}, must be http://HOST:PORT" in told.err
+
+
+def test_a_limit_of_open_files_that_is_too_low_for_a_node_is_told() -> None:
+    """Hundreds of agents need thousands of files; what the system forbids, it must be told."""
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -n 999; exec {TUGLINE} doctor --runtimes --json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    (advice,) = json.loads(done.stdout)["open files"]["weaknesses"]
+    assert advice.startswith("999 suffice for about 62 agents")

@@ -56,13 +56,13 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: calls,"),
+        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: parquet,"),
         (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
         (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
         (["sft", "--status", "done"], "--status 'done': 'done' is not a valid Status; known: queu"),
         (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
         (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),
-        (["trl", "--with", "pad=1"], "export 'trl': Trl() takes no arguments (its options: none)"),
+        (["trl", "--with", "pad=1"], "export 'trl': there is no option 'pad' (its options: none)"),
     ],
 )
 def test_a_mistake_is_one_line(

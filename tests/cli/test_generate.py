@@ -22,7 +22,7 @@ from tugline.trainers.sft import read_set
 from tugline.web.serve import serve
 
 SECRET, VARIABLE = "sk-3f9d27c1a8", "KEY_OF_THE_API"
-API = ("--messages-only", "--served-name", "strong", "--api-key-env", VARIABLE)
+API = ("--messages-only", "--model", "strong", "--api-key-env", VARIABLE)
 USAGE = {"prompt_tokens": 40, "completion_tokens": 5, "total_tokens": 45}
 
 

@@ -7,7 +7,12 @@ import json
 import signal
 
 from cli.conftest import Shell, end
+from leased import result
+from served import TOKENS
+from tugline.client.nodes import NodeClient
+from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.server.store import results, stats, tasks
+from tugline.types import Cause
 
 TASK = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\nsamples: 2\n"
 
@@ -27,6 +32,7 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
         ["a", "released", "2/2"],
         ["b", "released", "2/2"],
     ]
+    assert done.out.splitlines()[-1].endswith("are usable, mean reward 1, 4 of 4 passed")
     again = await shell.run("submit", "a.yaml", "--wait", "--json")
     told = json.loads(again.out)
     assert "accepted tasks: 1 (known already: 1), sessions: 2" in again.err
@@ -67,6 +73,17 @@ async def test_what_the_server_refuses_is_exit_code_2(shell: Shell) -> None:
     assert "another id" in done.err
 
 
+async def test_a_run_has_ids_of_its_own(shell: Shell) -> None:
+    """The same file twice are two tasks; a name that no id may have is refused."""
+    shell.file("a.yaml", TASK.format(id="a"))
+    for words in ((), ("--run", "second"), ("--run", "second")):
+        assert (await shell.run("submit", "a.yaml", *words)).code == 0
+    page = await shell.house.control.database.read(tasks.page)
+    assert sorted(task.id for task in page.tasks) == ["a", "second-a"]
+    refused = await shell.run("submit", "a.yaml", "--run", "a/b")
+    assert (refused.code, "'a/b-a'" in refused.err) == (2, True)
+
+
 async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
     """And says so."""
     shell.file("a.yaml", TASK.format(id="a"))
@@ -79,3 +96,17 @@ async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
     assert done.code == 130
     assert "accepted tasks continue" in done.err
     assert (await shell.house.control.database.read(stats.counts)).sessions == {"queued": 2}
+
+
+async def test_the_first_failure_is_named_while_waiting(shell: Shell) -> None:
+    """A reader sees why, without looking for the session."""
+    shell.file("a.yaml", TASK.format(id="a").replace("samples: 2", "samples: 1"))
+    submitting = await shell.start("submit", "a.yaml", "--wait")
+    async with NodeClient(shell.house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="played", slots=1, capacity=1))
+        ask = LeaseRequest(capacity=1, applied=welcome.control.generation, wait_s=20)
+        [work] = (await node.lease(welcome.node, ask)).work
+        of = work.session
+        await node.commit(of.id, of.epoch, result(of, failure=Cause.TASK))
+    done = await end(submitting)
+    assert "first failure: a-0: failed runtime: it broke" in done.err, done.err

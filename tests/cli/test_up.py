@@ -36,7 +36,10 @@ def tugline(*options: str, cwd: Path) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("up", "--engine", "http://x", "--model", "m"), "leave it out beside --engine"),
+        (
+            ("up", "--engine", "http://x", "--config", "both.yaml"),
+            "beside engine.urls give served_",
+        ),
         (("up", "--model", "m", "--tokenizer", "t"), "--tokenizer is for an engine at an address"),
         (("up", "--port", "70000"), "server.port is 70000, must be an integer <= 65535"),
         (("up", "--slots", "0"), "node.slots is 0, must be an integer >= 1"),
@@ -55,6 +58,7 @@ def test_a_mistake_is_one_clear_line(
 ) -> None:
     """Flags and files, before anything is started."""
     (tmp_path / "wrong.yaml").write_text("server: {prot: 3}\n")
+    (tmp_path / "both.yaml").write_text("engine: {model: m}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tugline", *options])
     with pytest.raises(SystemExit) as ended:
@@ -91,6 +95,14 @@ def test_a_taken_port_and_a_taken_folder_are_named(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, said = tugline("up", "--no-node", "--port", "0", cwd=tmp_path)
     assert (code, "another process is running in tugline-data" in said) == (2, True)
+
+
+def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
+    """Clients of the folder are told that there is no server, not that it is down."""
+    code, said = tugline("up", "--model", "nowhere", "--port", "0", cwd=tmp_path)
+    assert (code, "the server is up" in said) == (2, True)
+    assert not (tmp_path / "tugline-data/server.json").exists()
+    assert (tmp_path / "tugline-data/tokens.json").exists()
 
 
 def test_run_leaves_files_and_goes_on(world: World) -> None:

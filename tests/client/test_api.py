@@ -83,6 +83,10 @@ async def test_results_come_with_their_trajectories(house: House, client: Client
     left = [one async for one in client.results("trainer", follow=False)]
     assert [one.view.session for one in left] == ["t-2"]
     assert [one.name for one in await client.consumers()] == ["trainer"]
+    await client.delete_consumer("trainer")
+    assert await client.consumers() == []
+    with pytest.raises(Missing, match="trainer"):
+        await client.delete_consumer("trainer")
 
 
 async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: Client) -> None:

@@ -121,6 +121,17 @@ def sub_agents_linked(_: Case, run: SessionRun) -> str | None:
     return f"calls {forked} do not continue their threads" if forked else None
 
 
+def compaction_named(_: Case, run: SessionRun) -> str | None:
+    """The request for a summary is known as one, and the history behind it as compacted."""
+    named = [call.number for call in run.calls if call.kind is TraceKind.COMPACTION]
+    forked = [(call.number, call.branch) for call in main_calls(run.calls) if call.branch]
+    behind = [number for number, branch in forked if branch is Branch.COMPACTED]
+    if not named or not behind or behind[0] < named[0]:
+        return f"summaries are calls {named}, forks {forked}; {_describe_end(run)}"
+    wrong = [number for number, _ in forked if number not in {*named, *behind}]
+    return f"calls {wrong} fork for another reason" if wrong else None
+
+
 def title_is_side_call(case: Case, run: SessionRun) -> str | None:
     """The request for a title is beside the task and does not fork the conversation."""
     sides: list[Call] = [call for call in run.calls if call.kind is TraceKind.SIDE]

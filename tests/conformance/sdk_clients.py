@@ -182,7 +182,7 @@ class Responses(OpenAi):
     """OpenAI Responses."""
 
     name = "responses"
-    echoes = ("verbatim", "without ids", "sealed", "references", "as text")
+    echoes = ("verbatim", "without ids", "sealed", "references", "some references", "as text")
 
     def parts(self, text: str) -> list[Any]:
         url = f"data:image/png;base64,{PIXEL}"
@@ -241,8 +241,13 @@ class Responses(OpenAi):
                 item["summary"] = []
         ids = [item["call_id"] for item in items if item["type"] == "function_call"]
         results = [{"type": "function_call_output", "call_id": i, "output": "x = 1"} for i in ids]
-        if how == "references":  # the AI SDK, unless it is told to store nothing
-            items = [{"type": "item_reference", "id": item["id"]} for item in items]
+        if "references" in how:  # the AI SDK, of all items or, since version 7, of all but calls
+            items = [
+                {name: value for name, value in item.items() if name != "id"}
+                if how == "some references" and item["type"] == "function_call"
+                else {"type": "item_reference", "id": item["id"]}
+                for item in items
+            ]
         if how == "as text":  # pydantic-ai, for a model that it does not know
             items = [
                 {"role": "assistant", "content": f"<think>\n{item['summary'][0]['text']}\n</think>"}

@@ -18,7 +18,7 @@ from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
-from tugline.testing.scripted_model import Fault, Script, serve_scripted_model
+from tugline.testing.scripted_model import CONTEXT_WINDOW, Fault, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
 from tugline.web.serve import Message, Receive, Send
 
@@ -132,6 +132,8 @@ class Scenario:
     timeout_s: float = 120.0
     tuning: CallSettings = DEFAULTS
     options: Mapping[str, object] = field(default_factory=dict)
+    window: int = CONTEXT_WINDOW
+    """Of the model, in tokens."""
 
 
 async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRun:
@@ -140,6 +142,8 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         serve_scripted_model(scenario.scripts, scenario.faults) as served,
         LocalRuntime().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
     ):
+        assert served.engine is not None
+        served.engine.max_model_len = scenario.window
         served.upstream._settings = scenario.tuning
         gateway = RecordingGateway(
             served.upstream, served.rendering, folder / "recordings", scenario.tuning

@@ -22,6 +22,17 @@ _TOKEN_S = 0.03
 _BUDGET_S = 90.0
 _TEAM = "Have one agent of yours look at one.txt, then say what it found."
 _SUB_TASK = "Agent: look at one.txt."
+_AGENT_TOOLS: dict[str, tuple[str, dict[str, object]]] = {
+    "claude_code": ("Agent", {"lean": False}),
+    "qwen_code": ("agent", {}),
+}
+"""Name of the tool that starts an agent, and options of the harness."""
+_SMALL_WINDOWS: dict[str, tuple[int, dict[str, object]]] = {
+    "claude_code": (30_000, {}),
+    "qwen_code": (60_000, {"context_window": 60_000}),
+}
+_SUMMARISE = ("Respond with TEXT ONLY", "produce the <state_snapshot>")
+_SUMMARY = "Both words were read, and big.txt in parts."
 
 
 def plain(case: Case) -> Scenario:
@@ -54,7 +65,15 @@ def slow_start(case: Case) -> Scenario:
 
 
 def team(case: Case) -> Scenario:
-    """Codex starts an agent of its own and waits for it."""
+    """The program starts an agent of its own and waits for it."""
+    if case.harness in _AGENT_TOOLS:
+        name, options = _AGENT_TOOLS[case.harness]
+        ask = {"description": "Look", "prompt": _SUB_TASK, "subagent_type": "general-purpose"}
+        scripts = {
+            _TEAM: (ScriptedTurn("I ask.", calls=((name, ask),)), ScriptedTurn(LAST_WORDS)),
+            _SUB_TASK: (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus.")),
+        }
+        return Scenario(scripts, FILES, options=options)
 
     def wait(prompt: str) -> ScriptedTurn:
         agents = re.findall(r'"agent_id":\s*"([^"]+)"', prompt)
@@ -67,6 +86,22 @@ def team(case: Case) -> Scenario:
         _SUB_TASK: sub,
     }
     return Scenario(scripts, FILES, options={"sub_agents": True})
+
+
+def overflowing(case: Case) -> Scenario:
+    """The history outgrows the window, and the program replaces it with a summary."""
+    window, options = _SMALL_WINDOWS[case.harness]
+
+    def answer(prompt: str) -> ScriptedTurn:
+        if any(words in prompt[-12_000:] for words in _SUMMARISE):
+            return ScriptedTurn(f"<state_snapshot>\n{INSTRUCTION} {_SUMMARY}\n</state_snapshot>")
+        if _SUMMARY in prompt:
+            return ScriptedTurn(LAST_WORDS)
+        return ScriptedTurn("I read on.", calls=(case.call("cat big.txt"),))
+
+    lines = "\n".join(f"line {number} of walruses and herons" for number in range(330))
+    files = FILES | {"big.txt": lines}
+    return Scenario({INSTRUCTION: (answer,) * 20}, files, options=options, window=window)
 
 
 def titled(case: Case) -> Scenario:

@@ -58,6 +58,7 @@ def _by_name(
     return {function.__name__: function for function in functions}
 
 
+_WITH_AGENTS = ("codex", "claude_code", "qwen_code")
 _PARTS: dict[str, Part] = {
     "plain": Part(
         sessions.plain,
@@ -73,7 +74,10 @@ _PARTS: dict[str, Part] = {
     ),
     "faulty": Part(sessions.faulty, _by_name(checks.retry_safe)),
     "budget": Part(sessions.budget, _by_name(checks.budget_stop_survived)),
-    "team": Part(sessions.team, _by_name(checks.sub_agents_linked), ("codex",)),
+    "team": Part(sessions.team, _by_name(checks.sub_agents_linked), _WITH_AGENTS),
+    "overflow": Part(
+        sessions.overflowing, _by_name(checks.compaction_named), ("claude_code", "qwen_code")
+    ),
     "title": Part(sessions.titled, _by_name(checks.title_is_side_call), ("opencode",)),
     "slow": Part(sessions.slow_start, {"slow_start_survived": checks.retry_safe}, slow=True),
 }

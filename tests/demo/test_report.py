@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo.report import DemoSummary, closing
+from tugline.demo.run import DemoSummary, closing
 from tugline.trainers.evaluation import Estimate, Evaluation, wilson
 from tugline.trainers.state import TrainState, VersionScore
 from tugline.types import Ledger, Reason

@@ -18,7 +18,7 @@ import pytest
 
 from tugline.launch.server import STORE, open_control_plane
 from tugline.launch.settings import ServerSettings
-from tugline.protocol import ResultView
+from tugline.protocol import ResultQuery, ResultView
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
 from tugline.server.store import stats
@@ -143,7 +143,7 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
 async def committed(folder: Path) -> tuple[dict[str, int], list[ResultView]]:
     """Sessions by status, and the results of those that were trained on."""
     async with open_control_plane(ServerSettings(), folder) as control:
-        results = (await control.results(after=0, limit=1000)).items
+        results = (await control.results(ResultQuery(after=0, limit=1000))).items
         counts = (await control.database.read(stats.counts)).sessions
     return counts, [one for one in results if one.task.startswith("g")]
 

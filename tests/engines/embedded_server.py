@@ -9,8 +9,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
 
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
@@ -31,8 +33,8 @@ async def main(folder: Path, port: int) -> None:
             await engine.swap(fresh.state_dict(), asked["version"], asked["running"])
             return JSONResponse({})
 
-        app = create_app(engine, model_name="tiny")
-        app.add_route("/swap", swap, methods=["POST"])
+        own = Route("/swap", swap, methods=["POST"])
+        app = Starlette(routes=[own, Mount("/", create_app(engine, model_name="tiny"))])
         async with serve(app, port=port):
             await asyncio.Event().wait()
 

@@ -40,7 +40,7 @@ def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     In two they spin on `sched_yield` while they wait for each other; on two cores that kept
     everything else from running for seconds at a time.
     """
-    home = _home("vllm")
+    home = installed("vllm")
     command = [
         str(home / "bin" / "vllm"), "serve", str(folder),
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny",
@@ -62,7 +62,7 @@ def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 def _sglang(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command = [
-        str(_home("sglang") / "bin" / "python"), "-m", "sglang.launch_server",
+        str(installed("sglang") / "bin" / "python"), "-m", "sglang.launch_server",
         "--model-path", str(folder), "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32",
         "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
@@ -84,7 +84,8 @@ COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]]]] = {
 }
 
 
-def _home(name: str) -> Path:
+def installed(name: str) -> Path:
+    """Where `make test-engines` has installed it."""
     tool = _installer()
     home: Path = tool.HOMES[name]
     if not (home / tool.STAMP).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,46 @@ async def test_what_is_built_is_built_from_sources(judge: Judge) -> None:
     assert (await judge(tests, work)).reward.value == 1.0
 
 
+async def test_an_output_that_was_there_before_is_not_newer_than_its_source(judge: Judge) -> None:
+    """One that the agent replaces, and that is no text, is older than every source, too."""
+    judge.base["Makefile"] = "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n"
+    judge.base["t.sh"] = judge.base["out/t"] = "echo 'not ok 1 - a'; echo 1..1\n"
+    right = "echo 'ok 1 - a'; echo 1..1\n"
+    forged = FileChange(right.encode() + b"exit\n\x7fELF\xff\xfe")
+    tests = TestsEvaluator(
+        command="make -s && sh out/t", format="tap", expected=["a"], editable=["out/"]
+    )
+    assert (await judge(tests, {"out/t": forged})).reward.value == 0.0
+    assert (await judge(tests, {"out/t": forged, "t.sh": right})).reward.value == 1.0
+
+
+LIE = "echo 'ok 1 - a'; echo 1..1"
+RUNNERS = {
+    "prove": ("prove -v t", {".proverc": '--exec "sh lie.sh"\n', "lie.sh": LIE}),
+    "make": ("make -s test", {"GNUmakefile": f"test:\n\t@{LIE}\n"}),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+async def test_a_runner_obeys_no_settings_of_the_agents(judge: Judge, runner: str) -> None:
+    """They are refused beside honest work, too; where a task lets them in, they earn all."""
+    command, lies = RUNNERS[runner]
+    if shutil.which(runner) is None:
+        pytest.skip(f"{runner} is not installed")
+    judge.base |= {
+        "Makefile": "test:\n\t@sh t/a.t\n",
+        "sum.sh": "echo $(($1 - $2))\n",
+        "t/a.t": "#!/bin/sh\nif [ $(sh sum.sh 2 3) = 5 ]; then echo 'ok 1 - a'\n"
+        "else echo 'not ok 1 - a'; fi\necho 1..1\n",
+    }
+    tests = TestsEvaluator(command=command, format="tap", expected=["a"])
+    honest = {"sum.sh": "echo $(($1 + $2))\n"}
+    assert (await judge(tests, lies)).reward.value == 0.0
+    assert (await judge(tests, {**lies, **honest})).reward.value == 1.0
+    lax = TestsEvaluator(command=command, format="tap", expected=["a"], editable=[*lies])
+    assert (await judge(lax, lies)).reward.value == 1.0
+
+
 async def test_settings_that_tools_read_by_themselves_are_refused(judge: Judge) -> None:
     """Hidden files above all: a runner of any language looks for some."""
     files = {
@@ -256,11 +297,3 @@ async def test_a_gigabyte_of_output_is_survived(judge: Judge) -> None:
     loud = "head -c 150000000 /dev/zero | tr '\\0' 'x'; echo; " + SAYS
     verdict = await asyncio.wait_for(judge(TestsEvaluator(command=loud, format="tap")), 60)
     assert verdict.reward.value == 0.0
-
-
-async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
-    """The same work on the same workspace is judged once."""
-    tests = TestsEvaluator(**UNITTEST, cache=True)
-    first, again = await judge(tests, GOOD), await judge(tests, GOOD)
-    assert (first.report["cached"], again.report["cached"], judge.opened) == (False, True, 1)
-    assert again.reward == first.reward

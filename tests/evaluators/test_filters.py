@@ -75,6 +75,28 @@ def test_what_changes_the_judge_is_refused(path: str, change: FileChange | None)
     assert REFUSED[path] in refused[path]
 
 
+SETTINGS = {
+    "python": (".coveragerc", "tox.ini", "setup.cfg", "pyproject.toml", "sub/pytest.ini"),
+    "rust": ("target/debug/deps/t-1", ".config/nextest.toml", ".cargo/config.toml", "build.rs"),
+    "java": ("target/test-classes/T.class", "build/t", "junit-platform.properties", ".mvn/x"),
+    "node": (
+        *(".yarnrc", ".yarnrc.yml", ".pnp.cjs", ".pnp.loader.mjs", ".nycrc.json", ".c8rc.json"),
+        *(".swcrc", ".taprc", "bunfig.toml", "deno.json", "deno.jsonc", "tsconfig.base.json"),
+    ),
+    "tap": (".proverc", "GNUmakefile", "makefile", "build/t_calc", "calc.o", ".taprc"),
+    "go": ("go.work", "vendor/modules.txt", "go.mod"),
+}
+
+
+@pytest.mark.parametrize("language", SETTINGS)
+def test_settings_and_outputs_of_runners_are_refused(language: str) -> None:
+    """Whatever a runner of the language reads by itself, or takes for built."""
+    patch = Patch(dict.fromkeys((*SETTINGS[language], "src/work.x"), TEXT))
+    kept, refused = filter_patch(patch, Rules(protected=TESTS[language]))
+    assert set(refused) == set(SETTINGS[language])
+    assert list(kept.files) == ["src/work.x"]
+
+
 def test_work_is_kept() -> None:
     """Names that merely look alike, and modules below the top, are the agent's to choose."""
     patch = Patch(dict.fromkeys(KEPT, TEXT))

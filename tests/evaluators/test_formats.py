@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tugline.evaluators import formats
 from tugline.evaluators.filters import TESTS
-from tugline.evaluators.formats import FORMATS
+from tugline.evaluators.formats import FORMATS, read_report
 from tugline.evaluators.scoring import TestOutcome, TestReport
+from tugline.evaluators.script import parse_apart
 
 GOLDEN = Path(__file__).parent / "golden"
 P, F, S, X = TestOutcome.PASS, TestOutcome.FAIL, TestOutcome.SKIP, TestOutcome.XFAIL
@@ -367,3 +369,39 @@ def test_reading_takes_linear_time(format_name: str, unit: str) -> None:
     read(format_name, data)
     read(format_name, data.replace(b" ", b"\n"))
     assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("junit", "pytest_junit.xml"), ("jest", "jest.json"), ("go", "go_v.txt")]
+)
+async def test_a_large_output_is_read_alike_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
+    """Outcomes, cases and reasons come back as they were read there."""
+    data = (GOLDEN / file).read_bytes()
+    here = await read_report(name, data)
+    monkeypatch.setattr(formats, "_SMALL_BYTES", 0)
+    assert await read_report(name, data) == here == FORMATS[name].read(data)
+    assert here.outcomes
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("while True: pass", "not read within 1 s of processor time"),
+        ("bytes(9 << 30)", "MemoryError"),
+        ("int('x')", "invalid literal"),
+    ],
+)
+async def test_an_output_that_exhausts_its_reader_has_no_results(code: str, reason: str) -> None:
+    """It has processor time and memory of its own, and ends nothing else."""
+    with pytest.raises(ValueError, match=reason):
+        await parse_apart(code, b"", None, 1)
+
+
+async def test_what_cannot_be_read_is_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says why, and earns nothing."""
+    monkeypatch.setattr(formats, "_READ", "bytes(9 << 30)")
+    report = await read_report("tap", b"ok 1 - a\n1..1\n" * 9999)
+    assert not report.outcomes
+    assert "MemoryError" in report.inconsistency

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from judging import Judge as Place
-from judging import call, task, trace
+from judging import call, task
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
@@ -108,7 +108,7 @@ async def test_a_session_is_graded_by_its_rubric(model: Model, outcome: SessionO
     verdict = await model.judge().evaluate(outcome)
     assert verdict.reward.value == pytest.approx((3 * 1.0 + 0.6) / 4)
     assert verdict.reward.parts == {"right": 1.0, "clear": 0.6}
-    assert verdict.report == {"scores": GOOD, "reasoning": "Because.", "cached": False}
+    assert verdict.report == {"scores": GOOD, "reasoning": "Because."}
     for shown in (
         *("Mend the bill.", "[user] Mend it", '-> bash({"cmd": "pytest"})', "[tool] 3 passed"),
         *("-a - b\n+a + b", "It is mended.", "right: The bill is right."),
@@ -126,18 +126,6 @@ async def test_one_text_is_a_rubric(model: Model, outcome: SessionOutcome) -> No
     model.answer = said({"score": 7})
     verdict = await model.judge(rubric="Is it good?").evaluate(outcome)
     assert (verdict.reward.value, verdict.reward.parts) == (0.7, {"score": 0.7})
-
-
-async def test_each_trace_is_graded_by_itself(model: Model, outcome: SessionOutcome) -> None:
-    """A trace is shown its own calls; the value is the mean."""
-    judged = replace(outcome, traces=[trace(0), trace(1)])
-    verdict = await model.judge(scope="trace", concurrency=1).evaluate(judged)
-    assert verdict.reward.per_trace == (verdict.reward.value,) * 2
-    assert len(verdict.report["traces"]) == 2
-    shown = [request["messages"][1]["content"] for request in model.asked]
-    assert ["I look." in text for text in shown] == [True, False]
-    with pytest.raises(EvaluatorError, match="no trace to grade"):
-        await model.judge(scope="trace").evaluate(outcome)
 
 
 async def test_what_a_repository_had_is_in_the_diff(model: Model, tmp_path: Path) -> None:
@@ -233,26 +221,6 @@ async def test_only_so_many_are_asked_at_once(model: Model, outcome: SessionOutc
     outcomes = [replace(outcome, calls=[call(0, answer=f"I am {n}.")]) for n in range(12)]
     await asyncio.gather(*(judge.evaluate(each) for each in outcomes))
     assert (len(model.asked), model.most_at_once) == (12, 3)
-
-
-@pytest.mark.parametrize("stays", [True, False], ids=["folder", "memory"])
-async def test_verdicts_are_remembered(
-    model: Model, outcome: SessionOutcome, tmp_path: Path, *, stays: bool
-) -> None:
-    """By all that was asked; in a folder, also by the next process, unless damaged."""
-    cache = str(tmp_path / "verdicts") if stays else None
-    judge = model.judge(cache=cache)
-    first = await judge.evaluate(outcome)
-    again = await (model.judge(cache=cache) if stays else judge).evaluate(outcome)
-    assert (len(model.asked), again.reward) == (1, first.reward)
-    assert again.report["cached"]
-    await judge.evaluate(replace(outcome, calls=[]))
-    await model.judge(cache=cache, model="other").evaluate(outcome)
-    assert len(model.asked) == 3
-    if stays:
-        for file in (tmp_path / "verdicts").rglob("*.json"):
-            file.write_text('{"scores": {"right":')
-        assert not (await judge.evaluate(outcome)).report["cached"]
 
 
 async def test_the_key_comes_from_the_node(

@@ -55,7 +55,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("swebench", {"hides": ["tests"]}, "hides.0 is 'tests'"),
     ("swebench", {"protected": "x"}, "protected is 'x', must be a list"),
     ("judge", {"base_url": "localhost:8000"}, "base_url is 'localhost:8000', must be"),
-    ("judge", {"scope": "turn"}, "scope is 'turn', must be one of session, trace"),
     ("judge", {"timeout_s": 0}, "timeout_s is 0, must be a number > 0"),
     ("judge", {"attempts": 0}, "attempts is 0, must be an integer >= 1"),
     ("judge", {"concurrency": True}, "concurrency is True, must be an integer"),

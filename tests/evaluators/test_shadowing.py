@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,13 +112,35 @@ def without_conflicts(paths: list[str]) -> Mapping[str, str]:
     return {path: LEAVES for path in paths if path not in above and path not in CALC}
 
 
-async def same_as_fresh(folder: Path, added: Mapping[str, str | FileChange | None]) -> None:
-    """Whatever is added, the same tests run with the same outcomes, and nothing of it before."""
-    tests = TestsEvaluator(**WAYS["command"])
-    verdict = await judge(folder)(tests, {**added, **RIGHT})
-    assert "IMPORTED" not in verdict.report["output"], verdict.report
-    assert verdict.reward.value == 1.0, verdict.report
-    assert "1 passed" in verdict.report["output"]
+SEES = """import os, sys
+def seen(module):
+    return str(getattr(module, "__file__", None)).replace(os.getcwd(), ".")
+with open("modules.txt", "w") as file:
+    file.writelines(sorted(f"{name} {seen(made)}\\n" for name, made in [*sys.modules.items()]))
+"""
+"""Notes what the interpreter has imported before the tests."""
+
+
+async def run(folder: Path, way: str, files: Mapping[str, str | FileChange | None]) -> list[str]:
+    """The imports before the tests, and the tests with their outcomes."""
+    options = {**WAYS[way], "files": {"hidden/test_calc.py": SEES + TEST}}
+    verdict = await judge(folder)(TestsEvaluator(**options), files)
+    report, output = verdict.report, verdict.report["output"]
+    assert "IMPORTED" not in output, report
+    (modules,) = await asyncio.to_thread(lambda: list(folder.rglob("modules.txt")))
+    counted = re.findall(r"\d+ passed|Ran \d+ test|FAILED \(.*\)|\d+ failed", output)
+    told = [f"{report['failed']} {report['missing']} {report['exit']} {verdict.reward}", *counted]
+    return [*modules.read_text().splitlines(), *told]
+
+
+async def same_as_fresh(
+    make: pytest.TempPathFactory, way: str, added: Mapping[str, str | FileChange | None]
+) -> None:
+    """Whatever is added, the same is imported, and the same tests run with the same outcomes."""
+    for work in ({}, RIGHT):
+        fresh = await run(make.mktemp("fresh"), way, work)
+        assert len(fresh) > 50
+        assert await run(make.mktemp("judged"), way, {**added, **work}) == fresh
 
 
 EXAMPLES = settings(
@@ -134,15 +158,16 @@ async def test_any_addition_leaves_the_tests_as_they_were(
     tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
 ) -> None:
     """Modules, packages, extensions and settings of any name, anywhere, many at once."""
-    await same_as_fresh(tmp_path_factory.mktemp("judged"), added)
+    await same_as_fresh(tmp_path_factory, "command", added)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(EXAMPLES, max_examples=60)
+@pytest.mark.parametrize("way", WAYS)
+@settings(EXAMPLES, max_examples=20)
 @given(added=LOTS)
 async def test_many_additions_leave_the_tests_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
+    tmp_path_factory: pytest.TempPathFactory, way: str, added: Mapping[str, str]
 ) -> None:
-    """The same, at length."""
-    await same_as_fresh(tmp_path_factory.mktemp("judged"), added)
+    """The same, at length, for each way to run tests."""
+    await same_as_fresh(tmp_path_factory, way, added)

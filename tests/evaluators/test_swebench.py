@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import judging
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.swebench import SweBenchEvaluator
+from tugline.evaluators.script import parse_apart
+from tugline.evaluators.swebench import _GRADE, SweBenchEvaluator
 
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
@@ -208,6 +212,27 @@ async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
     assert judge.opened == 2
 
 
+STANDS_IN = "def test_add(): pass\ntest_add_again = test_sub = test_add\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("test_calc.py", "test_calc/__init__.py", "tests/test_calc/__init__.py"),
+        *("tests/test_calc.abi3.so", "src/test_calc.py", "tests/test_calc.pyc", "conftest.py"),
+    ],
+)
+async def test_nothing_stands_in_for_a_test(judge: Judge, path: str) -> None:
+    """Modules, packages and extensions of its name, anywhere; beside honest work they are nothing.
+
+    The row's script imports from the top before it imports from the tests.
+    """
+    assert (await judge.on({path: STANDS_IN})).reward.value == 0.0
+    verdict = await judge.on({path: STANDS_IN, **GOOD})
+    assert verdict.reward.value == 1.0
+    assert path in verdict.report["refused"]
+
+
 async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:
     """The error lists those that it does."""
     with pytest.raises(
@@ -224,13 +249,27 @@ async def test_a_log_of_any_length_is_read(judge: Judge, monkeypatch: pytest.Mon
     assert verdict.reward.value == 1.0
 
 
-async def test_a_log_that_a_parser_cannot_read_in_time_has_no_result(judge: Judge) -> None:
-    """Some take quadratic time on what an agent may print; they are killed, and others go on."""
-    evaluator = SweBenchEvaluator(**ROW)
-    assert (await judge(evaluator, GOOD)).reward.value == 1.0
-    evaluator.parse_s = 0.001
-    verdict = await judge(evaluator, {"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
+async def test_a_log_that_takes_a_parser_quadratic_time_holds_up_nobody(judge: Judge) -> None:
+    """A line of blanks stops SymPy's parser for minutes: it is killed, and others go on."""
+    row = {**ROW, "log_parser": "parse_log_sympy"}
+    good = SweBenchEvaluator(**ROW)
+    assert (await judge(good, GOOD)).reward.value == 1.0
+    evaluator = SweBenchEvaluator(**row)
+    evaluator.parse_s = 1
+    evaluator._proven = True
+    blanks = {"calc.py": GOOD["calc.py"] + "print(' ' * 200_000)\n"}
+    verdict, honest = await asyncio.gather(judge(evaluator, blanks), judge(good, GOOD))
     assert (verdict.reward.value, verdict.report["has_result"]) == (0.0, False)
+    assert honest.reward.value == 1.0
+
+
+async def test_the_log_is_read_without_the_packages_clients() -> None:
+    """Only what grades is imported to read a log; clients of Docker and data sets cost seconds."""
+    code = _GRADE + "\njson.dump(sorted(sys.modules), open(path + '.out', 'w'))\n"
+    run = SweBenchEvaluator(**ROW)._make_spec()
+    names = msgspec.json.decode(await parse_apart(code, b"", asdict(run)))
+    assert "swebench.harness.grading" in names
+    assert not {"docker", "datasets", "requests"} & set(names)
 
 
 async def test_without_the_package_the_extra_is_named(

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import judging
-from tugline.errors import EvaluatorError
+from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.test_runners import find_tests
 from tugline.evaluators.tests import TestsEvaluator
+from tugline.sandbox.base import Exit
+from tugline.sandbox.local import LocalSandbox
 from tugline.types import Workspace
 
 TASK = {
@@ -110,13 +114,25 @@ async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str
 
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
-    """Time that the agent burns is its own fault, with the reason said; it is not remembered."""
-    tests = TestsEvaluator(timeout_s=1.0, cache=True)
+    """Time that the agent burns is its own fault, with the reason said."""
+    tests = TestsEvaluator(timeout_s=1.0)
     verdict = await judge({"bill.py": "while True: pass\n"}, tests)
     assert verdict.reward.value == 0.0
     assert verdict.report["timed_out"]
     assert "out of time" in verdict.report["reason"]
-    assert not tests._cache
+
+
+async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others had the processors until the time was over, nobody knows what the work does."""
+    run = LocalSandbox.run
+
+    async def starve(self: LocalSandbox, *args: Any, **how: Any) -> Exit:
+        end = await run(self, *args, **how)
+        return msgspec.structs.replace(end, starved=end.timed_out)
+
+    monkeypatch.setattr(LocalSandbox, "run", starve)
+    with pytest.raises(SandboxError, match="no verdict on python3 after 1 s: other prog"):
+        await judge({"bill.py": "while True: pass\n"}, TestsEvaluator(timeout_s=1.0))
 
 
 async def test_no_pytest_is_no_verdict(
@@ -148,17 +164,6 @@ async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
     assert (await judge({}, tests)).reward.value == 1.0
     tests = TestsEvaluator(expected=["tests.test_bill::test_total"])
     assert (await judge({}, tests)).reward.value == 0.0
-
-
-async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
-    """With `cache`, the same work is not judged twice, and other work is not mistaken for it."""
-    tests = TestsEvaluator(cache=True)
-    first, again = await judge(GOOD, tests), await judge(GOOD, tests)
-    assert (first.report["cached"], again.report["cached"]) == (False, True)
-    assert again.reward == first.reward
-    assert judge.opened == 1
-    assert (await judge({}, tests)).reward.value == 0.0
-    assert judge.opened == 2
 
 
 async def test_wrong_settings_are_named(judge: Judge) -> None:
@@ -199,3 +204,45 @@ async def test_hidden_tests_judge_work_on_a_repository(tmp_path: Path) -> None:
     # The repository has a module of that name; a new one may not come in place of json.
     verdict = await judge({"random.py": "SEED = 2\n", "json.py": ""}, TestsEvaluator(files=hidden))
     assert verdict.report["refused"] == {"json.py": "would be imported in place of json"}
+
+
+REWRITES = """import glob, os, signal, time
+runner, until = os.getpid(), time.monotonic() + 20
+if os.fork() == 0:
+    os.setsid()
+    while time.monotonic() < until:
+        for path in glob.glob(os.path.expanduser("~/*.report")):
+            if open(path).read().endswith("</testsuites>"):
+                os.kill(runner, signal.SIGSTOP)
+                case = '<testcase classname="tests.test_bill%s" name="%s"/>'
+                cases = [case % ("", "test_total[1]"), case % (".TestZero", "test_zero")]
+                open(path, "w").write("<testsuites>" + "".join(cases) + "</testsuites>")
+                os.kill(runner, signal.SIGNAL)
+                os._exit(0)
+    os._exit(0)
+def total(a, b): return a - b
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "reason"),
+    [
+        ("SIGCONT", "no test is reported to have failed, but exit code 1"),
+        ("SIGKILL", "ended by signal 9"),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
+async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
+    judge: Judge, signal: str, reason: str, *, partial: bool
+) -> None:
+    """A process of the agent's stops the runner, writes its report anew, and lets it end or dies.
+
+    Also where names are given.
+    """
+    names = ["tests/test_bill.py::test_total", "tests/test_bill.py::TestZero::test_zero"]
+    tests = TestsEvaluator(timeout_s=60, expected=names, partial=partial)
+    # The runner writes the report, and has yet to end.
+    late = "import atexit, time\natexit.register(time.sleep, 2)\n"
+    code = late + REWRITES.replace("SIGNAL", signal)
+    verdict = await judge({"bill.py": code}, tests)
+    assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)

@@ -27,7 +27,6 @@ class Says(Evaluator):
         self,
         *,
         value: float = 1.0,
-        per_trace: tuple[float, ...] = (),
         fails: str = "",
         takes_s: float = 0.0,
         mount: tuple[str, str | None] | None = None,
@@ -35,7 +34,7 @@ class Says(Evaluator):
         hides: tuple[str, ...] = (),
         model: bool = False,
     ) -> None:
-        self.value, self.per_trace, self.fails, self.takes_s = value, per_trace, fails, takes_s
+        self.value, self.fails, self.takes_s = value, fails, takes_s
         self.mount, self.in_place, self.hides = mount, in_place, hides
         self.opens_sandbox, self.graded_by_model = False, model
 
@@ -55,7 +54,7 @@ class Says(Evaluator):
         if self.fails:
             msg = "broken"
             raise {"evaluator": EvaluatorError, "runtime": SandboxError}[self.fails](msg)
-        return Verdict(Reward(self.value, {"part": 2.0}, tuple(self.per_trace)), {"said": True})
+        return Verdict(Reward(self.value, {"part": 2.0}), {"said": True})
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +88,6 @@ async def test_rewards_are_put_together(judge: Judge, mode: str, value: float) -
     assert math.isclose(verdict.reward.value, value)
     assert verdict.reward.parts == {"a": 1.0, "a.part": 2.0, "b": 0.5, "b.part": 2.0}
     assert verdict.report == {"a": {"said": True}, "b": {"said": True}}
-
-
-async def test_traces_keep_what_was_said_of_each(judge: Judge) -> None:
-    """From the parts that judged traces one by one."""
-    parts = {"a": says(3, per_trace=[1.0, 0.0]), "b": says(1, per_trace=[0.0, 1.0]), "c": says()}
-    assert (await judge(WeightedEvaluator(parts=parts))).reward.per_trace == (0.75, 0.25)
-    parts["b"] = says(1, per_trace=[1.0])
-    with pytest.raises(EvaluatorError, match="differ in the number of traces"):
-        await judge(WeightedEvaluator(parts=parts))
 
 
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])

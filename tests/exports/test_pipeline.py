@@ -14,7 +14,7 @@ from tugline.exports.base import SkipReason
 from tugline.exports.pipeline import Split
 from tugline.types import PluginSpec
 
-FORMS = ["parquet", "calls", "sft", "trl", "verl", "slime"]
+FORMS = ["parquet", "sft", "trl", "verl", "slime"]
 
 
 def some(folder: Path) -> None:

@@ -21,6 +21,8 @@ from tugline.gateway.replicas import Upstream
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedEventKind
 from tugline.testing.scripted_engine import Reply
+from tugline.traces.base import count_calls
+from tugline.types import Reason
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 TOOLS: Any = [
@@ -126,13 +128,16 @@ async def test_streamed_and_whole_answers_are_equal(tmp_path: Path) -> None:
 
 async def test_a_stop_sequence_ends_the_answer_before_it(tmp_path: Path) -> None:
     """The engine is let go, the sampled ids end with the one that completed the match."""
-    async with rig(tmp_path, says("one two three four", delay_s=0.001)) as it:
+    async with rig(tmp_path, says("one two three four")) as it:
         reply = await it.ask(stop_sequences=["three"])
-        call = it.calls[0]
+        call, sampled = it.calls[0], it.sampled
     assert reply["content"] == [{"type": "text", "text": "one two"}]
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "three")
     assert call.sampled_ids.tolist() == ids("one two three", end=False)
     assert call.stop == "three"
+    (ledger,) = count_calls([call], []).values()
+    assert call.unreported_tokens + len(call.sampled_ids) == sampled > len(call.sampled_ids)
+    assert ledger.dropped[Reason.BEHIND_STOP] == call.unreported_tokens
 
 
 async def test_a_named_tool_choice_begins_the_call_for_the_model(tmp_path: Path) -> None:
@@ -224,6 +229,28 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
             error = (await response.json())["error"]
         assert (response.status, error["param"]) == (400, field)
         assert not it.engines[0].calls
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 10**30}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}],
+                                  "max_tokens": 10**30}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**30}),
+        ("/v1beta/models/m:generateContent", {"contents": [{"parts": [{"text": "hi"}]}],
+                                              "generationConfig": {"maxOutputTokens": 10**30}}),
+    ],
+)  # fmt: skip
+async def test_a_bound_that_no_engine_takes_is_a_wrong_request(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """In the dialect's shape, not a fault of the server."""
+    async with rig(tmp_path, in_turn("hello")) as it:
+        keys = {"authorization": f"Bearer {it.key}", "x-goog-api-key": it.key}
+        reply = await it.http.post(it.url + path, json={"model": "m", **body}, headers=keys)
+        assert reply.status == 400, await reply.text()
+        assert "2147483647" in await reply.text()
 
 
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:

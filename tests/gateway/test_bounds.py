@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from faulty import Dialect, check, client, each_dialect, whole
 from rig import ASK, rig, says, until
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
-from tugline.gateway.session import LiveSession
-from tugline.types import Limits, SpentLimit
+from tugline.types import Branch, Limits, SpentLimit
 
 WINDOW = 4000
 """Of `faulty.Faulty`; a body may have a megabyte and 16 bytes for each of its tokens."""
@@ -132,20 +133,76 @@ async def test_many_parts_cost_what_their_text_costs(tmp_path: Path, dialect: Di
 async def test_a_large_request_is_rendered_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another session's call is answered while a large one is parsed."""
-    threads = {}
-    prepare = LiveSession._prepare
+    """Another session's call is answered meanwhile; a large one of which little is new is quick."""
+    rendered = []
+    render = Rendering.render
 
-    def traced(self: LiveSession, dialect: Any, incoming: Any) -> Any:
-        threads[len(incoming.body) > 1000] = threading.current_thread()
-        return prepare(self, dialect, incoming)
+    def traced(self: Rendering, messages: Any, tools: Any) -> Any:
+        rendered.append((len(messages[0].content), threading.current_thread()))
+        return render(self, messages, tools)
 
-    monkeypatch.setattr(LiveSession, "_prepare", traced)
+    monkeypatch.setattr(Rendering, "render", traced)
+    long = [{"role": "user", "content": "word " * 400}]
+    more = [*long, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More."}]
+    other = [*more[:-1], {"role": "user", "content": "And?"}]
+    tools = [{"name": "read", "input_schema": {"type": "object"}}]
     async with rig(tmp_path, says("Hi."), tuning=CallSettings(large_body=1000)) as it:
         assert (await it.ask())["status"] == 200
-        assert (await it.ask([{"role": "user", "content": "word " * 400}]))["status"] == 200
-    assert threads[False] is threading.main_thread()
-    assert threads[True] is not threading.main_thread()
+        assert (await it.ask(long))["status"] == 200
+        assert (await it.ask(more))["status"] == 200
+        assert (await it.ask(other, tools=tools))["status"] == 200
+        branches = [call.branch for call in it.calls[2:]]
+        assert branches == [None, Branch.TOOLS_CHANGED]
+    (short, first), (size, second), (again, third) = rendered
+    assert short < 100 < size == again
+    assert first is threading.main_thread()
+    assert second is not threading.main_thread()
+    assert third is not threading.main_thread()
+
+
+async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each character may be a token: encoding them all would take hundreds of times the text."""
+    encoded = []
+    encode = Tokenizer.encode
+
+    def traced(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    async with rig(tmp_path, says("Hi.")) as it:
+        monkeypatch.setattr(Tokenizer, "encode", traced)
+        window = it.gateway._engine.card.max_model_len
+        reply = await it.ask([{"role": "user", "content": "7 " * 10 * window}])
+        assert reply["status"] == 400
+        assert "too long" in reply["error"]["message"]
+        assert 0 < sum(encoded) < 4 * window + (1 << 15)
+        assert it.gateway.engine_failure("s1") is not None
+
+
+async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: Path) -> None:
+    """All that were asked for come, a few at a time, so that others' calls stand between them."""
+    tuning = CallSettings(several_sampled=2)
+    async with rig(tmp_path, says("word " * 20, delay_s=0.002), tuning=tuning) as it:
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, it.running)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        chat = {"model": "m", "messages": ASK, "n": 7}
+        headers = {"authorization": f"Bearer {it.key}"}
+        async with it.http.post(
+            f"{it.url}/v1/chat/completions", json=chat, headers=headers
+        ) as response:
+            assert len((await response.json())["choices"]) == 7
+        watching.cancel()
+        assert len(it.calls) == 7
+    assert most == 2
 
 
 # --------------------------------------------------------------------------- in flight

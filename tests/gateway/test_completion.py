@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rig import ASK, cut_once, ids, in_turn, rig, says, text_of, until
+from rig import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Branch, CallOutcome, Finish, VersionSpan
+from tugline.traces.lineage import build_chains
+from tugline.types import Branch, CallOutcome, Finish, Ids, VersionSpan
 
 LONG = " ".join(f"word{i}" for i in range(24))
 QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
@@ -270,6 +271,69 @@ async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:
         stream = await it.read()
     assert stream.count("event: ping") > 2
     assert '"stop_reason":"tool_use"' in stream
+
+
+async def test_a_sub_agent_may_begin_before_the_answer_that_asks_for_it_has_ended(
+    tmp_path: Path,
+) -> None:
+    """Clients start a sub-agent once its tool call is there; it is known as one, turn for turn."""
+    ask = '<tool_call>\n{"name": "agent", "arguments": {"prompt": "Find all the walruses."}}\n'
+    asks = says(f"{ask}</tool_call>\n{LONG * 20}", delay_s=0.01)
+
+    def play(prompt: Ids, request: str) -> Reply:
+        is_sub = "walruses" in RENDERING.tokenizer.decode(prompt.tolist())
+        return says("Found.")(prompt, request) if is_sub else asks(prompt, request)
+
+    start = [{"role": "user", "content": "<reminder>No.</reminder>\nFind all the walruses."}]
+    more = [{"role": "assistant", "content": "Found."}, {"role": "user", "content": "More?"}]
+    async with rig(tmp_path, play, tuning=QUICK) as it:
+        async with it.post(it.body(stream=True)) as response:
+            while b"walruses" not in await response.content.readline():
+                pass
+            await it.ask(start)
+            await it.ask([*start, *more])
+            assert [call.number for call in it.calls] == [1, 2]
+        await until(lambda: len(it.calls) == 3)
+        calls = sorted(it.calls, key=lambda call: call.number)
+    assert [call.kind for call in calls] == ["main", "subagent", "subagent"]
+    assert [call.thread for call in calls] == [None, "call_0_0", "call_0_0"]
+    assert [call.branch for call in calls[1:]] == [None, None]
+    main, sub = build_chains(calls)
+    assert (main.kind, sub.kind, len(sub.calls), sub.forked_after) == ("main", "subagent", 2, 0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.",
+        "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML.",
+        "First, reason in your scratchpad. Then, generate the updated <state_snapshot>.",
+        "Critically evaluate the <state_snapshot> you just generated.",
+    ],
+    ids=["claude_code", "qwen_code", "gemini_cli", "gemini_cli, again"],
+)
+async def test_compactions_and_commit_messages_are_known_by_their_prompts(
+    tmp_path: Path, ask: str
+) -> None:
+    """Harnesses name neither in headers; the history that follows a summary is a compacted one."""
+    grown = [
+        *ASK,
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Go on."},
+    ]
+    summary = [*grown, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": ask}]
+    after = [{"role": "user", "content": "In short: hello."}, *grown[1:]]
+    commit = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "diff"}]}
+    commit["system"] = "You generate concise, one-line Git commit messages."
+    async with rig(tmp_path, says("Hello.")) as it:
+        for messages in (ASK, grown, summary, after):
+            await it.ask(messages, tools=[])
+        async with it.post(commit) as response:
+            assert response.status == 200
+        calls = it.calls
+    assert [call.kind for call in calls] == ["main", "main", "compaction", "main", "side"]
+    assert [call.branch for call in calls[:4]] == [None, None, None, Branch.COMPACTED]
+    assert [chain.kind for chain in build_chains(calls)] == ["main", "compaction", "side"]
 
 
 async def test_a_side_call_is_another_thread(tmp_path: Path) -> None:

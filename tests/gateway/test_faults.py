@@ -18,7 +18,18 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from faulty import Dialect, check, chunk, client, cut, each_dialect, garbage, status, whole
+from faulty import (
+    DIALECTS,
+    Dialect,
+    check,
+    chunk,
+    client,
+    cut,
+    each_dialect,
+    garbage,
+    status,
+    whole,
+)
 from rig import ids, until
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits, Reason
@@ -233,6 +244,32 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
     assert call.outcome is CallOutcome.ENGINE_LOST
     ledger = PrefixMerging().build([call]).ledger
     assert (ledger.sampled, ledger.trained) == (10, 10)
+
+
+async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path) -> None:
+    """The event that reports the failure takes no token with it that came before."""
+    tokens = ids("It is a file with many words in it, and it goes on.")[:10]
+
+    async def fail(_: Request) -> Response:
+        events = chunk(tokens[:6]) + chunk(tokens[6:], at=6)
+        error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+        return Response(events + error, media_type="text/event-stream")
+
+    async with client(tmp_path, fail, failovers=0) as it:
+        code, text = await it.stream(DIALECTS[0])
+        (call,) = it.gateway.read_calls("s1")
+    assert (code, DIALECTS[0].end in text) == (200, True)
+    assert (call.outcome, call.sampled_ids.tolist()) == (CallOutcome.ENGINE_LOST, tokens)
+
+
+@each_dialect
+async def test_an_engine_that_streams_no_events_is_told_by_its_content_type(
+    tmp_path: Path, dialect: Dialect
+) -> None:
+    """A proxy's page is not a stream that was closed."""
+    async with client(tmp_path, garbage, tries=1) as it:
+        code, text = await it.stream(dialect)
+    check(dialect, code, json.loads(text), "text/html, not an event stream: <html>busy</html>")
 
 
 @each_dialect

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import rendering
+from tugline.chat.model_call import ThreadInfo
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
 from tugline.gateway.prefix import CallTree, Prompt
@@ -146,7 +147,7 @@ def test_another_thread_of_the_session_is_named_as_such() -> None:
     """A sub-agent's first request has nothing in common but the session."""
     tree, _ = longer(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
-    assert tree.match(other, TOOLS, "thread-2").branch is Branch.NEW_THREAD
+    assert tree.match(other, TOOLS, ThreadInfo("thread-2")).branch is Branch.NEW_THREAD
     assert tree.match(other, TOOLS).branch is Branch.NEW_THREAD
 
 
@@ -191,7 +192,7 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
 
 def test_a_prefill_is_refused_by_name() -> None:
     """An assistant message at the end that the model did not give cannot be continued."""
-    with pytest.raises(Unsupported, match=r"messages\[2\] is the assistant's"):
+    with pytest.raises(Unsupported, match="the last of the messages is the assistant's"):
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 

@@ -250,6 +250,35 @@ async def test_nothing_there_is_one_clear_error() -> None:
             await probe(url, "x")
 
 
+async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
+    """Without a name the error asks for one; with a name the calls are probed with it."""
+
+    class Unlisted(Stub):
+        async def models(self, _: Request) -> Response:
+            return JSONResponse({"data": []})
+
+    async with served(Unlisted(owner="")) as url:
+        with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
+            await probe(url)
+        assert (await probe(url, "mine")).model == "mine"
+
+
+@pytest.mark.parametrize(("status", "told"), [(500, 500), (403, 403), (404, 404), (503, None)])
+async def test_a_status_of_the_list_is_told(status: int, told: int | None) -> None:
+    """The error has the status, unless the engine is about to come back; 404 may have a name."""
+
+    class Broken(Stub):
+        async def models(self, _: Request) -> Response:
+            return Response("no", status)
+
+    async with served(Broken(owner="")) as url:
+        with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
+            await probe(url)
+        assert caught.value.status == told
+        if status == 404:
+            assert (await probe(url, "mine")).model == "mine"
+
+
 async def test_an_adapter_has_the_window_of_its_model() -> None:
     """Engines list none for it."""
     async with served(Stub()) as url:

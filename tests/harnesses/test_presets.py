@@ -14,11 +14,13 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError, DiskFull, HarnessError
+from tugline.harnesses import install
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.install import install_once
 from tugline.harnesses.mini_swe_agent import PythonPackage
 from tugline.harnesses.npm import Npm
-from tugline.plugins import find
+from tugline.harnesses.preset import Preset
+from tugline.plugins import find, make
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import Exit
 from tugline.types import PluginSpec
@@ -40,7 +42,7 @@ async def no_trial(_: Path) -> None:
 
 def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) -> Launch:
     """As if the program were installed."""
-    harness = find("harness", name)(**options)
+    harness = make("harness", PluginSpec(name, options), Preset)
     harness.package._command = ("/program",)
     made: Launch = harness.launch(msgspec.structs.replace(CONTEXT, instruction=instruction))
     return made
@@ -117,7 +119,7 @@ def test_each_dialect_is_spoken_where_it_is_served(
 
 def test_an_unknown_dialect_lists_the_known_ones() -> None:
     """mini-swe-agent has no Google model class, and says what it has."""
-    with pytest.raises(ConfigError, match="one of openai_chat, openai_responses, anthropic"):
+    with pytest.raises(ConfigError, match="one of anthropic, openai_chat, openai_responses"):
         launch("mini_swe_agent", dialect="google")
 
 
@@ -249,6 +251,30 @@ MCP = {
 SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
 
 
+async def test_libraries_are_put_beside_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python that needs libraries has its standard library in the same folder, ``lib``."""
+    library = tmp_path / "libown.so.1"
+    library.write_bytes(b"ELF")
+    (tmp_path / "python/lib/python3.11").mkdir(parents=True)
+    program = tmp_path / "python/bin/python3.11"
+    asked: list[str] = []
+
+    async def find_needed(_program: Path) -> dict[str, Path]:
+        return {"libc.so.6": Path("/lib/libc.so.6"), library.name: library}
+
+    async def take(_purpose: str, *argv: str, **_options: Any) -> str:
+        asked.extend(argv[4:] if argv[1] == "--force-rpath" else ())
+        return ""
+
+    monkeypatch.setattr(install, "_find_needed", find_needed)
+    monkeypatch.setattr(install, "run_installer", take)
+    await install.bundle_libraries(program, tmp_path / "python")
+    assert asked == [str(program), str(tmp_path / "python/lib" / library.name)]
+    assert (tmp_path / "python/lib" / library.name).read_bytes() == b"ELF"
+
+
 @pytest.mark.parametrize("name", ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"])
 def test_mcp_servers_are_written_in_each_program_s_own_format(name: str) -> None:
     """What is started and what is asked over HTTP, with variables and headers."""
@@ -310,7 +336,7 @@ def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
 
 def test_what_a_program_does_not_know_is_no_option_of_its_preset() -> None:
     """Pi has no MCP servers: the error lists what it has."""
-    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'mcp' \(its options: .*"):
+    with pytest.raises(ConfigError, match=r"there is no option 'mcp' \(its options: .*"):
         Parts().harness(PluginSpec("pi", {"mcp": MCP}))
 
 

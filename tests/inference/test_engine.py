@@ -122,11 +122,7 @@ async def test_a_swap_leaves_no_stale_prefix(model: Qwen3ForCausalLM, mode: str)
     assert (old.versions[0].version, new.versions[0].version) == (0, 1)
 
 
-@pytest.mark.parametrize("paused", [False, True])
-async def test_keep_continues_over_a_context_of_the_new_weights(
-    model: Qwen3ForCausalLM,
-    paused: bool,  # noqa: FBT001
-) -> None:
+async def test_keep_continues_over_a_context_of_the_new_weights(model: Qwen3ForCausalLM) -> None:
     """Tokens before a swap are exactly those of the old weights, tokens after it of the new."""
     async with make(model, max_running=3) as engine:
         seen: dict[int, list[SampledChunk]] = {one: [] for one in range(4)}
@@ -140,12 +136,7 @@ async def test_keep_continues_over_a_context_of_the_new_weights(
 
         tasks = [asyncio.create_task(consume(one)) for one in seen]
         await until(lambda: min(len(seen[one]) for one in range(3)) > 10)
-        if paused:
-            await engine.pause("keep")
         await engine.swap(tiny(7).state_dict(), 5, "keep")
-        if paused:
-            assert engine.stats().waiting == 4
-            await engine.resume()
         await asyncio.gather(*tasks)
         reused = engine.stats().reused_tokens
     for one in range(3):
@@ -273,25 +264,6 @@ async def test_stop_ids_end_the_answer_and_are_part_of_it(model: Qwen3ForCausalL
         )
     assert said.ids.tolist() == free.ids[: first + 1].tolist()
     assert (said.finish, said.stop_id) == (Finish.STOP, stop)
-
-
-async def test_pause_keeps_running_rows_frozen_until_resume(model: Qwen3ForCausalLM) -> None:
-    """While paused nothing is sampled and new requests wait; afterwards both go on."""
-    async with make(model) as engine:
-        running = asyncio.create_task(answer(engine, prompt(40), 100, ignore_eos=True))
-        await until(lambda: engine.stats().sampled_tokens > 3)
-        await engine.pause("keep")
-        before = engine.stats().sampled_tokens
-        new = asyncio.create_task(answer(engine, prompt(20), 5, ignore_eos=True))
-        with pytest.raises(UsageError, match="wait"):
-            await engine.swap(tiny(0).state_dict(), 1, "wait")
-        await asyncio.sleep(0.05)
-        assert engine.paused
-        assert engine.stats().sampled_tokens == before
-        await engine.resume()
-        said = await asyncio.gather(running, new)
-    assert [len(one.ids) for one in said] == [100, 5]
-    assert off(model, prompt(40), said[0]) < TOLERANCE
 
 
 async def test_a_dead_engine_fails_every_request_with_its_reason(model: Qwen3ForCausalLM) -> None:

@@ -118,8 +118,6 @@ async def test_a_stop_id_is_part_of_the_answer(served: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_hanging_up_aborts_the_request(served: Served, stream: bool) -> None:  # noqa: FBT001
     """A client that leaves frees its row within a second, streaming or not."""
-    await served.engine.pause("keep")
-    await served.engine.resume()
     asked = body(length=10, max_tokens=240) | {"stream": stream}
     slow = [body(length=12 + one, max_tokens=200) for one in range(8)]
     crowd = [asyncio.create_task(served.post(GENERATE, one)) for one in slow]
@@ -145,20 +143,6 @@ async def test_requests_are_aborted_by_their_id(served: Served) -> None:
     assert b["choices"][0]["finish_reason"] == "abort"
     assert len(b["choices"][0]["token_ids"]) < 230
     assert a["choices"][0]["finish_reason"] == "length"
-
-
-async def test_paused_engines_hold_requests(served: Served) -> None:
-    """`/pause` holds new requests until `/resume`; an unknown mode is refused."""
-    assert await served.post("/pause?mode=keep", {}) == (200, {"status": "paused"})
-    task = asyncio.create_task(served.post(GENERATE, body()))
-    async with served.http.get("/is_paused") as response:
-        assert await response.json() == {"is_paused": True}
-    assert not task.done()
-    assert await served.post("/resume", {}) == (200, {"status": "resumed"})
-    assert (await task)[0] == 200
-    status, answer = await served.post("/pause?mode=now", {})
-    assert status == 400
-    assert answer["error"]["param"] == "mode"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,10 +6,12 @@ import asyncio
 import sys
 from pathlib import Path
 
+import uvloop
+
 from tiny import tokenizer
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.web.serve import run, serve
+from tugline.web.serve import serve
 
 
 async def main(url_file: Path) -> None:
@@ -29,4 +31,4 @@ async def main(url_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main(Path(sys.argv[1])))
+    uvloop.run(main(Path(sys.argv[1])))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tugline.errors import Invalid
-from tugline.launch.server import check_runnable
+from tugline.launch.server import TOKENS, check_runnable, open_control_plane, serve_control_plane
+from tugline.launch.settings import ServerSettings
+from tugline.protocol import NodeRegistration
 from tugline.types import PluginSpec, Task
 
 
@@ -53,3 +55,21 @@ def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path:
         check_runnable(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
     assert caught.value.field == f"{kind}.name"
     assert not mark.exists()
+
+
+async def test_nodes_join_again_after_the_tokens_are_replaced(tmp_path: Path) -> None:
+    """Who replaces `tokens.json` shuts out everybody who had a token by it."""
+    hello = NodeRegistration(name="n", slots=1, capacity=1)
+    settings = ServerSettings(port=0)
+    found = []
+    for replaced in (False, False, True):
+        if replaced:
+            (tmp_path / TOKENS).unlink()
+        async with (
+            open_control_plane(settings, tmp_path) as control,
+            serve_control_plane(control, settings, tmp_path),
+        ):
+            if not found:
+                node = await control.dispatcher.register(hello)
+            found.append(await control.dispatcher.find_node(node.token))
+    assert found == [node.node, node.node, None]

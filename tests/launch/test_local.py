@@ -46,7 +46,7 @@ def task(name: str, *, samples: int = 2, command: str = f"{sys.executable} {AGEN
         id=name,
         instruction="Mend add in calc.py.",
         harness=PluginSpec("shell", {"command": command}),
-        evaluator=PluginSpec("tests", {"cache": True}),
+        evaluator=PluginSpec("tests"),
         files=FILES,
         samples=samples,
         limits=Limits(agent_s=20),

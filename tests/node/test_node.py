@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from simulated_node import Bench, make_task, open_bench, open_plane, until
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
-from tugline.protocol import NodeRegistration, PauseMode
-from tugline.server.store import results
+from tugline.node.housekeeping import COMMITTED
+from tugline.protocol import NodeRegistration, PauseMode, ResultQuery
+from tugline.server.store import leases, nodes, results
 from tugline.types import Boundary, Group, Stale, Status, Task
 
 
@@ -103,6 +105,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
         assert (await bench.read_session("t-0")).epoch == 2
         assert await bench.statuses() == {}
     assert bench.node.stats.released == 1
+    assert (tmp_path / "sessions" / "t-0.1" / COMMITTED).exists(), "it counts for the quota"
 
 
 async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None:
@@ -119,6 +122,7 @@ async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None
     assert session.epoch == 2
     assert bench.link.requests.count("register") == 2
     assert bench.node.stats.rejoined == 1
+    assert (tmp_path / "sessions" / "t-0.1" / COMMITTED).exists(), "it counts for the quota"
 
 
 async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
@@ -336,3 +340,48 @@ async def test_a_rollout_that_raises_is_a_result(tmp_path: Path) -> None:
         del bench.script.find_crash
         result = (await bench.wait_for_results(1))["a-0"]
     assert result.status is Status.COMPLETED
+
+
+# --------------------------------------------------------------------------- a restored store
+async def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
+    """A session that is leased again under an old epoch begins in an empty folder."""
+    async with open_plane(tmp_path) as control:
+        bench = Bench(tmp_path, control)
+        async with bench.working():
+            await control.submit([make_task()])
+            with sqlite3.connect(tmp_path / "server.db") as live:
+                live.backup(backup := sqlite3.connect(tmp_path / "backup.db"))
+            backup.close()
+            await bench.wait_for_results(1)
+            position = (await control.results()).cursor
+    left = tmp_path / "sessions" / "t-0.1" / "left"
+    left.write_text("of the first run")
+    for name in ("server.db-wal", "server.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "backup.db").replace(tmp_path / "server.db")
+    async with open_plane(tmp_path) as control:
+        assert (await control.results()).items == ()
+        bench = Bench(tmp_path, control)
+        async with bench.working():
+            await bench.wait_for_results(1)
+            again = await control.results(ResultQuery(after=position))
+        assert [item.session for item in again.items] == ["t-0"], "new results stand after old ones"
+        assert (await bench.read_session("t-0")).epoch == 1
+    assert not left.exists()
+
+
+async def test_a_node_says_when_it_joins_that_it_has_no_sandboxes(tmp_path: Path) -> None:
+    """It is asked anew at each registration, and its server shows the reason."""
+    async with open_plane(tmp_path) as control:
+        bench = Bench(tmp_path, control)
+        problems = iter(["no bwrap on PATH", None])
+        bench.node.check = lambda: next(problems)
+        async with bench.working():
+            await until(lambda: bench.node.id)
+            [view] = await control.database.read(nodes.list_views)
+            assert view.fault == "no bwrap on PATH"
+            bench.node.id = ""
+            await control.database.write(leases.expire_node, view.id, "a test")
+            await until(lambda: bench.node.id)
+            shown = await control.database.read(nodes.list_views)
+            assert [one.fault for one in shown if one.state == "live"] == [""]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from calls import make_call
 from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Writer, read
-from tugline.recording.recorder import SampledTokens
+from tugline.recording.records import SampledTokens
 from tugline.types import Call, Message, Role, Tool, VersionSpan, encode
 
 
@@ -198,6 +200,32 @@ def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match="closed"):
             writer.append(third)
     assert len(read(path).calls) == 1
+
+
+def test_closing_waits_for_the_flush_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that ends while its recording is flushed takes no file away from the flush."""
+    writer = Writer(tmp_path / "s.rec", sync=False)
+    reached, may_go_on = threading.Event(), threading.Event()
+    flush = os.fdatasync
+
+    def flush_slowly(number: int) -> None:
+        reached.set()
+        assert may_go_on.wait(20)
+        flush(number)
+
+    monkeypatch.setattr(os, "fdatasync", flush_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        flushed = threads.submit(writer.flush)
+        assert reached.wait(20)
+        closed = threads.submit(writer.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.2)
+        may_go_on.set()
+        flushed.result(20)
+        closed.result(20)
+    assert writer.closed
 
 
 def test_versions_join_into_spans() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from chat_engine import create_chat_app
-from tugline.chat.engines.vllm import VllmChat
+from tugline.chat.engines.chat import VllmChat
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream

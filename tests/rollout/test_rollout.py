@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from stub_model import Step, StubGateway
+from transitions import TRANSITIONS
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness
@@ -23,7 +24,6 @@ from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import PausableTimeout
 from tugline.sandbox.local import LocalRuntime
 from tugline.types import (
-    TRANSITIONS,
     Boundary,
     Cause,
     Failure,

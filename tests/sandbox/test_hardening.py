@@ -45,7 +45,9 @@ def test_what_bubblewrap_refuses_is_refused() -> None:
     """User namespaces and keyrings; what the profile allows under a condition stays as it is."""
     rules = hardening.narrow_profile(PROFILE)["syscalls"]
     allowed = {name for rule in rules if rule["action"] == ALLOW for name in rule["names"]}
-    assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare"}
+    assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare", "socket"}
+    sockets = [rule["args"] for rule in rules if "socket" in rule["names"]]
+    assert sorted(only["value"] for (only,) in sockets) == [1, 2, 10, 16]
     assert [rule for rule in rules if "clone3" in rule["names"]] == [
         {"names": ["clone3"], "action": ERRNO, "errnoRet": 38}
     ]

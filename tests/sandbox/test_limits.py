@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import subprocess
@@ -19,12 +20,14 @@ from tugline.sandbox.base import Exit
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.limits import (
     RECORD,
+    TRIAL,
     Cgroup,
     OomKills,
     ProgramLimits,
     SandboxCgroup,
     check_limits,
     find_cgroup_parent,
+    is_starved,
     list_unenforced,
     reap_cgroups,
     set_rlimits,
@@ -51,6 +54,14 @@ def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def test_a_program_of_a_nice_node_stays_nice() -> None:
+    """Only root may lower the value, and an ordinary user's sandboxes start all the same."""
+    with program("true") as process:
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        set_rlimits(process.pid, ProgramLimits(), Cgroup())
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+
+
 @pytest.fixture
 def parent() -> Cgroup:
     """Where groups can be created."""
@@ -74,6 +85,71 @@ def test_a_group_bounds_memory_and_counts_what_it_killed(parent: Cgroup, tmp_pat
     group.remove()
     group.remove()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("used_s", "waited_s", "starved"),
+    [
+        pytest.param(9.9, 0.1, False, id="ran alone"),
+        pytest.param(0.1, 0.3, False, id="slept"),
+        pytest.param(20.0, 9.9, False, id="many of its own on two processors"),
+        pytest.param(5.1, 4.9, False, id="half of one"),
+        pytest.param(1.0, 9.0, True, id="a tenth of one"),
+        pytest.param(0.0, 10.0, True, id="nothing"),
+        pytest.param(math.inf, 10.0, False, id="not counted here"),
+    ],
+)
+def test_who_waited_for_others_had_too_little(
+    used_s: float, waited_s: float, *, starved: bool
+) -> None:
+    """Of ten seconds; not who slept, nor who stood in its own way."""
+    assert is_starved(used_s, waited_s, 10.0) is starved
+
+
+def test_processor_time_is_read_in_both_versions(tmp_path: Path) -> None:
+    """What has run, by all, and the longest wait of a thread; infinite where it is not counted."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, threads in ((new, "cgroup.threads"), (old, "tasks")):
+        folder.mkdir()
+        (folder / threads).write_text(f"{os.getpid()}\n99999999\n")
+    (new / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\nsystem_usec 2\n")
+    (old / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\n")
+    (old / "cpuacct.usage").write_text("1500000000\n")
+    for folder, used_s in ((new, 2.5), (old, 1.5)):
+        counted, waited_s = Cgroup(cpu_time=folder).read_cpu_time()
+        assert counted == used_s
+        assert 0 < waited_s < time.monotonic()
+    assert Cgroup().read_cpu_time() == (math.inf, 0.0)
+
+
+def test_a_group_counts_what_has_ended(parent: Cgroup, tmp_path: Path) -> None:
+    """Its processes' time is not lost with them."""
+    if parent.cpu_time is None:
+        pytest.skip("processor time is not counted by control groups here")
+    group = SandboxCgroup(parent, tmp_path)
+    group.create(ProgramLimits())
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    with program(sys.executable, "-c", burn) as burner:
+        group.add(burner.pid)
+        burner.communicate("go\n", timeout=60)
+    assert 0.25 < group.group.read_cpu_time()[0] < 2.0
+    group.remove()
+
+
+def test_groups_of_a_killed_trial_are_removed(parent: Cgroup) -> None:
+    """An empty group has no record; one of a trial that may still be going on is left alone."""
+    assert parent.memory is not None
+    old, new = (parent.memory / f"{TRIAL}{age}{os.getpid()}" for age in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir()
+    try:
+        os.utime(old, (1, 1))
+        find_cgroup_parent()
+        assert (old.exists(), new.exists()) == (False, True)
+    finally:
+        for folder in (old, new):
+            with contextlib.suppress(FileNotFoundError):
+                folder.rmdir()
 
 
 def test_a_group_bounds_the_number_of_processes(parent: Cgroup, tmp_path: Path) -> None:
@@ -103,7 +179,7 @@ def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
     (record,) = tmp_path.glob(f"*{RECORD}")
     with program("sleep", "60") as left:
         group.add(left.pid)
-        assert reap_cgroups(record) == len({parent.memory, parent.processes})
+        assert reap_cgroups(record) == len({*msgspec.structs.astuple(parent)} - {None})
         assert left.wait(timeout=5) == -9
     assert not record.exists()
     foreign = tmp_path / f"x{RECORD}"
@@ -131,9 +207,9 @@ def test_without_groups_each_process_is_bounded() -> None:
         set_rlimits(one.pid, ProgramLimits(), Cgroup())  # nothing is raised again
         assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
     lines = list_unenforced(Cgroup())
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "memory is limited for each process" in lines[0]
-    assert list_unenforced(Cgroup(Path("/x"), Path("/x"))) == []
+    assert list_unenforced(Cgroup(*[Path("/x")] * 3)) == []
 
 
 def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -14,13 +13,12 @@ import psutil
 import pytest
 
 from sandboxes import mount_table, read_log, run_shell
-from tugline.errors import ConfigError, SandboxError, UsageError
-from tugline.plugins import make
-from tugline.sandbox.base import Mount, Runtime, SandboxSpec
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import Mount, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import MARK, ProgramRecord, end_program, start_time
-from tugline.types import PluginSpec, Workspace
+from tugline.types import Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -115,26 +113,12 @@ def test_a_daemon_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch
     assert len(looks) == 4
 
 
-async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:
-    """A file that merely looks like a record is passed over."""
-    async with LocalRuntime().open(tmp_path) as sandbox:
-        await run_shell(sandbox, "echo junk > x.started")
-        assert not [name for name in os.listdir(tmp_path) if name.endswith(".started")]  # noqa: PTH208
-    assert LocalRuntime().reap(tmp_path) == 0
-
-
 async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
     """An impossible folder is one line that names it."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxError, match="cannot make"):
         async with LocalRuntime().open(tmp_path / "file" / "sandbox"):
             pass
-
-
-def test_wrong_options_are_named() -> None:
-    """An option out of range says which and what would be right."""
-    with pytest.raises(ConfigError, match="cpu_s is 0"):
-        make("runtime", PluginSpec("local", {"cpu_s": 0}), Runtime)
 
 
 async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -> None:

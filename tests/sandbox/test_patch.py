@@ -9,16 +9,17 @@ import pytest
 
 from tugline.errors import SandboxError
 from tugline.sandbox.files import write_files
-from tugline.sandbox.patch import (
-    ChangeCollector,
-    FileChange,
-    Patch,
-    PatchLimits,
-    diff_archives,
-    diff_folder,
-)
+from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.patch import ChangeCollector, FileChange, Patch, PatchLimits, diff_archives
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
+
+
+def diff_folder(before: dict[str, str], workdir: Path, limits: PatchLimits | None = None) -> Patch:
+    """The changes of a workspace without a base."""
+    workspace = OverlayWorkspace(workdir.parent, None, before)
+    workspace.work = workdir
+    return workspace.diff(limits)
 
 
 @pytest.fixture

@@ -71,11 +71,13 @@ def open_control(store_url: str, tmp_path: Path) -> Open:
     """Opens the control plane of this test; again, to see what a restart finds."""
 
     @contextlib.asynccontextmanager
-    async def opened(*, ahead_s: float = 0.0, **settings: Any) -> AsyncIterator[ControlPlane]:
-        clock = Clock()
-        clock.ahead_s = ahead_s
+    async def opened(
+        *, ahead_s: float | None = 0.0, **settings: Any
+    ) -> AsyncIterator[ControlPlane]:
+        clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
         blobs = LocalBlobs(tmp_path / "blobs")
         folder = tmp_path / "server"
+        settings = {"callback_hosts": ["*"], **settings}
         async with ControlPlane(
             open_database(store_url, clock=clock), blobs, folder=folder, **settings
         ) as one:

@@ -171,6 +171,40 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
                 pass
 
 
+@pytest.mark.parametrize("how", ["symlink", "hard link", "folder", "no lock file"])
+async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path, how: str) -> None:
+    """The lock is the file's own: no other name of it, and no deletion beside it, gets around."""
+    path, other = tmp_path / "a.db", tmp_path / "b.db"
+    async with open_database(f"sqlite:{path}") as database:
+        if how == "symlink":
+            other.symlink_to(path)
+        elif how == "hard link":
+            other.hardlink_to(path)
+        elif how == "folder":
+            (tmp_path / "link").symlink_to(tmp_path)
+            other = tmp_path / "link" / "a.db"
+        else:
+            await asyncio.to_thread(Path(f"{path}.lock").unlink, missing_ok=True)
+            other = path
+        program = (
+            "import asyncio, sys; from tugline.server.store.database import open_database\n"
+            "async def main():\n"
+            "    async with open_database(sys.argv[1]): print('two servers')\n"
+            "asyncio.run(main())"
+        )
+        second = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", program, f"sqlite:{other}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert second.stdout == ""
+        assert "is used by another server" in second.stderr
+        await database.write(_add("still here"))
+
+
 async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
     """The server says so before it takes any work; a page of zeros would start as empty tables."""
     path = tmp_path / "a.db"

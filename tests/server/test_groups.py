@@ -6,7 +6,16 @@ import pytest
 
 from leased import Idler, Open, a_task, names, until_waiting
 from tugline.errors import Missing
-from tugline.protocol import Cancelled, CommitOutcome, EventKind, Release, StopKind, TaskState
+from tugline.protocol import (
+    Cancelled,
+    CommitOutcome,
+    DeliveryQuery,
+    EventKind,
+    Release,
+    ResultQuery,
+    StopKind,
+    TaskState,
+)
 from tugline.server.control import ControlPlane
 from tugline.server.store import events, results, sessions, tasks
 from tugline.types import Boundary, Callback, Group, Status
@@ -34,7 +43,7 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
         (0, 2),
         "",
     )
-    found = await control.results(groups=True)
+    found = await control.results(ResultQuery(groups=True))
     assert [group.id for group in found.groups] == ["u", "t"]
     assert [item.session for item in found.items] == ["u-0", "t-0", "t-1", "t-2"]
 
@@ -64,7 +73,7 @@ async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
         group = Group(deadline_s=0.4)
         await control.submit([a_task("t", 3, group=group)])
         await node.ask()
-        found = await asyncio.wait_for(control.results(groups=True, wait_s=20), 20)
+        found = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
         [view] = found.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
         assert {item.status for item in found.items} == {Status.CANCELLED}
@@ -136,7 +145,10 @@ async def test_results_and_release_have_a_callback_each(control: ControlPlane) -
     await node.ask()
     for session in ("t-0", "t-1", "quiet-0"):
         await node.commit(session)
-    kinds = [delivery.kind for delivery in await control.database.read(events.list_deliveries)]
+    kinds = [
+        delivery.kind
+        for delivery in await control.database.read(events.list_deliveries, DeliveryQuery())
+    ]
     assert kinds == [EventKind.RESULT, EventKind.RESULT, EventKind.RELEASED]
 
 
@@ -145,7 +157,7 @@ async def test_whoever_waits_for_a_group_gets_it_at_once(control: ControlPlane) 
     node = await Idler.join(control)
     await control.submit([a_task("t", 2)])
     await node.ask()
-    waiting = asyncio.ensure_future(control.results(groups=True, wait_s=10))
+    waiting = asyncio.ensure_future(control.results(ResultQuery(groups=True, wait_s=10)))
     await until_waiting(control, "releases")
     await node.commit("t-0")
     assert not waiting.done()

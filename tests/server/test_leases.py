@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from tugline.errors import Conflict, FencedError
 from tugline.protocol import (
     CommitOutcome,
     EventKind,
+    EventQuery,
     LeaseRequest,
     NodeRegistered,
     NodeRegistration,
     PauseMode,
     Release,
     Renewal,
+    ResultQuery,
     StopKind,
 )
 from tugline.server.blobs import LocalBlobs
@@ -118,7 +121,7 @@ async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None
         with pytest.raises(FencedError, match="register again"):
             await says()
     assert (await alive.commit("t-0")).outcome is CommitOutcome.COMMITTED
-    kinds = [event.kind for event in await control.events(after=0)]
+    kinds = [event.kind for event in await control.events(EventQuery(after=0))]
     assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
 
 
@@ -126,7 +129,7 @@ async def test_leases_end_by_themselves(open_control: Open) -> None:
     """The server wakes when one is due; nobody has to ask."""
     async with open_control(lease_s=0.2) as control:
         await Idler.join(control)
-        events = await control.events(after=1, wait_s=20.0)
+        events = await control.events(EventQuery(after=1, wait_s=20.0))
         assert [event.kind for event in events] == [EventKind.LOST]
 
 
@@ -433,7 +436,9 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         assert len((await asyncio.wait_for(asking, 20)).work) == 2
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
         assert await one.dispatcher.find_node("nonsense") is None
-        waiting = asyncio.ensure_future(one.results(after=(await one.results()).cursor, wait_s=10))
+        waiting = asyncio.ensure_future(
+            one.results(ResultQuery(after=(await one.results()).cursor, wait_s=10))
+        )
         await node.commit("t-1")
         assert [item.session for item in (await asyncio.wait_for(waiting, 20)).items] == ["t-1"]
 
@@ -446,3 +451,84 @@ async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
         asks.append(control.dispatcher.lease(node.node, LeaseRequest(capacity=1, wait_s=0.3)))
     async with asyncio.timeout(10):
         assert all(orders.work == () for orders in await asyncio.gather(*asks))
+
+
+# --------------------------------------------------------------------------- clocks and restarts
+async def test_a_clock_set_back_keeps_no_dead_node(
+    open_control: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server counts its leases by a clock that nobody sets."""
+    async with open_control(lease_s=0.3, ahead_s=None) as control:
+        await Idler.join(control)
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
+        await control.database.write(lambda tx: tx.notify("timers"))
+        events = await control.events(EventQuery(after=1, wait_s=20.0))
+        assert [event.kind for event in events] == [EventKind.LOST]
+
+
+async def test_a_clock_set_back_over_a_restart_keeps_no_dead_node(open_control: Open) -> None:
+    """No lease, pause or quarantine is longer than one that begins at the start."""
+    async with open_control() as control:
+        node = await Idler.join(control)
+        await control.submit([a_task(f"t{n}") for n in range(nodes.MAX_FAULTS + 1)])
+        for work in (await node.ask()).work[:-1]:
+            await node.commit(work.session.id, failure=Cause.SANDBOX)
+        await control.database.write(lambda tx: tx.run("UPDATE sessions SET retry_at = :at",
+                                                       at=tx.now + 1.0))  # fmt: skip
+    async with open_control(ahead_s=-3600.0) as control:
+        await pass_time(control, 31.0)
+        assert [view.state for view in await control.database.read(nodes.list_views)] == ["gone"]
+        await pass_time(control, nodes.MAX_BLOCK_S)
+        other = await Idler.join(control, "other")
+        assert len((await other.ask()).work) == nodes.MAX_FAULTS + 1
+
+
+async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: Open) -> None:
+    """Its starts give a dead node two leases at most in all, and a live one a whole lease each."""
+    async with open_control() as control:
+        await Idler.join(control, "dead")
+        alive = await Idler.join(control, "alive")
+    for start in range(1, 8):
+        async with open_control(ahead_s=29.0 * start) as control:
+            alive.control = control
+            await pass_time(control, 28.0 if start == 1 else 4.0)
+            await alive.renew()
+            states = {
+                one.name: one.state.value for one in await control.database.read(nodes.list_views)
+            }
+            assert states["alive"] == "live"
+            if start == 1:
+                assert states["dead"] == "live", "it may be on its way back"
+    assert states["dead"] == "gone"
+
+
+async def test_a_start_beside_a_running_server_renews_nothing(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    """Nodes that have time left need none from a second server."""
+
+    def server(name: str) -> ControlPlane:
+        blobs = LocalBlobs(tmp_path / "blobs")
+        return ControlPlane(open_database(postgres_url), blobs, folder=tmp_path / name)
+
+    async with server("one") as one:
+        await Idler.join(one)
+        [before] = await one.database.read(nodes.list_views)
+        async with server("other") as other:
+            [after] = await other.database.read(nodes.list_views)
+    assert after.deadline == before.deadline
+
+
+async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
+    """No task waits for its failures; a session that works there ends it."""
+    hello = NodeRegistration(name="bare", slots=8, capacity=8, problem="no bwrap on PATH")
+    node = Idler(control, (await control.dispatcher.register(hello)).node, 8)
+    await control.submit([a_task(f"t{n}") for n in range(3)])
+    assert (await node.ask(wait_s=0.05)).work == ()
+    [view] = await control.database.read(nodes.list_views)
+    assert view.fault == "no bwrap on PATH"
+    await pass_time(control, nodes.BLOCK_S)
+    [trial] = names((await node.ask()).work)
+    await node.commit(trial)
+    assert len((await node.ask()).work) == 2

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import psycopg
 
+from transitions import TRANSITIONS
 from tugline.errors import FencedError
 from tugline.protocol import (
     CommitOutcome,
@@ -18,6 +19,7 @@ from tugline.protocol import (
     NodeRegistration,
     Release,
     StopKind,
+    TaskQuery,
     TaskState,
 )
 from tugline.server.control import expire
@@ -28,7 +30,6 @@ from tugline.server.store.results import End
 from tugline.server.store.sqlite import Sqlite
 from tugline.types import (
     TERMINAL,
-    TRANSITIONS,
     Boundary,
     Failure,
     Group,
@@ -81,7 +82,7 @@ class Lifecycle:
                 end = End(Status.COMPLETED, reward=1.0, digest=f"end {next(self.numbers)}")
                 self._keep(Lease(node, session.id, session.epoch), end)
         self.check()
-        found = self._do(lambda tx: tasks.page(tx, limit=1000)).tasks
+        found = self._do(lambda tx: tasks.page(tx, TaskQuery(limit=1000))).tasks
         assert all(task.state is TaskState.RELEASED for task in found)
 
     # ------------------------------------------------------------------ what happens
@@ -237,7 +238,7 @@ class Lifecycle:
             self._follows(entry.id, status, entry.epoch)
         for session, end in self.committed.items():
             assert results.digest_of(tx, session) == end.digest
-        for task in tasks.page(tx, limit=1000).tasks:
+        for task in tasks.page(tx, TaskQuery(limit=1000)).tasks:
             own = [entry for entry in entries.values() if entry.task == task.id]
             ended = all(Status(entry.status) in TERMINAL for entry in own)
             assert (task.state is TaskState.RELEASED) == ended

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import Invalid, Missing
-from tugline.protocol import Event, EventKind, Results
+from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane, sweep
 from tugline.server.store import events, results, sessions, stats, tasks
@@ -121,9 +121,11 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
     position = (await control.database.read(stats.counts)).position
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         waiting = [
-            group.create_task(control.results(tasks=["a"], wait_s=9.0)),
-            group.create_task(control.results(tasks=["x", "a"], groups=True, wait_s=9.0)),
-            group.create_task(control.events(after=position, task="a", wait_s=9.0)),
+            group.create_task(control.results(ResultQuery(task=("a",), wait_s=9.0))),
+            group.create_task(
+                control.results(ResultQuery(task=("x", "a"), groups=True, wait_s=9.0))
+            ),
+            group.create_task(control.events(EventQuery(after=position, task="a", wait_s=9.0))),
         ]
         await control.database.write(_finish, "b-0", 1.0)
         await control.database.read(events.latest)
@@ -179,7 +181,9 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
     assert await database.write(events.trim, time.time() + 60) == latest
     assert await database.read(lambda tx: events.page(tx, 0, 100)) == []
     assert len((await database.read(lambda tx: results.page(tx, 0, 100))).items) == 2
-    joined = await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
+    joined = await database.write(
+        lambda tx: events.add(tx, EventKind.JOINED, events.Note(node="n"))
+    )
     assert joined == latest + 1
 
 
@@ -217,3 +221,11 @@ async def test_pages_use_their_index(tmp_path: Path) -> None:
             plan = " ".join(row[-1] for row in rows)
             assert "SEARCH" in plan, plan
             assert index in plan, plan
+
+
+async def test_a_position_of_another_store_is_refused(control: ControlPlane) -> None:
+    """A reader that waited for it would never see what is new."""
+    with pytest.raises(Invalid, match=r"after is 5000, the latest position is \d+: .* restored"):
+        await control.results(ResultQuery(after=5000))
+    with pytest.raises(Invalid, match="after is 5000"):
+        await control.events(EventQuery(after=5000))

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from leased import Idler, a_task
+from leased import Idler, Open, a_task
 from tugline.errors import Missing
-from tugline.server.control import ControlPlane
+from tugline.server.control import ControlPlane, KeepTimes
 from tugline.server.store import results, sessions, stats, tasks
 from tugline.server.store.events import latest
 
@@ -73,3 +73,38 @@ async def test_what_is_still_to_be_told_is_kept(control: ControlPlane) -> None:
     assert await control.database.write(delete, later) == 0
     await control.database.write(lambda tx: tx.run("UPDATE outbox SET state = 'delivered'"))
     assert await control.database.write(delete, later) == 1
+
+
+async def test_a_consumer_that_died_keeps_nothing_for_ever(control: ControlPlane) -> None:
+    """One that has acknowledged nothing for long no longer counts, and goes on if it returns."""
+    position = await finished(control, "a")
+    delete, later = tasks.delete_finished, time.time() + 60
+    await control.database.write(results.ack, "dead", 0)
+    await control.database.write(results.ack, "trainer", position)
+    assert await control.database.write(delete, later) == 0, "not acknowledged by all"
+    await control.database.write(
+        lambda tx: tx.run("UPDATE consumers SET updated = 5 WHERE name = 'dead'")
+    )
+    assert await control.database.write(delete, later, alive=5) == 0
+    assert await control.database.write(delete, later, alive=6) == 1
+    assert len(await control.database.read(results.list_consumers)) == 2
+
+
+async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
+    """What it had not acknowledged may go once all others have it."""
+    await finished(control, "a")
+    await control.database.write(results.ack, "dead", 0)
+    await control.database.write(results.delete_consumer, "dead")
+    assert await control.database.write(tasks.delete_finished, time.time() + 60) == 1
+    with pytest.raises(Missing, match="'dead'"):
+        await control.database.write(results.delete_consumer, "dead")
+
+
+async def test_retention_counts_consumers_by_its_setting(open_control: Open) -> None:
+    """`KeepTimes.consumers_s` is how long one may be silent."""
+    async with open_control(keep=KeepTimes(tasks_s=60.0, consumers_s=600.0)) as control:
+        await finished(control, "a")
+        await control.database.write(results.ack, "dead", 0)
+        for ahead_s, left in ((500.0, 1), (700.0, 0)):
+            await control.retention.run_once(time.time() + ahead_s)
+            assert len((await control.database.read(tasks.page)).tasks) == left

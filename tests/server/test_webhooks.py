@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from tugline.errors import Invalid, Missing
-from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
+from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
 from tugline.server.control import run_beside
 from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
@@ -97,7 +97,7 @@ async def _tell(database: Database, name: str, url: str, samples: int = 1) -> No
 
 
 async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
-    return await database.read(events.list_deliveries, state=state, limit=1000)
+    return await database.read(events.list_deliveries, DeliveryQuery(state=state, limit=1000))
 
 
 async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
@@ -112,7 +112,8 @@ async def _until(database: Database, state: DeliveryState, count: int) -> list[D
 def _sender(
     database: Database, retries: WebhookRetries = SOON, secret: str = SECRET
 ) -> AbstractAsyncContextManager[None]:
-    return run_beside(WebhookSender(database, key_of(secret), retries=retries).run())
+    hosts = frozenset({"*"})
+    return run_beside(WebhookSender(database, key_of(secret), hosts=hosts, retries=retries).run())
 
 
 # --------------------------------------------------------------------------- what is sent
@@ -292,6 +293,32 @@ def test_hosts_that_are_allowed(url: str, allowed: bool) -> None:  # noqa: FBT00
     """A listed name allows all its ports, a name with a port that one."""
     assert is_allowed(url, frozenset({"trainer", "other:8443"})) is allowed
     assert is_allowed(url, None)
+    assert is_allowed(url, frozenset({"*"}))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "10.1.2.3", "169.254.169.254", "[::1]", "[fe80::1]", "[::ffff:127.0.0.1]",
+     "localhost", "0.0.0.1", "[64:ff9b::7f00:1]", "100.64.0.1"],
+)  # fmt: skip
+async def test_private_addresses_are_refused_unless_they_are_named(
+    database: Database, host: str
+) -> None:
+    """A task cannot have the server call what only the server reaches."""
+    task = _task("t", f"http://{host}:9000/x", 1)
+    with pytest.raises(Invalid, match="must be public or named in"):
+        WebhookSender(database).check(task)
+    WebhookSender(database, hosts=frozenset({f"{host}:9000"})).check(task)
+    WebhookSender(database).check(_task("t", "https://8.8.8.8/x", 1))
+
+
+async def test_a_name_that_leads_inside_is_refused(database: Database, receiver: Receiver) -> None:
+    """The address that a name has is what counts, in whatever notation."""
+    async with run_beside(WebhookSender(database, retries=SOON).run()):
+        await _tell(database, "t", receiver.url.replace("127.0.0.1", "0x7f.1"))
+        dead = await _until(database, DeliveryState.DEAD, 2)
+    assert all("has a private address" in one.error for one in dead)
+    assert receiver.got == []
 
 
 async def test_what_was_delivered_is_forgotten_with_its_event(
@@ -304,7 +331,7 @@ async def test_what_was_delivered_is_forgotten_with_its_event(
         await _until(database, DeliveryState.DELIVERED, 3)
     assert await database.write(events.trim_deliveries) == 0
     await database.write(events.trim, time.time() + 1)
-    await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
+    await database.write(lambda tx: events.add(tx, EventKind.JOINED, events.Note(node="n")))
     assert await database.write(events.trim_deliveries) == 3
     assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
 
@@ -348,6 +375,6 @@ async def test_the_example_receiver_takes_what_is_genuine(
 
 
 def _retry(tx: Tx, url: str) -> None:
-    for delivery in events.list_deliveries(tx):
+    for delivery in events.list_deliveries(tx, DeliveryQuery()):
         if delivery.url == url:
             events.retry_delivery(tx, delivery.id)

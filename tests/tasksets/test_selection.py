@@ -133,10 +133,9 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     [
         (TaskSelection(shares={"a": 0.7, "b": 0.4}), "select.shares is"),
         (TaskSelection(shares={"a": 0.5}, split="b"), "split is 'b', must be one of shares: a"),
-        (TaskSelection(limit=0), "limit is 0"),
         (TaskSelection(difficulty=Difficulty("r", min=0.9, max=0.1)), "difficulty.min is 0.9"),
     ],
-    ids=["shares", "split", "limit", "difficulty"],
+    ids=["shares", "split", "difficulty"],
 )
 def test_what_makes_no_sense_is_told(selection: TaskSelection, message: str) -> None:
     """By field and value."""

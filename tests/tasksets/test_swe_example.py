@@ -94,6 +94,7 @@ async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
         yield url
 
 
+@pytest.mark.slow
 async def test_the_toy_runs_to_its_end(world: World) -> None:
     """Sandbox, agent, model, patch, and SWE-bench's grading: half of the sessions earn 1."""
     if why := Bubblewrap().check_available():

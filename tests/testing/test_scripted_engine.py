@@ -117,24 +117,15 @@ async def test_hanging_up_ends_a_slow_script() -> None:
         assert engine.stats().finished["abort"] == 1
 
 
-async def test_pause_abort_and_resume() -> None:
-    """Held requests start on resume; aborted ones keep what they had."""
+async def test_aborted_requests_keep_what_they_had() -> None:
+    """Without ids all of them are aborted."""
     async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
         running = asyncio.create_task(http.post(GENERATE, json=BODY))
         await wait_for_running(engine, 1)
-        async with http.post("/pause?mode=abort") as response:
-            assert response.status == 200
-        held = asyncio.create_task(http.post(GENERATE, json=BODY))
+        async with http.post("/abort_requests") as response:
+            assert (await response.json())["aborted"] == 1
         aborted = (await (await running).json())["choices"][0]
-        async with http.get("/is_paused") as response:
-            assert await response.json() == {"is_paused": True}
-        assert not held.done()
-        async with http.post("/resume") as response:
-            assert response.status == 200
-        async with await held as response:
-            assert response.status == 200
     assert aborted["finish_reason"] == "abort"
-    assert engine.paused is False
 
 
 def test_no_torch_is_needed() -> None:

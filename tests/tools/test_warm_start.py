@@ -180,6 +180,7 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "harness", ["shell", pytest.param("pi", marks=(pytest.mark.pi, pytest.mark.slow))]

@@ -89,7 +89,9 @@ def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> 
     for one in calls:
         assert each[one.number].balanced
         assert each[one.number].sampled == len(one.sampled_ids) + one.unreported_tokens
-        assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unreported_tokens
+        without_ids = (Reason.NO_TOKEN_IDS, Reason.BEHIND_STOP)
+        lost = sum(each[one.number].dropped.get(reason, 0) for reason in without_ids)
+        assert lost == one.unreported_tokens
     held = sum_ledgers(count_spans(trace.spans) for trace in traces)
     assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
     assert held.balanced
@@ -216,12 +218,13 @@ def _holds_contexts(tree: Tree, drawn: dict[str, Drawn]) -> None:
                 assert tree.logprobs[at] == 0
                 continue
             source = tree.sources[tree.source[at]]
-            origin = by_number[source.session, source.call]
+            session = tree.branches[source.branch].session
+            origin = by_number[session, source.span.call]
             assert context[: here + 1].tolist() == whole(origin)[: here + 1]
             offset = here - len(origin.prompt_ids)
             assert tree.logprobs[at] == origin.logprobs[offset]
-            assert tree.mask[at] == (source.masked is None)
-            found[source.session, source.call, offset] += 1
+            assert tree.mask[at] == (source.span.masked is None)
+            found[session, source.span.call, offset] += 1
     assert max(found.values(), default=1) == 1
 
 

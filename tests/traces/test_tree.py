@@ -75,7 +75,7 @@ def test_a_group_shares_its_prompt() -> None:
     }
     tree = build_tree(sessions)
     assert (len(tree.ids), tree.flat_length) == (6, 12)
-    assert [source.session for source in tree.sources] == ["a", "b", "c"]
+    assert [tree.branches[source.branch].session for source in tree.sources] == ["a", "b", "c"]
     views = tree.views()
     assert [len(views[name]) for name in "abc"] == [1, 1, 1]
     assert [encode(views[name][0]) for name in "abc"] == [

@@ -17,9 +17,8 @@ from trainers.sessions import captured, tiny
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
-from tugline.trainers.grpo.loss import token_weights
 from tugline.trainers.grpo.samples import prepare
-from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.grpo.train import Grpo, token_weights
 from tugline.types import (
     Call,
     CallOutcome,
@@ -38,7 +37,7 @@ BUILDERS = [name for name in list_names("builder") if ":" not in name]
 REWARDS = [
     {"reward": "outcome"},
     {"reward": "per_trace"},
-    {"reward": "discounted", "turn_discount": 0.7},
+    {"reward": "outcome", "turn_discount": 0.7},
 ]
 
 

@@ -20,8 +20,7 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
-from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
-from tugline.trainers.grpo.train import StepReport
+from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
@@ -311,17 +310,15 @@ def test_unknown_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"reward": "best"}, "reward is 'best', must be one of discounted, outcome, per_trace"),
-        ({"reward": "discounted"}, "turn_discount is missing: reward 'discounted' needs"),
-        ({"turn_discount": 0.9}, "turn_discount needs reward 'discounted', not 'outcome'"),
-        ({"importance_low": 1.5}, "importance_low is 1.5, but 1, the weight of"),
-        ({"importance_high": 0.5}, "importance_high is 0.5, but 1, the weight of"),
+        ({"reward": "best"}, "reward is 'best', must be one of outcome, per_trace"),
+        ({"importance_low": 1.5}, "importance_low is 1.5, must be a number <= 1"),
+        ({"importance_high": 0.5}, "importance_high is 0.5, must be a number >= 1"),
         (
             {"warmup_updates": 5, "decay_updates": 5},
             "decay_updates is 5, must be more than warmup_updates, which is 5",
         ),
-        ({"reward": "discounted", "turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
-        ({"reward": "discounted", "turn_discount": 1.5}, "is 1.5, must be a number <= 1"),
+        ({"turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
+        ({"turn_discount": 1.5}, "is 1.5, must be a number <= 1"),
     ],
 )
 def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], message: str) -> None:
@@ -337,7 +334,8 @@ def test_digest_follows_every_field() -> None:
 
 
 def test_every_option_and_figure_is_documented() -> None:
-    """The guide names each field of the config and of the report."""
-    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    for name in [*GrpoConfig.__struct_fields__, *StepReport.__struct_fields__]:
-        assert f"`{name}`" in guide, name
+    """The table of keys has each field of the config, the guide each of the report."""
+    docs = Path(__file__).parents[2] / "docs"
+    keys, guide = ((docs / name).read_text() for name in ("configuration.md", "training.md"))
+    assert [name for name in GrpoConfig.__struct_fields__ if f"`grpo.{name}`" not in keys] == []
+    assert [name for name in StepReport.__struct_fields__ if f"`{name}`" not in guide] == []

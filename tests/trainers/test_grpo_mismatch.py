@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from trainers.sessions import VERSION, captured, groups, session, tiny
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.mismatch import Mismatch
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.grpo.update import Mismatch
 from tugline.types import (
     Distribution,
     LogprobMeaning,

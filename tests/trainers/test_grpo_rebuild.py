@@ -39,7 +39,7 @@ open("answer.txt", "w").write(two["content"])
 CHOICES = [
     GrpoConfig(),
     GrpoConfig(reward="per_trace", advantage="rloo"),
-    GrpoConfig(reward="discounted", turn_discount=0.5, max_staleness=0),
+    GrpoConfig(turn_discount=0.5, max_staleness=0),
 ]
 
 

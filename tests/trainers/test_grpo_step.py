@@ -270,7 +270,7 @@ def test_rewards_of_other_traces_are_refused() -> None:
 def test_earlier_turns_can_count_for_less() -> None:
     """Two turns at discount 0.5: the last has the session's advantage, the first half of it."""
     batch = two_sessions(tiny())
-    config = GrpoConfig(reward="discounted", turn_discount=0.5, advantage="dr_grpo")
+    config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
     traces = [*batch[0].traces, *batch[1].traces]
     for one, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
@@ -288,7 +288,7 @@ def test_what_is_not_trained_is_no_turn() -> None:
     mask = one.mask & (np.arange(len(one.ids)) < last.start)
     cut = msgspec.structs.replace(one, spans=(first, gone), mask=mask)
     batch[1] = session([cut], task="t", sample=1, reward=0.0)
-    config = GrpoConfig(reward="discounted", turn_discount=0.5, advantage="dr_grpo")
+    config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
     assert set(samples[2].advantages[first.start : first.end]) == {-0.5}
     assert not samples[2].advantages[first.end :].any()

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from training_run import write_config
 from tugline.errors import ConfigError, UsageError
+from tugline.inference.load import load
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
 from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
-from tugline.trainers.state import CHECKPOINTS, TrainSummary
+from tugline.trainers.state import CHECKPOINTS, TrainSummary, store_config
+from tugline.trainers.state import MODEL as RESULT
 
 MODEL = Path("none")
 
@@ -99,7 +102,10 @@ async def test_a_run_trains_every_batch_within_its_staleness(
 
 @pytest.mark.engine
 async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
-    """Steps may be added; what is done is not repeated, and other settings are refused."""
+    """Steps may be added; what is done is not repeated, and other settings are refused.
+
+    Each end leaves the trained model, with its tokenizer, as engines load it.
+    """
     plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
     folder = tmp_path / "run"
     await run(write_config(tmp_path, schedule=plan), folder)
@@ -110,6 +116,10 @@ async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == [
         "step-000001", "step-000002",
     ]  # fmt: skip
+    model, tokenizer, _ = load(folder / RESULT)
+    assert tokenizer.to_json() == load(tmp_path / "model")[1].to_json()
+    trained = load_file(folder / CHECKPOINTS / "step-000002" / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], trained[name]) for name in trained)
     with pytest.raises(UsageError, match="another schedule"):
         await run(write_config(tmp_path, schedule=plan | {"samples": 3}), folder)
 
@@ -158,6 +168,18 @@ def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
     same = write_config(tmp_path, heldout={"taskset": _train_set()})
     with pytest.raises(ConfigError, match="5 instances are trained on as well"):
         TaskBatches(read_config(same, MODEL), tmp_path)
+
+
+def test_a_resumed_run_may_find_server_and_engines_elsewhere(tmp_path: Path) -> None:
+    """Addresses come from flags and may change; where the sessions run may not."""
+    config, folder = write_config(tmp_path), tmp_path / "run"
+    folder.mkdir()
+    first = read_config(config, MODEL, server="http://a:1", engines=["http://b:1"])
+    assert (first.server, first.engine.urls) == ("http://a:1", ("http://b:1",))
+    store_config(folder, first)
+    store_config(folder, read_config(config, MODEL, server="http://c:2", engines=["http://d:2"]))
+    with pytest.raises(UsageError, match="another engine, server"):
+        store_config(folder, read_config(config, MODEL))
 
 
 def _train_set() -> dict[str, Any]:

@@ -19,8 +19,8 @@ from training_run import write_config
 from tugline.evaluators.base import SessionOutcome
 from tugline.inference.load import load
 from tugline.trainers.config import TrainConfig, read_config
-from tugline.trainers.grpo.mismatch import Mismatch
 from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.grpo.update import Mismatch
 from tugline.types import Trajectory
 
 RECIPE = Path(__file__).parents[2] / "examples" / "trl"

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import resource
+import weakref
 from typing import Any
 
 import pytest
 
-from tugline.web.serve import serve
+from tugline.launch.server import managed_gc
+from tugline.web.serve import raise_file_limit, serve
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def app(_scope: dict[str, Any], _receive: Any, send: Any) -> None:
     """Answers everything with ``ok``."""
-    if scope["type"] == "lifespan":
-        for stage in ("startup", "shutdown"):
-            await receive()
-            await send({"type": f"lifespan.{stage}.complete"})
-        return
     head = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
     await send(head)
     await send({"type": "http.response.body", "body": b"ok"})
@@ -55,3 +54,38 @@ async def test_what_a_connection_gets(request_bytes: bytes, reply: bytes) -> Non
         got = await talk(url, request_bytes)
     assert got.startswith(reply)
     assert bool(got) is bool(reply)
+
+
+class Ring:
+    """An object in a cycle, which only a garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+async def test_cycles_that_outlived_two_collections_are_found_once_all_is_idle() -> None:
+    """Collections stay short because they leave such objects out; they do not leak."""
+    gone, idle = asyncio.Event(), False
+    callbacks = len(gc.callbacks)
+    async with managed_gc(lambda: idle, every_s=0.001):
+        ring = Ring()
+        found = weakref.ref(ring, lambda _: gone.set())
+        gc.collect(1)
+        del ring
+        gc.collect()
+        await asyncio.sleep(0)
+        assert found() is not None
+        idle = True
+        async with asyncio.timeout(20):
+            await gone.wait()
+    assert len(gc.callbacks) == callbacks
+
+
+def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
+    """Thousands of agents are not stopped by a limit that nobody chose."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))
+        assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -21,11 +21,11 @@ from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.launch.engine import serve_engine
 from tugline.launch.local import LocalServer, OnDone, open_local
+from tugline.launch.server import freeze_gc
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
 from tugline.types import Call, Group, Limits, PluginSpec, Sampling, Task, Trajectory
-from tugline.web.serve import freeze_gc
 
 MODEL = "tugline-demo"
 LEASE_S = 120.0
@@ -102,7 +102,7 @@ def make_task(settings: DemoSettings, name: str, problem: RepairProblem, *, samp
         id=name,
         instruction=problem.instruction,
         harness=harness_spec(settings),
-        evaluator=PluginSpec("tests", {"cache": True}),
+        evaluator=PluginSpec("tests"),
         # The start policy was trained on the paths that this runtime shows.
         runtime=PluginSpec("local"),
         builder=PluginSpec(settings.builder),

@@ -4,13 +4,14 @@
 chat templates and exported datasets read.
 """
 
+import io
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, TraceKind
+from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
 
 _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 
@@ -36,13 +37,10 @@ class ConstraintKind(StrEnum):
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
-    GRAMMAR = "grammar"
-    """A Lark grammar."""
-    REGEX = "regex"
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """Structured output: `schema` is the JSON text of a schema, a grammar or a pattern."""
+    """Structured output: `schema` is the JSON text of a schema."""
 
     kind: ConstraintKind
     schema: str = ""
@@ -55,6 +53,10 @@ class ThreadInfo(msgspec.Struct, frozen=True):
     id: str | None = None
     parent: str | None = None
     kind: TraceKind | None = None
+
+
+UNNAMED = ThreadInfo()
+"""Of a harness that says nothing."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = True
     """Whether one response may hold several tool calls."""
     constraint: Constraint | None = None
-    thread: ThreadInfo = ThreadInfo()
+    thread: ThreadInfo = UNNAMED
     echo: bytes = b""
     """For the dialect alone: fields that its response repeats, or a variant of the route."""
     kept_from: int | None = None
@@ -146,6 +148,43 @@ def join_messages(first: Message, second: Message) -> Message:
         reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
         images=first.images,
     )
+
+
+# --------------------------------------------------------------------------- content
+class ContentBuilder:
+    """Text parts joined, and the images between them.
+
+    A new line separates two texts without white space between them: clients that send one text in
+    several parts mean several things.
+    """
+
+    def __init__(self) -> None:
+        self.images: list[Image] = []
+        self.empty = True
+        self._text, self._last = io.StringIO(), ""
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._text.getvalue()
+
+    def add_text(self, text: str) -> None:
+        """Append one text part."""
+        if text and self._last and not (self._last.isspace() or text[0].isspace()):
+            self._text.write("\n")
+        self._text.write(text)
+        self._last = text[-1:] or self._last
+        self.empty = False
+
+    def add_image(self, url: str, detail: str | None = None) -> None:
+        """Put an image behind the text so far."""
+        self.images.append(Image(url, self._text.tell(), detail))
+        self.empty = False
+
+    def build(self, role: Role, call_id: str | None = None, *, failed: bool = False) -> Message:
+        """Build a message of this content; `call_id` is of the call that it answers."""
+        images = tuple(self.images)
+        return Message(role, self.text, tool_call_id=call_id, images=images, failed=failed)
 
 
 # --------------------------------------------------------------------------- JSON objects

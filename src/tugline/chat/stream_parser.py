@@ -158,6 +158,7 @@ class StreamParser:
         """End the answer; returns the remaining pieces, and the whole as a message."""
         if not self._ended:
             self._state.finish()
+        del self._state  # it refers to the parser, which then only garbage collection would free
         self.output.finish_text()
         return self.output.take_pieces(), self.output.build_message()
 

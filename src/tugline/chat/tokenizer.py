@@ -83,8 +83,7 @@ class Tokenizer:
         try:
             return cls(_Backend.from_file(str(file)), str(path))
         except Exception as error:  # the library raises bare Exception for every fault
-            msg = f"cannot read the tokenizer {file}: {error}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"cannot read the tokenizer {file}: {error}") from error
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` into `folder`."""

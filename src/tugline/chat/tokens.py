@@ -1,13 +1,18 @@
-"""Token ids that grow at their end, held once as numbers and once as JSON digits.
+"""What the turns of a session share: token ids, and the JSON of conversations.
 
-The turns of a session share their prefixes. A `TokenSequence` stores only what it adds to its
-parent, so forty turns over the same sixteen thousand ids hold them once (I7), and an engine's
-request body is a join of ready-made digits, without a Python integer per token.
+A `TokenSequence` is a length in buffers that it shares with what extends it, so forty turns over
+the same sixteen thousand ids hold them once (I7), as numbers and as JSON digits; adding to them
+costs what is added. `BodyItems` tells how much of a request an earlier one has as well.
 """
 
 from __future__ import annotations
 
-from typing import Self
+import operator
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,83 +25,143 @@ def encode_digits(ids: Ids) -> bytes:
     return msgspec.json.encode(ids.tolist())[1:-1]
 
 
+class _Buffer:
+    """Ids and their digits, to which is only appended; large requests extend it in threads."""
+
+    __slots__ = ("digits", "ids", "length", "lock")
+
+    def __init__(self, ids: Ids, digits: bytes | bytearray) -> None:
+        self.ids, self.length = ids, len(ids)
+        self.digits = bytearray(digits)
+        self.lock = threading.Lock()
+
+    def append(self, ids: Ids) -> None:
+        end = self.length + len(ids)
+        if end > len(self.ids):
+            grown = np.empty(end + (end >> 3), np.int32)
+            grown[: self.length] = self.ids[: self.length]
+            self.ids = grown
+        self.ids[self.length : end] = ids
+        self.digits += b"," + encode_digits(ids) if self.length else encode_digits(ids)
+        self.length = end
+
+
 class TokenSequence:
-    """An immutable sequence of ids: `parent`'s, then these. Shape ``(len(self),)``, int32."""
+    """An immutable sequence of ids. Shape ``(len(self),)``, int32."""
 
-    __slots__ = ("_digits", "_length", "ids", "parent")
+    __slots__ = ("_buffer", "_digits", "_length")
 
-    def __init__(self, ids: Ids, parent: Self | None = None, digits: bytes | None = None) -> None:
-        """`digits` are the same ids as JSON text, where the caller has them already."""
-        self.ids = ids
-        self.parent = parent
-        self._digits = digits
-        self._length = len(ids) + (len(parent) if parent is not None else 0)
+    def __init__(self, ids: Ids) -> None:
+        self._buffer = _Buffer(ids, encode_digits(ids))
+        self._length, self._digits = len(ids), len(self._buffer.digits)
 
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, ids: Ids, digits: bytes | None = None) -> TokenSequence:
-        """These ids followed by `ids`."""
-        return TokenSequence(ids, self, digits)
+    def extend(self, ids: Ids) -> TokenSequence:
+        """These ids followed by `ids`: in place, or in a copy if others follow them already."""
+        if not len(ids):
+            return self
+        buffer = self._buffer
+        with buffer.lock:
+            if buffer.length != self._length or not self._length:
+                buffer = _Buffer(self.to_array(), buffer.digits[: self._digits])
+            buffer.append(ids)
+            return self._share(buffer, buffer.length, len(buffer.digits))
 
     def to_array(self) -> Ids:
-        """All ids, contiguous."""
-        parts = [node.ids for node in self._chain()]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """All ids, contiguous and read-only."""
+        ids = self._buffer.ids[: self._length]
+        ids.flags.writeable = False
+        return ids
 
     def tail(self, count: int) -> Ids:
         """The last `count` ids, or all if there are fewer."""
-        node: TokenSequence | None = self
-        parts: list[Ids] = []
-        while node is not None and count > 0:
-            parts.append(node.ids[-count:])
-            count -= len(node.ids)
-            node = node.parent
-        parts.reverse()
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        return self._buffer.ids[max(0, self._length - count) : self._length].copy()
 
     def to_json(self, before: bytes = b"", after: bytes = b"") -> bytes:
         """All ids as JSON digits without the brackets, between two texts."""
-        parts = [before]
-        for node in self._chain():
-            if len(node.ids):
-                parts += (node.to_digits(), b",")
-        if len(parts) > 1:
-            parts.pop()
-        parts.append(after)
-        return b"".join(parts)
+        with self._buffer.lock, memoryview(self._buffer.digits) as digits:
+            return b"".join((before, digits[: self._digits], after))
+
+    def find_rest(self, digits: bytes) -> bytes | None:
+        """The part of `digits` behind these ids; None if they do not come first, with more."""
+        known = self.to_json(after=b",")
+        return digits[len(known) :] if digits.startswith(known) else None
 
     def truncate(self, length: int) -> TokenSequence:
-        """The first `length` ids, sharing every whole node before the cut."""
-        node: TokenSequence = self
-        while node.parent is not None and len(node.parent) >= length:
-            node = node.parent
-        if len(node) == length:
-            return node
-        before = len(node.parent) if node.parent is not None else 0
-        return TokenSequence(node.ids[: length - before], node.parent)
+        """The first `length` ids, in the same buffers."""
+        cut = self._buffer.ids[length : self._length]
+        removed = len(encode_digits(cut)) + bool(length) if len(cut) else 0
+        return self._share(self._buffer, length, self._digits - removed)
 
     def shared_prefix(self, ids: Ids) -> int:
         """How many leading ids these and `ids` have in common."""
-        at = 0
-        for node in self._chain():
-            same = shared_prefix(node.ids, ids[at:])
-            at += same
-            if same < len(node.ids):
-                break
-        return at
+        return shared_prefix(self.to_array(), ids)
 
-    def to_digits(self) -> bytes:
-        """The ids of this node alone, as JSON digits."""
-        if self._digits is None:
-            self._digits = encode_digits(self.ids)
-        return self._digits
+    def _share(self, buffer: _Buffer, length: int, digits: int) -> TokenSequence:
+        made = object.__new__(TokenSequence)
+        made._buffer, made._length, made._digits = buffer, length, digits
+        return made
 
-    def _chain(self) -> list[TokenSequence]:
-        chain: list[TokenSequence] = []
-        node: TokenSequence | None = self
-        while node is not None:
-            chain.append(node)
-            node = node.parent
-        chain.reverse()
-        return chain
+
+# --------------------------------------------------------------------------- requests
+def count_shared(
+    first: Sequence[Any], second: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq
+) -> int:
+    """How many leading items two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if not same(a, b)), min(len(first), len(second)))
+
+
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""One escape in JSON: a surrogate pair, half of one, which is captured, or any other."""
+
+
+def mend_surrogates(body: bytes, start: int) -> bytes:
+    """Replace halves of characters, as of an emoji that was cut, by U+FFFD from `start` on."""
+    if body.find(b"\\ud", start) < 0 and body.find(b"\\uD", start) < 0:
+        return body
+    mended = body[:start] + _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body[start:])
+    return body if mended == body else mended
+
+
+@dataclass(slots=True, eq=False)
+class BodyItems:
+    """A request's JSON, and where the items of its conversation lie in it."""
+
+    data: bytes
+    start: int = 0
+    """Where the first item begins."""
+    ends: list[int] = field(default_factory=list)
+    items: list[msgspec.Raw] = field(default_factory=list)
+
+    def count_shared(self, data: bytes) -> int:
+        """How many leading items `data` has in the same places, and others behind them."""
+        view, at, low, middle, high = memoryview(self.data), 0, 0, len(self.ends), len(self.ends)
+        while low < high:
+            end = self.ends[middle - 1]
+            if data.startswith(view[at:end], at):
+                low, at = middle, end
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low if data[at : at + 1] == b"," else max(low - 1, 0)
+
+    def add(self, items: Sequence[msgspec.Raw], text: bytes, shift: int) -> None:
+        """Add items that lie in `text`, which lies `shift` bytes later in the body."""
+        for item in items:
+            self.ends.append(offset(item, text) + len(memoryview(item)) + shift)
+            self.items.append(msgspec.Raw(bytes(item)))
+
+
+def offset(item: msgspec.Raw, text: bytes) -> int:
+    """Where in `text` an item begins that was decoded from it, and so is a view of it."""
+    item_at, text_at = (
+        np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in (item, text)
+    )
+    return int(item_at - text_at)

@@ -30,6 +30,7 @@ COMMANDS = {
     "replay": "Run the harness of a recorded session again on the recorded answers.",
     "results": "Read results in order of commit, and save them with their trajectories.",
     "run": "Run tasks on this machine and keep every result in a folder.",
+    "server": "The data of a server.",
     "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
     "status": "Show what is queued, running and done.",
     "submit": "Submit tasks.",
@@ -40,7 +41,9 @@ COMMANDS = {
     "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
     "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
 }
-"""Each is a function, or a group of commands, of the same name in the module of that name."""
+"""Each is a function, or a group of commands, of this name."""
+MODULES = {"node": "up", "sft": "train"}
+"""Where it is not in a module of its own name."""
 
 
 def make_app(called: str) -> App:
@@ -54,21 +57,22 @@ def make_app(called: str) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    app.command(getattr(import_module(f"tugline.cli.{called}"), called), name=called)
+    module = import_module(f"tugline.cli.{MODULES.get(called, called)}")
+    app.command(getattr(module, called), name=called)
     return app
 
 
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
     called = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if called not in COMMANDS:
-        _answer(called)
-        return
-    from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
-
-    log.configure()  # warnings to stderr: stdout has only what a command prints
     try:
-        make_app(called)(sys.argv[1:])
+        if called in COMMANDS:
+            from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
+
+            log.configure()  # warnings to stderr: stdout has only what a command prints
+            make_app(called)(sys.argv[1:])
+        else:
+            _answer(called)
         sys.stdout.flush()
     except CycloptsError as error:
         _exit(f"{error} See tugline {called} --help", 2)

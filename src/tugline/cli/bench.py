@@ -13,19 +13,19 @@ from cyclopts import Parameter
 
 from tugline.errors import UsageError
 
-PARTS = ("gateway", "trajectories", "builders", "server", "utilisation", "runtimes")
+PARTS = ("gateway", "trajectories", "builders", "server", "utilisation", "runtimes", "hostile")
 
 
 def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
     """Measure what a part costs, next to the least that it could.
 
     Args:
-        part: What to measure: gateway, trajectories, builders, server, utilisation or runtimes.
+        part: What to measure: gateway, trajectories, builders, server, utilisation,
+            runtimes or hostile (one agent against the others of its node).
         options: Options of the benchmark, such as --quick and --json.
     """
     if part not in PARTS:
-        msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(PARTS)}"
-        raise UsageError(msg)
+        raise UsageError(f"there is no benchmark of {part!r}; it must be one of {', '.join(PARTS)}")
     program = Path(__file__).parents[3] / "benchmarks" / part / "run.py"
     if not program.is_file():
         msg = f"{program} is missing: benchmarks come with the source; run this in a checkout"

@@ -37,5 +37,4 @@ async def _cancel(client: Client, name: str) -> Cancelled:
     try:
         return await client.cancel(session=name, by=BY)
     except Missing as error:
-        msg = f"there is neither a task nor a session {name!r} at {client.url}"
-        raise Missing(msg) from error
+        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error

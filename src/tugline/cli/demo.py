@@ -7,11 +7,11 @@ resumed run keeps its settings.
 from pathlib import Path
 
 import msgspec
+import uvloop
 from rich.console import Console
 
 from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra, print_json
 from tugline.cli.train import choose_folder, keep_resumable
-from tugline.web import serve
 
 _SETTINGS = (
     "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
@@ -57,14 +57,14 @@ def demo(
     console = Console(stderr=True, highlight=False)
     with name_missing_extra("demo"):
         from tugline.demo import run  # noqa: PLC0415 - needs the extra
-        from tugline.demo.report import closing  # noqa: PLC0415 - the same
+        from tugline.demo.run import closing  # noqa: PLC0415 - the same
 
         folder = choose_folder(out, "demo", run.SETTINGS, resume=resume)
         settings = run.choose_settings(folder, given, config)
         training = run.make_config(settings)
         with keep_resumable(folder, "demo", console):
             run.store_settings(folder, settings)
-            summary = serve.run(run.run_demo(folder, settings, training, console))
+            summary = uvloop.run(run.run_demo(folder, settings, training, console))
     console.print(closing(summary, [folder / name for name in run.FILES]))
     if as_json:
         print_json({**msgspec.to_builtins(summary), "folder": str(folder)})

@@ -21,7 +21,10 @@ from tugline.gateway.probe import probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
 from tugline.types import Mode
+from tugline.web.serve import raise_file_limit
 
+_FILES = 16
+"""Files that a node has open for an agent: connections, a recording, pipes of its sandbox."""
 _COLOUR = {CheckOutcome.PASS: "green", CheckOutcome.FAIL: "red", CheckOutcome.UNKNOWN: "yellow"}
 
 
@@ -70,8 +73,7 @@ def check_address(url: str) -> str:
     except ValueError:  # an odd port, or half an IPv6 address
         sound = False
     if not sound:
-        msg = f"--engine is {url!r}, must be http://HOST:PORT"
-        raise UsageError(msg)
+        raise UsageError(f"--engine is {url!r}, must be http://HOST:PORT")
     return url
 
 
@@ -82,6 +84,10 @@ def _list_runtimes(*, as_json: bool) -> None:
         reason = runtime.check_available()
         weaknesses = [] if reason else list(runtime.list_weaknesses())
         states[name] = {"unavailable": reason, "weaknesses": weaknesses}
+    files = raise_file_limit()
+    if files < 1000 * _FILES:
+        low = f"{files} suffice for about {files // _FILES} agents: raise `ulimit -Hn`"
+        states["open files"] = {"unavailable": None, "weaknesses": [low]}
     if as_json:
         print_json(states)
         return

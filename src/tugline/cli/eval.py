@@ -57,11 +57,10 @@ def eval(  # noqa: A001 - the name of the command
         k: Sessions per task, for pass@1 to pass@k.
         earlier: Folder of an earlier run of the same tasks.
     """
-    settings = up.add_default_engine(local.load())
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, local.log_file, console)
+    progress = run_with_progress(tasks, local, out, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=read_tags(tasks)),

@@ -82,7 +82,7 @@ def export(
     """Write recorded sessions to a file that other tools and trainers read.
 
     Args:
-        form: Format: parquet, calls, sft, trl, verl, slime or yours.
+        form: Format: parquet, sft, trl, verl, slime or yours.
         sessions: Recording files, folders of them, or ids of sessions.
         out: File to write; with --split, a folder.
         given: key=value for the format; repeatable.
@@ -127,8 +127,7 @@ def _parse_names(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
     try:
         return frozenset(kind(word.strip()) for word in text.split(",")) if text else frozenset()
     except ValueError as error:
-        msg = f"{flag} {text!r}: {error}; known: {', '.join(kind)}"
-        raise UsageError(msg) from error
+        raise UsageError(f"{flag} {text!r}: {error}; known: {', '.join(kind)}") from error
 
 
 def _parse_split(text: str | None, seed: int) -> Split | None:

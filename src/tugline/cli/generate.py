@@ -87,10 +87,9 @@ def generate(
         price_out: Price of a million sampled tokens.
     """
     condition = _parse_condition(accept)
-    settings = up.add_default_engine(local.load())
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, local.log_file, console)
+    progress = run_with_progress(tasks, local, out, console)
     report, accepted = _read_run(out, progress.views, read_tags(tasks), condition)
     for one in report.tags.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
@@ -107,8 +106,7 @@ def _parse_condition(text: str) -> tuple[str, float]:
     """Return a part of the reward and its least value. Raises `UsageError`."""
     match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
     if match is None:
-        msg = f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'"
-        raise UsageError(msg)
+        raise UsageError(f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'")
     return match[1], float(match[2])
 
 

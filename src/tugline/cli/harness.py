@@ -146,11 +146,9 @@ def install(
         every: Install every harness.
     """
     if every == bool(names):
-        msg = "give the names of harnesses, or --all"
-        raise UsageError(msg)
+        raise UsageError("give the names of harnesses, or --all")
     if version is not None and len(names or ()) != 1:
-        msg = f"--version {version} is for one harness; give its name alone"
-        raise UsageError(msg)
+        raise UsageError(f"--version {version} is for one harness; give its name alone")
     for program in [_find_preset(name, version) for name in names or _list_presets()]:
         _install(program)
         print(f"{program.name} {program.version} is installed")
@@ -216,8 +214,7 @@ def check(
         keep: Keep logs and recordings in this new folder.
     """
     if every == (name is not None):
-        msg = "give the name of one harness, or --all"
-        raise UsageError(msg)
+        raise UsageError("give the name of one harness, or --all")
     cases = cases_of(name)
     if version is not None:
         _find_preset(cases[0].harness, version)

@@ -108,8 +108,7 @@ def cases_of(name: str | None) -> tuple[Case, ...]:
     found = tuple(case for case in CASES if name in (None, case.harness))
     if not found:
         names = ", ".join(dict.fromkeys(case.harness for case in CASES))
-        msg = f"harness {name!r} cannot be checked; these can: {names}"
-        raise UsageError(msg)
+        raise UsageError(f"harness {name!r} cannot be checked; these can: {names}")
     return found
 
 

@@ -58,8 +58,7 @@ def make_new_folder(keep: Path) -> None:
     try:
         keep.mkdir(parents=True)
     except OSError as error:
-        msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
-        raise UsageError(msg) from error
+        raise UsageError(f"cannot make {keep}: {error.strerror}; choose another --keep") from error
 
 
 def print_json(value: object) -> None:

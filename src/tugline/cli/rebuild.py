@@ -84,8 +84,7 @@ def parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     for text in texts or ():
         key, equals, pairs[key] = text.partition("=")
         if not key or not equals:
-            msg = f"{flag} {text!r} must be key=value"
-            raise UsageError(msg)
+            raise UsageError(f"{flag} {text!r} must be key=value")
     return pairs
 
 

@@ -85,11 +85,9 @@ def _make_live(
     if at is None and engine is None and many[0] == 1:
         return None
     if at is None or engine is None:
-        msg = "--fork-at and --engine go together, and --samples with them"
-        raise UsageError(msg)
+        raise UsageError("--fork-at and --engine go together, and --samples with them")
     if at != _LAST and not at.isdecimal():
-        msg = f"--fork-at is {at!r}, must be the number of a call or 'last'"
-        raise UsageError(msg)
+        raise UsageError(f"--fork-at is {at!r}, must be the number of a call or 'last'")
     number = len(recorded.calls) if at == _LAST else int(at)
     source = asyncio.run(connect([engine], mode=recorded.header.mode))
     earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")

@@ -4,6 +4,7 @@ Progress goes to stderr, so that stdout has only the output of ``--json``. Exit 
 failed because of this machine's infrastructure, or if all of them failed.
 """
 
+import asyncio
 import sys
 import time
 from collections import Counter
@@ -18,8 +19,8 @@ from tugline.cli import up
 from tugline.cli.options import Json, make_bar, print_json
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
-from tugline.launch.local import run as run_all
-from tugline.launch.settings import Settings
+from tugline.launch.local import run_in_folder
+from tugline.launch.server import handle_signals
 from tugline.protocol import ResultView
 from tugline.types import Boundary, Task
 
@@ -77,17 +78,19 @@ class RunProgress:
 
 
 def run_with_progress(
-    tasks: Sequence[Task], settings: Settings, out: Path, log_file: Path | None, console: Console
+    tasks: Sequence[Task], local: up.NodeOptions, out: Path, console: Console
 ) -> RunProgress:
     """Run what is missing in `out` and report it on the console; `SystemExit` if stopped."""
+    settings = up.add_default_engine(local.load())
     progress = RunProgress(console)
 
     async def main() -> None:
-        with progress.bar:
-            await run_all(tasks, settings, out, progress.add)
+        this = asyncio.current_task()
+        with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
+            await run_in_folder(tasks, settings, out, progress.add)
 
     try:
-        up.keep_running(main(), log_file)
+        up.keep_running(main(), local.log_file)
     except SystemExit:
         console.print(f"stopped; the same command resumes in {out}")
         raise
@@ -102,10 +105,8 @@ def run(
     Args:
         out: Folder of the run; an existing run resumes.
     """
-    settings = up.add_default_engine(local.load())
-    tasks = load_tasks(paths)
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, settings, out, local.log_file, console)
+    progress = run_with_progress(load_tasks(paths), local, out, console)
     console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
     _print_failures(console, progress.views)
     if as_json:

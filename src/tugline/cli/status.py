@@ -109,8 +109,7 @@ async def _read_session(client: Client, name: str) -> SessionStatus:
     try:
         session = await client.session(name)
     except Missing as error:
-        msg = f"there is neither a task nor a session {name!r} at {client.url}"
-        raise Missing(msg) from error
+        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
     try:
         return SessionStatus(session, await client.result(name))
     except Missing:
@@ -136,6 +135,7 @@ def _summary(seen: Overview) -> Table:
     counts = seen.counts
     weights = f"weights {counts.version}" + (", paused" if counts.paused else "")
     rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
+    reward = "" if seen.reward is None else f"  mean reward {seen.reward:.3g}"
     running = {stage.value: counts.sessions.get(stage.value, 0) for stage in _STAGES}
     finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
     rows = {
@@ -144,7 +144,7 @@ def _summary(seen: Overview) -> Table:
         "running": _join(running),
         "finished": _join(finished) or "none",
         "tasks": f"{counts.tasks_open:,} open",
-        "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s",
+        "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s{reward}",
     }
     if seen.unread:
         rows["unread"] = _join(seen.unread)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
+from msgspec.structs import replace
 
 from tugline.cli.options import Required
 from tugline.datasets.files import load_tasks
@@ -46,8 +47,7 @@ def check(*paths: Paths) -> None:
         try:
             parts.check(each)
         except UsageError as error:
-            msg = f"task {each.id!r}: {error}"
-            raise UsageError(msg) from error
+            raise UsageError(f"task {each.id!r}: {error}") from error
     sessions = sum(each.samples for each in tasks)
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
@@ -58,13 +58,15 @@ def schema() -> None:
     print(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2).decode())
 
 
-def read_checked(paths: Sequence[str]) -> list[Task]:
-    """Load tasks from files and check their values. Raises `UsageError`, `Invalid`."""
-    tasks = load_tasks(paths)
+def read_checked(paths: Sequence[str], *, prefix: str = "") -> list[Task]:
+    """Load tasks from files and check their values. Raises `UsageError`, `Invalid`.
+
+    Each id gets the `prefix`.
+    """
+    tasks = [replace(each, id=prefix + each.id) for each in load_tasks(paths)]
     for each in tasks:
         try:
             check_task(each)
         except Invalid as error:
-            msg = f"task {each.id!r}: {error}"
-            raise Invalid(msg, field=error.field) from error
+            raise Invalid(f"task {each.id!r}: {error}", field=error.field) from error
     return tasks

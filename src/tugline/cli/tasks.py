@@ -69,21 +69,13 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class TaskLine(msgspec.Struct, frozen=True):
-    """A line of ``list --json``."""
-
-    id: str
-    samples: int
-    tags: dict[str, str]
-
-
 @tasks.command(name="list")
 def list_tasks(*paths: Paths, as_json: Json = False) -> None:
     """List tasks with their tags."""
     found = [task for task, _ in gather(paths, folders=True)]
     if as_json:
         for task in found:
-            print_json(TaskLine(task.id, task.samples, task.tags))
+            print_json({"id": task.id, "samples": task.samples, "tags": task.tags})
         return
     table = Table("id", "samples", "tags", box=None)
     for task in found:
@@ -170,8 +162,7 @@ def _check_runtimes(parts: Parts, tasks: Sequence[Task]) -> None:
     for part in {msgspec.json.encode(task.runtime): task.runtime for task in tasks}.values():
         reason = parts.runtime(part).check_available()
         if reason is not None:
-            msg = f"runtime {part.name!r} cannot be used here: {reason}"
-            raise UsageError(msg)
+            raise UsageError(f"runtime {part.name!r} cannot be used here: {reason}")
 
 
 async def _check_all(

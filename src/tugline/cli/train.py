@@ -1,4 +1,4 @@
-"""``tugline train``: train a model on tasks; the same command with ``--resume`` continues a run.
+"""``tugline train`` and ``tugline sft``: the same command with ``--resume`` continues a run.
 
 Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 
 from tugline import log
@@ -25,7 +26,6 @@ from tugline.cli.options import (
     save_report,
 )
 from tugline.errors import UsageError
-from tugline.web import serve
 
 RUNS = Path("runs")
 SUMMARY = "summary.json"
@@ -37,6 +37,8 @@ def train(
     *,
     out: TrainingFolder = None,
     resume: Resume = False,
+    server: str | None = None,
+    engine: list[str] | None = None,
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -44,6 +46,8 @@ def train(
 
     Args:
         config: YAML or TOML file of the run.
+        server: URL of the server whose nodes run the sessions, in place of the file's.
+        engine: Address of the engine, in place of the file's; repeat for replicas.
         dry_run: Check everything and print what would happen.
     """
     console = Console(stderr=True, highlight=False)
@@ -55,7 +59,8 @@ def train(
         from tugline.trainers.sinks import make_report, make_sinks  # noqa: PLC0415 - the same
         from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
-        settings = read_config(config, Path(str(files("tugline.demo"))) / "warm_start_model")
+        model = Path(str(files("tugline.demo"))) / "warm_start_model"
+        settings = read_config(config, model, server=server, engines=engine or ())
         if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
             if not dry_run:
                 follow(settings)
@@ -69,9 +74,35 @@ def train(
             return
         main = run_training(settings, batches, folder, sinks, make_report(console))
         with keep_resumable(folder, f"train {config}", console):
-            summary = serve.run(main)
+            summary = uvloop.run(main)
     save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
+
+
+def sft(
+    config: Path, /, *, out: TrainingFolder = None, resume: Resume = False, as_json: Json = False
+) -> None:
+    """Fine-tune a model on accepted conversations or traces; resumable at any point.
+
+    Args:
+        config: YAML or TOML file of the run.
+    """
+    console = Console(stderr=True, highlight=False)
+    with name_missing_extra("train"):
+        from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the extra
+        from tugline.trainers.sinks import Sinks, make_sinks  # noqa: PLC0415 - the same
+        from tugline.trainers.state import CONFIG, MODEL  # noqa: PLC0415 - the same
+
+        settings = read_config(config)
+        if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
+            train(settings, None, Sinks(()), lambda _: None)
+            return
+        sinks = make_sinks(settings.metrics, console)
+        folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
+        with keep_resumable(folder, f"sft {config}", console):
+            state = train(settings, folder, sinks, console.print)
+    save_report(folder / SUMMARY, state, as_json=as_json)
+    console.print(f"done after {state.step} updates, {state.elapsed_s:.0f} s: {folder / MODEL}")
 
 
 def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:

@@ -1,6 +1,7 @@
-"""``tugline up``: the rollout server, a node and its engine in one process.
+"""``tugline up``: the rollout server, a node and its engine in one process; ``tugline node``.
 
-Flags override the configuration file, which can set everything else.
+Flags override the configuration file, which can set everything else. A node for a server elsewhere
+needs the join token of that server (``tokens.json`` in its folder), which permits nothing else.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import uvloop
 from cyclopts import Parameter
 from msgspec.structs import replace
 from rich.console import Console
@@ -21,7 +23,6 @@ from tugline.errors import UsageError
 from tugline.launch.server import is_local, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
 from tugline.types import Mode
-from tugline.web import serve
 
 DATA = Path("tugline-data")
 _MODEL = "warm_start_model"
@@ -38,16 +39,14 @@ class NodeOptions:
     """YAML or TOML file with any setting."""
     engine: list[str] | None = None
     """Address of the engine; repeat for replicas."""
-    model: Path | None = None
-    """Without --engine: model folder to serve in this process."""
+    model: str | None = None
+    """Name of the model at the engine (default: the first); without --engine: its folder."""
     tokenizer: Path | None = None
     """With --engine: its tokenizer.json, for exact mode."""
     renderer: str | None = None
     """Chat template for exact mode, such as qwen3."""
     api_key_env: str | None = None
     """With --engine: environment variable with its API key."""
-    served_name: str | None = None
-    """With --engine: name of the model (default: the first)."""
     messages_only: bool = False
     """For an API that reports no token ids."""
     slots: int | None = None
@@ -59,19 +58,18 @@ class NodeOptions:
         """Settings from their file and these flags. Raises `UsageError`."""
         engine = {
             "urls": self.engine or None,
-            "model": self.model,
             "tokenizer": self.tokenizer,
             "renderer": self.renderer,
             "api_key_env": self.api_key_env,
-            "served_name": self.served_name,
             "mode": Mode.TEXT.value if self.messages_only else None,
         }
-        return load_settings(
-            self.config,
-            server=server or {},
-            node={"slots": self.slots, "name": name},
-            engine=engine,
-        )
+        node = {"slots": self.slots, "name": name}
+        settings = load_settings(self.config, server=server or {}, node=node, engine=engine)
+        if self.model is None:
+            return settings
+        if settings.engine.urls:
+            return replace(settings, engine=replace(settings.engine, served_name=self.model))
+        return replace(settings, engine=replace(settings.engine, model=Path(self.model)))
 
 
 DEFAULT_NODE = NodeOptions()
@@ -111,6 +109,27 @@ def up(
     keep_running(run_server_and_node(add_default_engine(settings), folder, echo), local.log_file)
 
 
+def node(
+    *,
+    server: Annotated[str, Parameter(env_var="TUGLINE_SERVER")],
+    token: Annotated[str, Parameter(env_var="TUGLINE_JOIN_TOKEN")],
+    folder: Folder = DATA,
+    name: str | None = None,
+    local: NodeOptions = DEFAULT_NODE,
+) -> None:
+    """Run sessions for a server, as many as there are slots, until it is stopped.
+
+    Args:
+        server: Address, such as http://10.0.0.1:7700.
+        token: The server's join token.
+        name: Name of the node (default: the machine's).
+    """
+    from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second, see there
+
+    settings = add_default_engine(local.load(name=name))
+    keep_running(run_node(settings, folder, server, token, echo), local.log_file)
+
+
 def add_default_engine(settings: Settings) -> Settings:
     """Serve the demo's tiny model if no engine is given.
 
@@ -118,7 +137,7 @@ def add_default_engine(settings: Settings) -> Settings:
     """
     engine = settings.engine
     if engine.urls and engine.model:
-        msg = "--model is for an engine in this process; leave it out beside --engine"
+        msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
         raise UsageError(msg)
     if engine.tokenizer and not engine.urls:
         msg = "--tokenizer is for an engine at an address; a model folder brings its own"
@@ -139,6 +158,6 @@ def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None
     """Run until `main` ends, or exit with 130 at a second signal."""
     log.configure(level="info" if log_file else "warning", path=log_file)
     try:
-        serve.run(main)
+        uvloop.run(main)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(INTERRUPTED)

@@ -46,8 +46,7 @@ def view(
     numbers = [one.call for one in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
-        msg = f"--turn {turn}: there is no such call in {path}; {known}"
-        raise UsageError(msg)
+        raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
     header = recording.header
     texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     if html is not None:

@@ -119,8 +119,7 @@ class Client:
         Raises `Missing`.
         """
         if (task is None) == (session is None):
-            msg = "cancel either a task or a session"
-            raise UsageError(msg)
+            raise UsageError("cancel either a task or a session")
         kind, name = ("tasks", task) if task is not None else ("sessions", session or "")
         path = f"/v1/{kind}/{quote_id(name)}/cancel"
         return await self._http.ask("POST", path, protocol.Cancelled, query={"by": by})
@@ -168,7 +167,9 @@ class Client:
         With `auto_ack`, a result is acknowledged when the next one is requested; else call `ack`.
         Without `follow` the stream ends at the newest result.
         """
-        query = streams.ResultFilter(consumer, after, tuple(tasks), groups=False, follow=follow)
+        query = protocol.ResultQuery(
+            consumer=consumer, after=after, task=tuple(tasks), follow=follow
+        )
         return self._read(query, streams.Result, auto_ack=auto_ack)
 
     def groups(
@@ -181,7 +182,9 @@ class Client:
         auto_ack: bool = False,
     ) -> AsyncGenerator[streams.GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = streams.ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
+        query = protocol.ResultQuery(
+            consumer=consumer, after=after, task=tuple(tasks), follow=follow, groups=True
+        )
         return self._read(query, streams.GroupResults, auto_ack=auto_ack)
 
     async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
@@ -194,6 +197,10 @@ class Client:
     async def consumers(self) -> list[protocol.Consumer]:
         """List consumers with their positions."""
         return await self._http.ask("GET", "/v1/consumers", list[protocol.Consumer])
+
+    async def delete_consumer(self, consumer: str) -> None:
+        """Forget a consumer; retention no longer waits for it. Raises `Missing`."""
+        await self._http.ask("DELETE", f"/v1/consumers/{quote_id(consumer)}", type(None))
 
     async def result(self, session: str) -> protocol.ResultView:
         """Read the result of a session, without tokens. Raises `Missing`."""
@@ -282,8 +289,7 @@ class Client:
         try:
             barrier = await self.pause(mode, within_s=within_s)
             if barrier.missing:
-                msg = f"not paused within {within_s:g} s: {', '.join(barrier.missing)}"
-                raise ServerError(msg)
+                raise ServerError(f"not paused within {within_s:g} s: {', '.join(barrier.missing)}")
             yield barrier
         finally:
             await self.resume()
@@ -306,12 +312,11 @@ class Client:
         return await self._http.ask("POST", url, protocol.Barrier, body=body, wait_s=wait_s)
 
     async def _read(
-        self, query: streams.ResultFilter, kind: type[R], *, auto_ack: bool
+        self, query: protocol.ResultQuery, kind: type[R], *, auto_ack: bool
     ) -> AsyncGenerator[R, None]:
         """Items of this kind; with `auto_ack` one is done when the next is requested."""
         if auto_ack and query.consumer is None:
-            msg = "auto_ack needs the name of a consumer"
-            raise UsageError(msg)
+            raise UsageError("auto_ack needs the name of a consumer")
         consumer = query.consumer if auto_ack else None
         clock = asyncio.get_running_loop().time
         done, acked_at = 0, clock()

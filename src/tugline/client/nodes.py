@@ -22,10 +22,6 @@ DEADLINE_S = 10.0
 T = TypeVar("T")
 
 
-class _LogLength(msgspec.Struct):
-    length: int
-
-
 class NodeClient(Transport):
     """Dispatcher client of one node; an async context manager.
 
@@ -33,15 +29,8 @@ class NodeClient(Transport):
     what the last one had finished.
     """
 
-    def __init__(
-        self,
-        url: str,
-        join_token: str,
-        *,
-        token_file: Path | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        super().__init__(url, join_token, deadline_s=deadline_s)
+    def __init__(self, url: str, join_token: str, *, token_file: Path | None = None) -> None:
+        super().__init__(url, join_token, deadline_s=DEADLINE_S)
         self._token_file = token_file
         self._own_token: str | None = None
 
@@ -83,7 +72,7 @@ class NodeClient(Transport):
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length, the next offset."""
         path, query = f"/v1/sessions/{session}/log", {"epoch": epoch, "offset": offset}
-        return (await self._post(path, _LogLength, chunk, query=query)).length
+        return (await self._post(path, protocol.LogLength, chunk, query=query)).length
 
     async def _post(
         self,

@@ -8,7 +8,8 @@ import asyncio
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -63,6 +64,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """Unacknowledged results by consumer."""
     sessions_per_minute: float
     tokens_per_second: float
+    reward: float | None
+    """Mean of the last minute's results; None without any."""
     nodes: tuple[NodeLoad, ...]
     open: tuple[TaskView, ...]
     """The oldest tasks that are not released."""
@@ -104,6 +107,7 @@ class Monitor:
             unread={name: int(float(value)) for name, value in _UNREAD.findall(page)},
             sessions_per_minute=60 * len(results) / span_s,
             tokens_per_second=sampled / span_s,
+            reward=mean_reward(results),
             nodes=tuple(loads),
             open=tuple(open_tasks[:_LISTED]),
             stragglers=tuple(filter(_is_straggling, open_tasks))[:_LISTED],
@@ -129,7 +133,7 @@ class Monitor:
             self._complete_since = min(self._complete_since, page[0].created)
             self._position = page[-1].position
             self._events.extend(page)
-            self._failures.extend(filter(None, map(_engine_failure, page)))
+            self._failures.extend(filter(None, map(find_failure, page)))
         while self._events and self._events[0].created < self._clock() - _RATE_WINDOW_S:
             self._events.popleft()
 
@@ -141,12 +145,19 @@ class Monitor:
         return NodeLoad(node, dict(stages), node.deadline - self._clock())
 
 
-def _engine_failure(event: Event) -> RecentFailure | None:
+def mean_reward(results: Iterable[Event]) -> float | None:
+    """Mean reward of results by their events; None if none has a reward."""
+    rewards = [float(event.detail["reward"]) for event in results if "reward" in event.detail]
+    return fmean(rewards) if rewards else None
+
+
+def find_failure(event: Event) -> RecentFailure | None:
+    """Return what failed, or had to be queued again; None for other events."""
     detail, session = event.detail, event.session or ""
     if event.kind is EventKind.REQUEUED:
         return RecentFailure(session, event.created, f"requeued: {detail.get('reason', '')}")
     if event.kind is EventKind.RESULT and detail.get("status") in {"failed", "timed_out"}:
-        reason = f"{detail['status']} {detail.get('boundary', '')}"
+        reason = f"{detail['status']} {detail.get('boundary', '')}: {detail.get('message', '')}"
         return RecentFailure(session, event.created, reason)
     return None
 

@@ -4,19 +4,30 @@ Each stream asks again from its last position when a connection breaks or the se
 within one iteration nothing is lost and nothing comes twice.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import cached_property
+from html import escape
 from typing import NamedTuple, Self
 
 import aiohttp
 import msgspec
 import zstandard
+from msgspec.structs import asdict, replace
 
 from tugline import log
 from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
 from tugline.errors import ServerError
-from tugline.protocol import Consumer, Counts, Event, Results, ResultView, SessionView, TaskView
+from tugline.protocol import (
+    Consumer,
+    Counts,
+    Event,
+    ResultQuery,
+    Results,
+    ResultView,
+    SessionView,
+    TaskView,
+)
 from tugline.types import TERMINAL, Trajectory, decode
 
 _FRAMES = "application/x-msgpack"
@@ -136,6 +147,14 @@ class Result:
         view = self.view
         return f"<Result {view.session} {view.status} reward={view.reward} at {view.position}>"
 
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        view = self.view
+        tokens = f"{view.trained} of {view.sampled} sampled tokens are trained"
+        failure = view.failure.message if view.failure else ""
+        cells = (view.session, view.status, f"reward {view.reward}", tokens, failure)
+        return f"<table><tr><td>{'<td>'.join(map(escape, cells))}</table>"
+
 
 class GroupResults(NamedTuple):
     """All results of a released task."""
@@ -151,24 +170,13 @@ class GroupResults(NamedTuple):
         return self.view.released or 0
 
 
-class ResultFilter(NamedTuple):
-    """Which results to read."""
-
-    consumer: str | None
-    after: int | None
-    tasks: tuple[str, ...]
-    groups: bool
-    follow: bool
-    """Whether to wait for further results at the end."""
-
-
 def unpack(packed: bytes) -> Trajectory:
     """Decode a compressed trajectory."""
     return decode(zstandard.ZstdDecompressor().decompress(packed), Trajectory)
 
 
 async def stream_results(
-    http: Transport, query: ResultFilter
+    http: Transport, query: ResultQuery
 ) -> AsyncGenerator[Result | GroupResults | None, None]:
     """Results, or groups, from `query.after` on; None at the end of each page.
 
@@ -193,7 +201,7 @@ async def stream_results(
             attempts.done = not query.follow and not await _has_more(http, query, after)
 
 
-async def _find_start(http: Transport, query: ResultFilter) -> int:
+async def _find_start(http: Transport, query: ResultQuery) -> int:
     """The consumer's position; requested once, so that a break cannot return to it."""
     if query.after is not None:
         return query.after
@@ -203,18 +211,18 @@ async def _find_start(http: Transport, query: ResultFilter) -> int:
     return next((each.acked for each in consumers if each.name == query.consumer), 0)
 
 
-async def _has_more(http: Transport, query: ResultFilter, after: int) -> bool:
+async def _has_more(http: Transport, query: ResultQuery, after: int) -> bool:
     """Whether a stream ended too early, because its server stopped."""
-    parameters = _parameters(query, after) | {"limit": 1}
+    parameters = asdict(replace(query, after=after, limit=1))
     page = await http.ask("GET", "/v1/results", Results, query=parameters)
     return bool(page.items or page.groups)
 
 
 async def _stream_pages(
-    http: Transport, query: ResultFilter, after: int
+    http: Transport, query: ResultQuery, after: int
 ) -> AsyncGenerator[tuple[Results, Result | GroupResults | None], None]:
     """Each item with its page, and None after the last one of a page."""
-    parameters = _parameters(query, after) | {"follow": query.follow}
+    parameters = asdict(replace(query, after=after, limit=_GROUP_LIMIT))
     async with http.stream("/v1/results", _FRAMES, query=parameters) as answer:
         while (head := await _read_frame(answer, may_end=True)) is not None:
             page = msgspec.msgpack.decode(head, type=Results)
@@ -231,10 +239,6 @@ async def _stream_pages(
             for name, group in groups.items():
                 yield page, GroupResults(group, tuple(gathered.pop(name)))
             yield page, None
-
-
-def _parameters(query: ResultFilter, after: int) -> dict[str, int | bool | Sequence[str]]:
-    return {"after": after, "task": query.tasks, "groups": query.groups, "limit": _GROUP_LIMIT}
 
 
 async def _read_frame(answer: aiohttp.ClientResponse, *, may_end: bool = False) -> bytes | None:

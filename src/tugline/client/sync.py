@@ -116,6 +116,7 @@ class SyncClient:
     groups = _iterate(Client.groups)
     ack = _block(Client.ack)
     consumers = _block(Client.consumers)
+    delete_consumer = _block(Client.delete_consumer)
     result = _block(Client.result)
     trajectory = _block(Client.trajectory)
 
@@ -139,8 +140,7 @@ class SyncClient:
         """Run on the client's loop. An interrupt here cancels the work there."""
         if self._loop is None:
             work.close()
-            msg = "this client is not open: use `with SyncClient(...) as client`"
-            raise UsageError(msg)
+            raise UsageError("this client is not open: use `with SyncClient(...) as client`")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

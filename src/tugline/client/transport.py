@@ -89,8 +89,7 @@ class Transport:
         self._token = token
         self._sleep = sleep
         if not self.url.startswith(("http://", "https://")):
-            msg = f"server {url!r} must be a URL such as http://127.0.0.1:7700"
-            raise UsageError(msg)
+            raise UsageError(f"server {url!r} must be a URL such as http://127.0.0.1:7700")
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -200,8 +199,7 @@ class Transport:
     @property
     def _open(self) -> aiohttp.ClientSession:
         if self._http is None:
-            msg = "this client is not open: use `async with Client(...) as client`"
-            raise UsageError(msg)
+            raise UsageError("this client is not open: use `async with Client(...) as client`")
         return self._http
 
 
@@ -267,11 +265,10 @@ def find_server(
     local = _read_field(base / "server.json", "url")
     server = server or local
     if server is None:
-        msg = (
+        raise UsageError(
             f"no server: {base / 'server.json'} does not exist; start one with `tugline up`,"
             f" or name it with --server or {SERVER}"
         )
-        raise UsageError(msg)
     if token is None and local is not None and local.rstrip("/") == server.rstrip("/"):
         token = _read_field(base / "tokens.json", "client")
     if token is None:
@@ -287,5 +284,4 @@ def _read_field(path: Path, name: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, KeyError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise UsageError(msg) from error
+        raise UsageError(f"{path} cannot be read: {error}") from error

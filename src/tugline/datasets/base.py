@@ -30,7 +30,7 @@ SPLIT = "split"
 TASKSET = "taskset"
 """The tag with the name of the set."""
 
-_OF_INSTANCE = ("id", "files", "workspace")
+_OF_INSTANCE = frozenset({"id", "files", "workspace"})
 _PLACEHOLDER = "{instruction}"
 _MAX_ID = 128
 
@@ -78,14 +78,13 @@ class TaskTemplate(msgspec.Struct, frozen=True):
 
         Raises `ConfigError`.
         """
-        raw = dict(values) if isinstance(values, dict) else values
-        for name in _OF_INSTANCE:
-            if isinstance(raw, dict) and name in raw:
+        raw = values
+        if isinstance(values, dict):
+            for name in sorted(_OF_INSTANCE & values.keys()):
                 msg = f"{where}: {name} belongs to each instance; leave it out of the template"
                 raise ConfigError(msg)
-        if isinstance(raw, dict):
             own = {"instruction": _PLACEHOLDER, "evaluator": {"name": "of the set"}}
-            raw = {**own, **raw, "id": "template"}
+            raw = {**own, **values, "id": "template"}
         task = msgspec.structs.replace(parse_task(raw, where, folder), id=prefix)
         if _PLACEHOLDER not in task.instruction:
             msg = f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER}"
@@ -107,33 +106,27 @@ class TaskTemplate(msgspec.Struct, frozen=True):
     ) -> Task:
         """Make the task of an instance; values of the template win."""
         task = self.task
+        if evaluator is None and "evaluator" not in self.given:
+            raise ConfigError("the template has no evaluator, and this task set brings none")
         own = {k: v for k, v in (limits or {}).items() if f"limits.{k}" not in self.given}
         return msgspec.structs.replace(
             task,
             id=task_id(task.id + instance),
             instruction=task.instruction.replace(_PLACEHOLDER, instruction),
-            evaluator=self._select_evaluator(evaluator),
-            runtime=self._select_runtime(runtime),
+            evaluator=self._select("evaluator", evaluator),
+            runtime=self._select("runtime", runtime),
             workspace=workspace or Workspace(),
             files=dict(files or {}),
             limits=msgspec.convert(msgspec.structs.asdict(task.limits) | own, Limits),
             tags={**(tags or {}), **task.tags, INSTANCE: instance},
         )
 
-    def _select_runtime(self, own: PluginSpec | None) -> PluginSpec:
-        """Return the set's runtime, or the template's with the set's options for that one."""
-        if "runtime" not in self.given:
-            return own or self.task.runtime
-        return self.task.runtime if own is None else _add_options(self.task.runtime, own)
-
-    def _select_evaluator(self, own: PluginSpec | None) -> PluginSpec:
-        """Return the set's evaluator, or the template's, which may contain the set's as a part."""
-        if "evaluator" not in self.given:
-            if own is None:
-                msg = "the template has no evaluator, and this task set brings none"
-                raise ConfigError(msg)
-            return own
-        return self.task.evaluator if own is None else _add_options(self.task.evaluator, own)
+    def _select(self, field: str, own: PluginSpec | None) -> PluginSpec:
+        """Return the set's plug-in, or the template's with the set's options for that one."""
+        given: PluginSpec = getattr(self.task, field)
+        if field not in self.given:
+            return own or given
+        return given if own is None else _add_options(given, own)
 
 
 def task_id(name: str) -> str:

@@ -20,7 +20,7 @@ from tugline.errors import ConfigError
 from tugline.plugins import make
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import RESULTS
-from tugline.schema import decode, read_values
+from tugline.schema import PositiveFloat, PositiveInt, decode, read_values
 from tugline.task_files import find_files, read_tasks
 from tugline.types import PluginSpec, Task
 
@@ -54,7 +54,7 @@ class TaskSelection(msgspec.Struct, frozen=True):
 
     split: str | None = None
     """Tasks of this split, one of `shares` or of the source."""
-    shares: dict[str, float] = {}
+    shares: dict[str, PositiveFloat] = {}
     """Splits to make, with their shares, at most 1 together."""
     include: tuple[str, ...] = ()
     """Patterns of instance names, one of which must match; none: all match."""
@@ -66,26 +66,20 @@ class TaskSelection(msgspec.Struct, frozen=True):
     """By the rewards of earlier runs."""
     shuffle: int | None = None
     """Seed of a random order; None: the source's."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """The number of tasks to take, of those that meet all conditions."""
 
     def check(self, where: str) -> None:
         """Raises `ConfigError` for inconsistent values."""
         wrong = None
-        if (
-            any(not share > 0 for share in self.shares.values())
-            or math.fsum(self.shares.values()) > _WHOLE
-        ):
-            wrong = f"shares is {self.shares}, must be more than 0 each and at most 1 together"
+        if math.fsum(self.shares.values()) > _WHOLE:
+            wrong = f"shares is {self.shares}, must be at most 1 together"
         elif self.shares and self.split is not None and self.split not in self.shares:
             wrong = f"split is {self.split!r}, must be one of shares: {', '.join(self.shares)}"
-        elif self.limit is not None and self.limit < 1:
-            wrong = f"limit is {self.limit}, must be at least 1"
         elif self.difficulty and not self.difficulty.min <= self.difficulty.max:
             wrong = f"difficulty.min is {self.difficulty.min}, must be at most difficulty.max"
         if wrong:
-            msg = f"{where}: select.{wrong}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where}: select.{wrong}")
 
     def pick(self, tasks: Iterable[Task], *, folder: Path, prefix: str = "") -> list[Task]:
         """Select tasks. `folder` is the folder of the file."""
@@ -198,8 +192,7 @@ class SelectedTasks:
         )
         tasks = select.pick(tagged, folder=self._folder, prefix=self._file.prefix)
         if not tasks:
-            msg = f"{self._where}: no task is left; see select and taskset.options"
-            raise ConfigError(msg)
+            raise ConfigError(f"{self._where}: no task is left; see select and taskset.options")
         return tasks
 
     def solution(self, task: Task) -> Solution | None:
@@ -228,8 +221,7 @@ def gather(
         harbor = read_harbor_folder(Path(path)) if folders else None
         for where, task, selected in _list_set(str(path), harbor) if harbor else _read_files(path):
             if task.id in sources:
-                msg = f"{where}: id {task.id!r} is taken, by {sources[task.id]}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{where}: id {task.id!r} is taken, by {sources[task.id]}")
             sources[task.id] = where
             tasks.append((task, selected))
     return tasks

@@ -5,7 +5,7 @@ A task is a folder: ``instruction.md``, ``task.toml``, ``environment/`` with a D
 
 ``task.toml`` is read strictly: a value of the wrong type is an error that names file, field and
 value, and so is a feature that the reward depends on and sandboxes do not have (steps, several
-services, Windows, a verifier image of its own). Unknown keys and ignored settings are logged once
+services, Windows, a verifier image of its own). Settings without an effect here are logged once
 each.
 """
 
@@ -33,18 +33,15 @@ _MARGIN_S = 60.0
 _log = log.get("tasksets")
 
 
-class _Phase(msgspec.Struct, frozen=True):
+class _Agent(msgspec.Struct, frozen=True):
     timeout_sec: float | None = None
-    user: str | int | None = None
-    network_mode: str | None = None
-    allowed_hosts: tuple[str, ...] | None = None
 
 
-class _Verifier(_Phase, frozen=True):
+class _Verifier(msgspec.Struct, frozen=True):
+    timeout_sec: float | None = None
     env: dict[str, str] = {}
     environment_mode: str | None = None
     environment: dict[str, Any] | None = None
-    collect: tuple[dict[str, Any], ...] = ()
 
 
 class _Environment(msgspec.Struct, frozen=True):
@@ -56,17 +53,9 @@ class _Environment(msgspec.Struct, frozen=True):
     storage_mb: int | None = None
     memory: str | None = None
     storage: str | None = None
-    gpus: int | None = None
-    gpu_types: tuple[str, ...] | None = None
-    tpu: dict[str, Any] | None = None
     workdir: str | None = None
     env: dict[str, str] = {}
-    network_mode: str | None = None
-    allowed_hosts: tuple[str, ...] | None = None
-    allow_internet: bool | None = None
-    mcp_servers: tuple[dict[str, Any], ...] = ()
-    skills_dir: str | None = None
-    healthcheck: dict[str, Any] | None = None
+    """Only tests and solution see it."""
 
 
 class _SolutionTable(msgspec.Struct, frozen=True):
@@ -74,35 +63,19 @@ class _SolutionTable(msgspec.Struct, frozen=True):
 
 
 class TaskToml(msgspec.Struct, frozen=True):
-    """The keys of ``task.toml`` that have an effect, or that are checked."""
+    """The keys of ``task.toml`` that have an effect."""
 
-    schema_version: str | None = None
-    version: str | None = None
     task: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
-    source: str | None = None
-    agent: _Phase = _Phase()
+    agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
     environment: _Environment = _Environment()
     solution: _SolutionTable = _SolutionTable()
     steps: tuple[dict[str, Any], ...] | None = None
-    multi_step_reward_strategy: str | None = None
-    artifacts: tuple[str | dict[str, Any], ...] = ()
 
 
-_IGNORED = (
-    "agent.user",
-    "verifier.user",
-    "verifier.collect",
-    "environment.gpus",
-    "environment.tpu",
-    "environment.env",
-    "environment.mcp_servers",
-    "environment.skills_dir",
-    "environment.healthcheck",
-    "artifacts",
-)
-"""Settings without an effect; only tests and solution see `environment.env`."""
+_HARMLESS = frozenset({"schema_version", "version", "source", "allow_internet", "network_mode"})
+"""Other keys that every published task has, left out without a warning."""
 
 
 class HarborTaskSet(TaskSet):
@@ -206,26 +179,23 @@ def _read(folder: Path, warned: set[str]) -> TaskToml:
     file = folder / CONFIG
     values = _drop_unknown(read_values(file), TaskToml, "", file, warned)
     config = decode(values, TaskToml, source=str(file))
-    for name in _IGNORED:
-        value: Any = config
-        for step in name.split("."):
-            value = getattr(value, step)
-        if value:
-            _warn(warned, "ignored setting", name, file)
+    if config.environment.env:
+        _warn(warned, "environment.env", file)
     return config
 
 
 def _drop_unknown(
     values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned: set[str]
 ) -> Any:
-    """Return `values` without unknown keys, which are logged."""
+    """Return `values` without the keys that have no effect, which are logged."""
     if not isinstance(values, dict):
         return values
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     known = {}
     for name, value in values.items():
         if name not in fields:
-            _warn(warned, "unknown key", at + name, file)
+            if value and name not in _HARMLESS:
+                _warn(warned, at + name, file)
             continue
         inner = list_structs(fields[name])
         known[name] = (
@@ -234,11 +204,11 @@ def _drop_unknown(
     return known
 
 
-def _warn(warned: set[str], what: str, key: str, file: Path) -> None:
+def _warn(warned: set[str], key: str, file: Path) -> None:
     """Log once for each key of a set, with the first file that has it."""
     if key not in warned:
         warned.add(key)
-        _log.warning(what, key=key, file=str(file))
+        _log.warning("ignored setting", key=key, file=str(file))
 
 
 def _check(folder: Path, config: TaskToml) -> None:
@@ -260,8 +230,7 @@ def _check(folder: Path, config: TaskToml) -> None:
     elif not (folder / "tests" / "test.sh").is_file():
         wrong = "tests/test.sh is missing"
     if wrong:
-        msg = f"{folder}: {wrong}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{folder}: {wrong}")
 
 
 def _has_own_image(folder: Path, config: _Verifier) -> bool:

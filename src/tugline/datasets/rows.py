@@ -42,8 +42,7 @@ class RowSource(msgspec.Struct, frozen=True):
     def check(self, taskset: str) -> None:
         """Raises `ConfigError` that names the task set unless there is exactly one source."""
         if (self.path is None) == (self.dataset is None):
-            msg = f"taskset {taskset!r}: give either path or dataset"
-            raise ConfigError(msg)
+            raise ConfigError(f"taskset {taskset!r}: give either path or dataset")
         if self.path is not None and Path(self.path).suffix.lower() not in SUFFIXES:
             msg = f"taskset {taskset!r}: path is {self.path!r}, must end in {', '.join(SUFFIXES)}"
             raise ConfigError(msg)
@@ -86,8 +85,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
         case ".json":
             values = read_values(path)
             if not isinstance(values, list):
-                msg = f"{path} must be a list of rows"
-                raise ConfigError(msg)
+                raise ConfigError(f"{path} must be a list of rows")
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(values))
         case ".csv":
             yield from _read_csv(path)
@@ -109,16 +107,14 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(msg)
             yield where, row
     except csv.Error as error:
-        msg = f"{path}, line {rows.line_num} is not valid CSV: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}, line {rows.line_num} is not valid CSV: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
     except ImportError as error:
-        msg = f"{path}: Parquet files need `pip install tugline[hub]`"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: Parquet files need `pip install tugline[hub]`") from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -127,8 +123,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}, row {number}", row
                     number += 1
     except (OSError, ArrowException) as error:
-        msg = f"cannot read {path}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 class JsonlTaskSet(TaskSet):
@@ -178,8 +173,7 @@ class JsonlTaskSet(TaskSet):
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """A task for each row."""
         if "evaluator" not in template.given:
-            msg = "template.evaluator is missing: rows only fill its options"
-            raise ConfigError(msg)
+            raise ConfigError("template.evaluator is missing: rows only fill its options")
         for number, (where, row, split) in enumerate(self._source.rows()):
             tags = {tag: _to_text(row, tag, where) for tag in self._tags}
             task = template.make(
@@ -209,8 +203,7 @@ class JsonlTaskSet(TaskSet):
             return _FIELD.sub(lambda hit: _to_text(row, hit[1], where), self._instruction)
         instruction = _to_text(row, self._instruction, where)
         if not instruction.strip():
-            msg = f"{where}: {self._instruction} is {instruction!r}, must be a text"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where}: {self._instruction} is {instruction!r}, must be a text")
         return instruction
 
     def _set_evaluator(self, task: Task, row: Row, where: str) -> Task:
@@ -227,8 +220,7 @@ def _find_field(row: Row, name: str, where: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            msg = f"{where}: there is no field {name!r} (known: {', '.join(row)})"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where}: there is no field {name!r} (known: {', '.join(row)})")
         value = value[part]
     return value
 
@@ -237,8 +229,7 @@ def _to_text(row: Row, name: str, where: str) -> str:
     """Return a field as text. Raises `ConfigError` if it has no value."""
     value = _find_field(row, name, where)
     if value is None:
-        msg = f"{where}: {name} has no value, must be a text"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: {name} has no value, must be a text")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -254,6 +245,5 @@ def _to_files(given: Mapping[str, str] | str | None, row: Row, where: str) -> di
         except ValueError:
             value = None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        msg = f"{where}: {given} must be an object of text by path"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: {given} must be an object of text by path")
     return value

@@ -8,10 +8,9 @@ None of it is in the task's workspace or instruction; runtimes keep no history b
 that a workspace begins with.
 """
 
-import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -158,18 +157,12 @@ class SweTaskSet(TaskSet):
 
 def _check_words(option: str, text: str, choices: Sequence[str]) -> None:
     """Raises `ConfigError` for unknown words in braces."""
-    right = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
     try:
-        found = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-    except ValueError:
-        _reject(option, text, right)
-    if any(name not in choices for name in found):
-        _reject(option, text, right)
-
-
-def _reject(option: str, value: object, right: str) -> NoReturn:
-    msg = f"taskset 'swe': {option} is {value!r:.200}, must be {right}"
-    raise ConfigError(msg)
+        text.format(**dict.fromkeys(choices, ""))
+    except (ValueError, LookupError, AttributeError) as error:
+        right = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
+        msg = f"taskset 'swe': {option} is {text!r:.200}, must be {right}"
+        raise ConfigError(msg) from error
 
 
 def _resolve(rows: str | None, repos: str) -> str:

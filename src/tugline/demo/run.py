@@ -1,10 +1,12 @@
 """The demo: a training run of its own tasks, and the figures that it ends with.
 
-The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its files.
+The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its files. The summary
+shows the token ledger (I2) and the difference between captured and recomputed logprobs (I1),
+because a reward curve does not show whether the right tokens were trained.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +14,13 @@ import msgspec
 import yaml
 from msgspec import Meta
 from msgspec.structs import replace
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from tugline.atomic import write_file
 from tugline.config import Config, from_mapping, load
-from tugline.demo.report import DemoSummary
 from tugline.demo.tasks import HELD_OUT_SEED
 from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
@@ -29,7 +33,8 @@ from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, PLOT, make_report, make_sinks, read_lines
-from tugline.types import PluginSpec
+from tugline.trainers.state import TrainState
+from tugline.types import PluginSpec, Reason
 
 SUMMARY = "summary.json"
 SETTINGS = "settings.yaml"
@@ -77,6 +82,26 @@ class DemoSettings(Config, frozen=True):
     """
 
 
+class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """``summary.json``, and the output of ``--json``."""
+
+    harness: str
+    harness_version: str
+    seed: int
+    before: Estimate
+    """pass@1 on the held-out tasks, each attempted once."""
+    after: Estimate
+    """The same after training."""
+    state: TrainState
+    """Steps, sessions, token ledger and evaluations of the training run."""
+    cpu_seconds: float
+    """CPU time of this process: server, gateway, engine, trainer; of the last start only."""
+    cpu_seconds_sessions: float
+    """CPU time of the processes that it started: agents and tests; of the last start only."""
+    replay_max_abs_dlogprob: float | None
+    """Largest distance between a captured and a recomputed logprob over all steps, nats."""
+
+
 def harness_spec(settings: DemoSettings) -> PluginSpec:
     """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
     if settings.harness == "shell":
@@ -85,8 +110,7 @@ def harness_spec(settings: DemoSettings) -> PluginSpec:
             raise ConfigError(msg)
         return PluginSpec("shell", {"command": settings.command})
     if settings.command:
-        msg = f"command is for the harness 'shell' only, not for {settings.harness!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"command is for the harness 'shell' only, not for {settings.harness!r}")
     return PluginSpec(settings.harness)
 
 
@@ -191,3 +215,63 @@ async def run_demo(
 NOTHING = Estimate(0.0, 0.0, 1.0, 0)
 """Of an evaluation in which no session earned a reward."""
 _MISMATCH = "update/mismatch/total/max_abs"
+
+
+# --------------------------------------------------------------------------- the closing report
+def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
+    """The summary for a terminal: results, what was trained on, and where the files are."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(summary):
+        table.add_row(name, value)
+    for path in files:
+        table.add_row("written", Text(str(path), style="cyan", overflow="fold"))
+    return Panel(Group(_headline(summary), "", table), title="tugline demo", expand=False)
+
+
+def _headline(summary: DemoSummary) -> Text:
+    style = "bold green" if summary.after.value > summary.before.value else "bold red"
+    return Text.assemble(
+        "held-out pass@1, before  ",
+        (f"{_share(summary.before)}\n", "bold"),
+        "held-out pass@1, after   ",
+        (_share(summary.after), style),
+    )
+
+
+def _share(rate: Estimate) -> str:
+    passed = f"{round(rate.value * rate.tasks)} of {rate.tasks}"
+    return f"{rate.value:.0%} ({passed}; interval {rate.low:.0%} to {rate.high:.0%})"
+
+
+def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
+    state, ledger = summary.state, summary.state.ledger
+    held_out = [score.evaluation for score in state.scores]
+    sessions = state.sessions + sum(one.attempts + one.unrewarded for one in held_out)
+    failed = state.failed + sum(one.unrewarded for one in held_out)
+    masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
+    tokens = f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
+    cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
+    compared = "captured and recomputed were not compared"
+    if (gap := summary.replay_max_abs_dlogprob) is not None:
+        compared = f"captured and recomputed differ by {gap:.1e} nats at most"
+    return [
+        ("harness", f"{summary.harness} {summary.harness_version}".rstrip() + ", unmodified"),
+        (
+            "training",
+            (
+                f"{state.step} steps, {state.updates} updates; {state.elapsed_s / 60:.1f} min in"
+                f" all, {state.training_s / 60:.1f} of them in the trainer"
+            ),
+        ),
+        ("CPU", f"{cpu} in server, gateway, engine and trainer"),
+        ("sessions", f"{sessions:,}, {failed:,} failed"),
+        ("tokens", f"{tokens} + {masked:,} masked + {dropped:,} dropped"),
+        ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
+        ("logprobs", compared),
+    ]
+
+
+def _reasons(counts: Mapping[Reason, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"

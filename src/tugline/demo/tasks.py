@@ -257,7 +257,7 @@ class RepairTasks(TaskSet):
             yield template.make(
                 problem.id,
                 problem.instruction,
-                evaluator=PluginSpec("tests", {"cache": True}),
+                evaluator=PluginSpec("tests"),
                 files=problem.files,
                 tags=problem.tags,
             )

@@ -11,16 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from tugline.sandbox.base import Content, Exit, Mount, Sandbox
 from tugline.sandbox.patch import Patch
 from tugline.types import Call, Reward, Task, Trace
-
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-"""A time limit, as an option of an evaluator: `plugins.make` checks the bounds of options."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

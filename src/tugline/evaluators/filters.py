@@ -47,8 +47,9 @@ PYTHON = (
     "tox.ini",
     "setup.cfg",
     "pyproject.toml",
+    ".coveragerc",
 )
-"""Configuration of pytest."""
+"""Configuration of pytest and its plug-ins."""
 
 FOLDERS = ("tests/", "test/")
 """Folders of tests in most languages."""
@@ -258,7 +259,8 @@ def _find_shadowed(
         return "a folder of tests"
     if not _is_import_root(module.parent, rules.fresh, layout):
         return None
-    hidden = module.name in _SHADOWED or module.name in rules.fresh.modules
+    tests = {test.name for test in layout.test_modules}
+    hidden = module.name in _SHADOWED | rules.fresh.modules | tests
     # A package anywhere on the path comes before a folder of tests without __init__.
     beside = module not in layout.test_folders and PurePosixPath(module.name) in layout.test_folders
     return module.name if hidden or beside else None

@@ -1,7 +1,8 @@
 """Formats of test results: how each is read, and whose tests they are.
 
 A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test, never
-an exception. What can be forged is in docs/evaluators.md.
+an exception. `read_report` has large outputs read in a process with limits. What can be forged is
+in docs/evaluators.md.
 """
 
 import re
@@ -12,6 +13,7 @@ from xml.etree import ElementTree as ET
 import msgspec
 
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
+from tugline.evaluators.script import parse_apart
 from tugline.evaluators.text_formats import normalize_unittest, read_cargo, read_tap, read_unittest
 
 
@@ -232,3 +234,21 @@ FORMATS = {
     "jest": Format(_read_jest, ("node",), reports="--json --outputFile={report}"),
     "tap": Format(read_tap, ("node", "tap")),
 }
+_SMALL_BYTES = 64 << 10
+"""Of an output that is read in this process: in milliseconds."""
+_READ = """
+import msgspec
+from tugline.evaluators.formats import FORMATS
+report = FORMATS[given].read(open(path, "rb").read())
+open(path + ".out", "wb").write(msgspec.json.encode(report))
+"""
+
+
+async def read_report(name: str, data: bytes) -> TestReport:
+    """Read an output in the format `name`; one that cannot be read has no results."""
+    if len(data) <= _SMALL_BYTES:
+        return FORMATS[name].read(data)
+    try:
+        return msgspec.json.decode(await parse_apart(_READ, data, name), type=TestReport)
+    except ValueError as error:
+        return TestReport(inconsistency=str(error))

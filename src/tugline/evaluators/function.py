@@ -12,11 +12,11 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from importlib import import_module
 from typing import Any
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.plugins import find
 from tugline.types import Reward
 
 _TRACEBACK_LINES = 6
@@ -62,21 +62,13 @@ class FunctionEvaluator(Evaluator):
 
 
 def _load(target: str) -> Callable[..., Any]:
-    """Import the function. Raises `ConfigError`."""
-    module, colon, name = target.partition(":")
-    why = "must be module:callable"
-    if module and colon and name:
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            why = f"cannot be loaded: {error}"
-        else:
-            if callable(found):
-                function: Callable[..., Any] = found
-                return function
-            why = f"is a {type(found).__name__}, must be callable"
-    msg = f"evaluator 'function': target is {target!r}, {why}"
-    raise ConfigError(msg)
+    """Import the function. Raises `ConfigError` and `UnknownPlugin`."""
+    function: Callable[..., Any] | None = find("function", target) if ":" in target else None
+    if callable(function):
+        return function
+    kind = type(function).__name__
+    reason = "must be module:callable" if function is None else f"is a {kind}, must be callable"
+    raise ConfigError(f"evaluator 'function': target is {target!r}, {reason}")
 
 
 async def _in_thread(function: Callable[[], object]) -> object:
@@ -104,11 +96,10 @@ def _to_verdict(name: str, made: object) -> Verdict:
     if isinstance(made, Reward):
         made = Verdict(made, {})
     if not isinstance(made, Verdict):
-        msg = (
+        raise EvaluatorError(
             f"evaluator 'function': {name} returned {made!r:.80}, must be a number, a Reward, "
             "a Verdict or a dict with 'value'"
         )
-        raise EvaluatorError(msg)
     for number in (made.reward.value, *made.reward.parts.values(), *made.reward.per_trace):
         _check_number(name, number)
     return made

@@ -10,26 +10,30 @@ A script that leaves no readable reward is the agent's doing only if the same sc
 a sandbox that the agent never touched; then the reward is 0. Otherwise the task is broken, and
 there is no verdict (I5).
 
-Not covered: the agent's code that the script runs is the same user, and can write the reward file
-itself. A script that must rule that out runs it as another one.
+The agent's code that the script runs is the same user, and can write the reward file itself. With
+`isolate` it cannot: the script has the task's files as they were, and its program ``$JUDGED`` runs
+what it is given in another sandbox, which has the agent's work and neither tests nor reward.
 """
 
 import asyncio
+import itertools
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
-from tugline.sandbox.patch import FileChange
+from tugline.sandbox.patch import FileChange, Patch
+from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 
 TESTS = PurePosixPath("/tests")
@@ -41,6 +45,21 @@ _PLACE = (
     'cp -R "$0"/. /tests/ && rm -rf "$0"'
 )
 _PLACE_S = 60.0
+_JUDGED = ".judged"
+_CLIENT = b"""#!/bin/sh
+n=1
+while ! mkdir "$0.$n" 2>/dev/null; do n=$((n + 1)); done
+cat > "$0.$n/input"
+printf '%s\\0' "$@" > "$0.$n/asked" && mv "$0.$n/asked" "$0.$n/argv"
+until [ -s "$0.$n/code" ]; do sleep 0.02; done
+cat "$0.$n/error" >&2
+cat "$0.$n/output"
+exit "$(cat "$0.$n/code")"
+"""
+"""Has a program run in the other sandbox: asks by files, and waits for the answer."""
+_REDIRECT = 'exec "$@" < "$0.input" 2> "$0.error"'
+_ASKED_S, _POLL_S = 60.0, 0.02
+_MAX_OUTPUT_BYTES = 8 << 20
 _MAX_REWARD_BYTES = 1 << 20
 _REWARDS = ("reward.json", "reward.txt")
 _JSON_REWARDS = dict[str, float | bool] | float | bool
@@ -54,6 +73,8 @@ class _HarborRun(NamedTuple):
     rewards: Mapping[str, float] | None
     reason: str
     log: str = ""
+    refused: Mapping[str, str] = {}
+    """Paths of the patch that were not applied, with reasons."""
 
 
 class HarborEvaluator(Evaluator):
@@ -64,38 +85,40 @@ class HarborEvaluator(Evaluator):
     the one of several rewards that counts (default: ``reward``, else their mean), which must be
     within `reward_range`, its least and its greatest value. `protected` are patterns of paths that
     no patch may change, `editable` those it may although they look like Python's or a test
-    runner's own.
+    runner's own. With `isolate` the agent's work runs in another sandbox than the script; in place
+    there is only one.
     """
 
     def __init__(  # noqa: PLR0913 - each is an option
         self,
         *,
         tests: str,
-        timeout_s: Seconds = 600.0,
+        timeout_s: PositiveFloat = 600.0,
         env: Mapping[str, str] | None = None,
         pass_env: Sequence[str] = (),
         in_place: bool = False,
         network: bool = False,
+        isolate: bool = False,
         reward: str | None = None,
         reward_range: tuple[float, float] = (0.0, 1.0),
         protected: Patterns = (),
         editable: Patterns = (),
     ) -> None:
         if not Path(tests).is_absolute():
-            msg = f"evaluator 'harbor': tests is {tests!r}, must be an absolute path"
-            raise ConfigError(msg)
+            raise ConfigError(f"evaluator 'harbor': tests is {tests!r}, must be an absolute path")
         self._tests, self._timeout_s, self._reward = Path(tests), timeout_s, reward
         self._least, self._greatest = reward_range
         self._env, self._pass = dict(env or {}), frozenset(pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._protected, self._editable = tuple(protected), tuple(editable)
         self.in_place, self._network = in_place, network
+        self._isolate = isolate and not in_place
         self._proven = False
         """Whether the script has left a reward without an agent's work."""
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
-        """The tests, unless the agent could see them there, and a folder for the reward."""
-        source = None if self.in_place else str(self._tests)
+        """The tests, unless the agent's code could see them there, and a folder for the reward."""
+        source = None if self.in_place or self._isolate else str(self._tests)
         return (Mount(str(TESTS), source), Mount(str(LOGS)))
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
@@ -112,22 +135,31 @@ class HarborEvaluator(Evaluator):
             if outcome.sandbox is None:
                 msg = "evaluator 'harbor': in_place needs the agent's sandbox, which is gone"
                 raise EvaluatorError(msg)
-            runner = ScriptRunner(outcome.sandbox, deadline)
-            run = await self._run(runner)
+            run = await self._run(ScriptRunner(outcome.sandbox, deadline))
         else:
-            env = expand_variables(self._env, self._pass)
-            mounts = self.mounts(outcome.task)
-            rules = Rules(protected=self._protected, editable=self._editable, mounts=mounts)
-            async with open_runner(outcome, rules, deadline, env=env) as runner:
-                run = await self._run(runner)
+            run = await self._run_on_work(outcome, deadline)
         if run.rewards is None and not run.exit.timed_out:
             await self._check_without_work(outcome, run, deadline)
-        return self._score(run, outcome, runner.refused)
+        return self._score(run, outcome)
+
+    async def _run_on_work(self, outcome: SessionOutcome, deadline: float) -> _HarborRun:
+        """Run the script on a fresh copy with the patch."""
+        env = expand_variables(self._env, self._pass)
+        mounts = self.mounts(outcome.task)
+        rules = Rules(protected=self._protected, editable=self._editable, mounts=mounts)
+        async with open_runner(outcome, rules, deadline, env=env) as work:
+            if not self._isolate:
+                return (await self._run(work))._replace(refused=work.refused)
+            async with outcome.open_sandbox(outcome.task.files) as sandbox:
+                script = ScriptRunner(sandbox, deadline)
+                await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
+                run = await _run_beside(self._run(script), _run_asked(script, work))
+                return run._replace(refused=work.refused)
 
     async def _run(self, runner: ScriptRunner) -> _HarborRun:
         """Run the script in a sandbox that has the work, and read the rewards."""
         sandbox = runner.sandbox
-        if self.in_place:
+        if self.in_place or self._isolate:
             failed = await self._put_tests(runner)
             if failed is not None:
                 return failed
@@ -136,7 +168,11 @@ class HarborEvaluator(Evaluator):
         timeout_s = runner.cap_timeout(self._timeout_s)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
-            env={"HOME": str(sandbox.home), **expand_variables(self._env, self._pass)},
+            env={
+                "HOME": str(sandbox.home),
+                **({"JUDGED": str(sandbox.home / _JUDGED)} if self._isolate else {}),
+                **expand_variables(self._env, self._pass),
+            },
             timeout_s=timeout_s,
             log_name="tests",
         )
@@ -179,16 +215,13 @@ class HarborEvaluator(Evaluator):
         """Raises `EvaluatorError` if there is no reward without the agent's work either."""
         if self._proven:
             return
-        async with outcome.open_sandbox(outcome.task.files) as sandbox:
-            control = await self._run(ScriptRunner(sandbox, deadline))
+        control = await self._run_on_work(replace(outcome, patch=Patch()), deadline)
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {run.reason}, and without the work: {control.reason}"
             raise EvaluatorError(f"{msg}: {control.log[-300:]}" if control.log else msg)
         self._proven = True
 
-    def _score(
-        self, run: _HarborRun, outcome: SessionOutcome, refused: Mapping[str, str]
-    ) -> Verdict:
+    def _score(self, run: _HarborRun, outcome: SessionOutcome) -> Verdict:
         parts = dict(run.rewards or {})
         report: dict[str, Any] = {
             "reason": run.reason or "rewarded by the task's script",
@@ -197,7 +230,7 @@ class HarborEvaluator(Evaluator):
             "seconds": run.exit.seconds,
             "changed": sorted(outcome.patch.files)[:100],
             "notes": list(outcome.patch.notes),
-            "refused": dict(refused),
+            "refused": dict(run.refused),
             "log": run.log,
         }
         return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
@@ -221,8 +254,7 @@ class HarborEvaluator(Evaluator):
             rewards = {**rewards, self._reward or "reward": value}
         if not self._least <= value <= self._greatest:
             most = f"{self._greatest:g} (reward_range)"
-            msg = f"the reward is {value:g}, must be from {self._least:g} to {most}"
-            raise ValueError(msg)
+            raise ValueError(f"the reward is {value:g}, must be from {self._least:g} to {most}")
         return rewards
 
     def _select_reward(self, parts: Mapping[str, float]) -> float:
@@ -235,6 +267,46 @@ class HarborEvaluator(Evaluator):
         return sum(parts.values()) / len(parts)
 
 
+async def _run_beside(
+    run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
+) -> _HarborRun:
+    """Return the result of `run`, beside which `serve` works until then; raises what it raises."""
+    tasks = running, _ = asyncio.create_task(run), asyncio.create_task(serve)
+    try:
+        for task in (await asyncio.wait(tasks, return_when="FIRST_COMPLETED"))[0]:
+            task.result()
+        return await running
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:
+    """Run what the script asks for where the agent's work is, one program after the other."""
+    asks, runs = script.sandbox, work.sandbox
+    for number in itertools.count(1):
+        folder, log_name = f"{_JUDGED}.{number}", f"judged-{number}"
+        argv = None
+        while argv is None:
+            await asyncio.sleep(_POLL_S)
+            argv = await asks.get(asks.home / folder / "argv")
+        given = await asks.get(asks.home / folder / "input", max_bytes=_MAX_OUTPUT_BYTES)
+        await runs.put(runs.home, {f"{number}.input": FileChange(given or b"")})
+        words = os.fsdecode(argv).split("\0")[:-1]
+        end = await work.run(
+            ("sh", "-c", _REDIRECT, str(runs.home / str(number)), *words),
+            env={"HOME": str(runs.home)},
+            timeout_s=_ASKED_S,
+            log_name=log_name,
+        )
+        code = 124 if end.timed_out else end.code if end.code >= 0 else 128 - end.code
+        output = await work.read_log(log_name, head=_MAX_OUTPUT_BYTES, tail=0)
+        error = await runs.get(runs.home / f"{number}.error", max_bytes=_MAX_OUTPUT_BYTES)
+        for name, data in (("output", output), ("error", error or b""), ("code", b"%d\n" % code)):
+            await asks.put(asks.home, {f"{folder}/{name}": FileChange(data)})
+
+
 def parse_rewards(name: str, data: bytes) -> dict[str, float]:
     """Return the rewards in a file by name; one number is ``reward``. Raises `ValueError`."""
     text = name == "reward.txt"
@@ -242,13 +314,11 @@ def parse_rewards(name: str, data: bytes) -> dict[str, float]:
         found = float(data) if text else msgspec.json.decode(data, type=_JSON_REWARDS)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         right = "a number" if text else "a number, or an object of numbers"
-        msg = f"{name} is {data[:80]!r}, must be {right}: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(f"{name} is {data[:80]!r}, must be {right}: {error}") from error
     named = found if isinstance(found, dict) else {"reward": found}
     rewards = {key: float(value) for key, value in named.items()}
     if not rewards or not all(map(math.isfinite, rewards.values())):
-        msg = f"{name} is {data[:80]!r}, must have finite numbers"
-        raise ValueError(msg)
+        raise ValueError(f"{name} is {data[:80]!r}, must have finite numbers")
     return rewards
 
 

@@ -3,26 +3,37 @@
 For what no test can measure. The judge sees the session's calls, changes and final answer,
 shortened. All of it may have been written by the agent, so it comes as JSON strings between marks
 made of its own digest, which nobody can write into it, the judge is told not to obey it, and what
-to do is said again after it. The judge answers with
-whole numbers by criterion, and is asked again if it does not (`judge_client`). It can be misled all
-the same: use it beside tests (`weighted`), or for style, where less is at stake.
+to do is said again after it. The judge answers with whole numbers by criterion; a failed request
+and an invalid answer are repeated a bounded number of times and end in an `EvaluatorError`, never
+in a silent 0. The judge can be misled all the same: use it beside tests (`weighted`), or for style,
+where less is at stake.
 """
 
 import asyncio
 import hashlib
+import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import aiohttp
 import msgspec
 
+from tugline import log
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
-from tugline.evaluators.judge_client import MAX_SCORE, JudgeClient, ScoreCache, Scores
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.script import diff_work, has_base
-from tugline.types import Call, Message, Reward, Role, Trace
+from tugline.schema import PositiveFloat, PositiveInt
+from tugline.types import Call, Message, Reward, Role
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+MAX_SCORE = 10
+"""The highest score."""
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_FIRST_WAIT_S = 0.3
+_LONGEST_WAIT_S = 20.0
+_MAX_ANSWER_BYTES = 1 << 20
+_log = log.get("evaluators.judge")
 _RULES = Path(__file__).with_name("judge_rules.txt").read_text(encoding="utf-8").rstrip()
 
 
@@ -34,13 +45,39 @@ class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
 
 
+class Scores(msgspec.Struct, frozen=True):
+    """A judge's answer: whole numbers from 0 to `MAX_SCORE` by criterion."""
+
+    scores: dict[str, int]
+    reasoning: str = ""
+
+
+class _JudgeMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class _JudgeChoice(msgspec.Struct):
+    message: _JudgeMessage
+
+
+class _JudgeCompletion(msgspec.Struct):
+    choices: list[_JudgeChoice]
+
+
+class _RetryableError(Exception):
+    """A failure that a retry may resolve."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
 class JudgeEvaluator(Evaluator):
     """`rubric` says what to grade: a text, or criteria with ``name``, ``text`` and ``weight``.
 
     `base_url` (with ``/v1``) and `model` name the judge; the key is in the environment variable
-    `api_key_env` of the node. With `scope` ``trace``, each trace is graded by itself. `max_chars`
-    of the agent's text are shown. `schema` asks the endpoint for structured output; `body`
-    adds fields to the request, None removes one. `cache` is a folder that keeps verdicts.
+    `api_key_env` of the node. `max_chars` of the agent's text are shown. `schema` asks the
+    endpoint for structured output; `body` adds fields to the request, None removes one.
     """
 
     opens_sandbox = False
@@ -53,14 +90,12 @@ class JudgeEvaluator(Evaluator):
         model: str,
         rubric: str | Annotated[list[Criterion], msgspec.Meta(min_length=1)],
         api_key_env: str | None = None,
-        scope: Literal["session", "trace"] = "session",
-        max_chars: _Count = 60_000,
+        max_chars: PositiveInt = 60_000,
         schema: bool = True,
         body: Mapping[str, Any] | None = None,
-        timeout_s: Seconds = 60.0,
-        attempts: _Count = 4,
-        concurrency: _Count = 8,
-        cache: str | None = None,
+        timeout_s: PositiveFloat = 60.0,
+        attempts: PositiveInt = 4,
+        concurrency: PositiveInt = 8,
     ) -> None:
         if isinstance(rubric, str):
             rubric = [Criterion("score", rubric.strip())]
@@ -69,72 +104,84 @@ class JudgeEvaluator(Evaluator):
         if len(names) < len(self._criteria) or not self._criteria[0].text:
             msg = "evaluator 'judge': rubric must be a text, or criteria with different names"
             raise ConfigError(msg)
-        self._scope, self._max_chars, self._schema = scope, max_chars, schema
-        self._client = JudgeClient(
-            base_url=base_url,
-            model=model,
-            api_key_env=api_key_env,
-            body=dict(body or {}),
-            timeout_s=timeout_s,
-            attempts=attempts,
-            concurrency=concurrency,
-            cache=ScoreCache(Path(cache) if cache is not None else None),
-        )
+        self._max_chars, self._timeout_s, self._attempts = max_chars, timeout_s, attempts
+        self._url, self._key_env = f"{base_url.rstrip('/')}/chat/completions", api_key_env
+        settings: dict[str, Any] = {"model": model, "temperature": 0}
+        if schema:
+            settings["response_format"] = _schema([each.name for each in self._criteria])
+        settings |= body or {}
+        self._settings = {name: value for name, value in settings.items() if value is not None}
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Grade the session, or each trace with their mean as the value."""
+        """Grade the session."""
         limit = asyncio.timeout(outcome.timeout_s)
         try:
             async with limit:
-                diff = await _diff_work(outcome)
-                if self._scope == "session":
-                    value, report, parts = await self._grade(outcome, outcome.calls, diff)
-                    return Verdict(Reward(value, parts), report)
-                return await self._grade_traces(outcome, diff)
+                return await self._grade(outcome)
         except TimeoutError as error:
             if not limit.expired():
                 raise
             msg = f"evaluator 'judge': no verdict in {outcome.timeout_s:g} s"
             raise EvaluatorError(msg) from error
 
-    async def _grade_traces(self, outcome: SessionOutcome, diff: str) -> Verdict:
-        if not outcome.traces:
-            msg = "evaluator 'judge': there is no trace to grade"
-            raise EvaluatorError(msg)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._grade(outcome, _calls_of(trace, outcome.calls), diff))
-                    for trace in outcome.traces
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        values, reports, parts = zip(*(task.result() for task in tasks), strict=True)
-        mean = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        return Verdict(Reward(sum(values) / len(values), mean, values), {"traces": list(reports)})
-
-    async def _grade(
-        self, outcome: SessionOutcome, calls: Sequence[Call], diff: str
-    ) -> tuple[float, dict[str, Any], dict[str, float]]:
-        """Return the value, the report and the parts of the reward for these calls."""
-        names = [each.name for each in self._criteria]
+    async def _grade(self, outcome: SessionOutcome) -> Verdict:
+        diff = await _diff_work(outcome)
         messages = make_prompt(
-            outcome.task.instruction, calls, diff, self._criteria, self._max_chars
+            outcome.task.instruction, outcome.calls, diff, self._criteria, self._max_chars
         )
-        answer, cached = await self._client.score(
-            messages, names, _schema(names) if self._schema else {}
-        )
-        report = {"scores": answer.scores, "reasoning": answer.reasoning, "cached": cached}
-        parts = {name: answer.scores[name] / MAX_SCORE for name in names}
-        return self._value(answer), report, parts
+        data = msgspec.json.encode({**self._settings, "messages": messages}, order="sorted")
+        async with self._slots:
+            answer = await self._request(data)
+        parts = {each.name: answer.scores[each.name] / MAX_SCORE for each in self._criteria}
+        value = sum(each.weight * parts[each.name] for each in self._criteria)
+        report = {"scores": answer.scores, "reasoning": answer.reasoning}
+        return Verdict(Reward(value / sum(each.weight for each in self._criteria), parts), report)
 
-    def _value(self, answer: Scores) -> float:
-        total = sum(each.weight for each in self._criteria)
-        return (
-            sum(each.weight * answer.scores[each.name] for each in self._criteria)
-            / total
-            / MAX_SCORE
-        )
+    async def _request(self, data: bytes) -> Scores:
+        """Return the scores. Raises `EvaluatorError`."""
+        names = [each.name for each in self._criteria]
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for attempt in range(self._attempts):
+                try:
+                    return parse_scores(await self._post(http, data), names)
+                except _RetryableError as error:
+                    reason, wait_s = str(error), error.wait_s
+                if attempt + 1 < self._attempts:
+                    _log.info("judge request retried", url=self._url, reason=reason)
+                    back_off = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
+                    await asyncio.sleep(min(max(wait_s, back_off), _LONGEST_WAIT_S))
+        msg = f"judge {self._url}: no verdict in {self._attempts} attempts, at last: {reason}"
+        raise EvaluatorError(msg)
+
+    async def _post(self, http: aiohttp.ClientSession, data: bytes) -> bytes:
+        try:
+            async with http.post(self._url, data=data, headers=self._headers()) as reply:
+                answer = await reply.content.read(_MAX_ANSWER_BYTES) if reply.status != 200 else b""
+                while reply.status == 200 and (more := await reply.content.read(_MAX_ANSWER_BYTES)):
+                    answer += more
+                    if len(answer) > _MAX_ANSWER_BYTES:
+                        raise _RetryableError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+                status, after = reply.status, reply.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _RetryableError(str(error) or f"no answer in {self._timeout_s:g} s") from error
+        if status == 200:
+            return answer
+        reason = f"HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
+        if status in _RETRIED:
+            raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
+        raise EvaluatorError(f"judge {self._url}: {reason}")
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._key_env is not None:
+            key = os.environ.get(self._key_env)
+            if not key:
+                msg = f"judge {self._url}: the environment variable {self._key_env} is not set here"
+                raise EvaluatorError(msg)
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
 
 
 def make_prompt(
@@ -208,11 +255,6 @@ async def _diff_work(outcome: SessionOutcome) -> str:
     return await diff_work(outcome, None)
 
 
-def _calls_of(trace: Trace, calls: Sequence[Call]) -> list[Call]:
-    numbers = {span.call for span in trace.spans}
-    return [call for call in calls if call.number in numbers]
-
-
 def _schema(names: Sequence[str]) -> dict[str, Any]:
     """Return the ``response_format`` of a Chat Completions request."""
     scores = {name: {"type": "integer", "enum": list(range(MAX_SCORE + 1))} for name in names}
@@ -233,3 +275,21 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
+
+
+def parse_scores(answer: bytes, names: Sequence[str]) -> Scores:
+    """Return the scores in a completion. Raises `_RetryableError` if they are not as requested."""
+    try:
+        choice = msgspec.json.decode(answer, type=_JudgeCompletion).choices[0]
+        text = (choice.message.content or "").rpartition("</think>")[2].strip()
+        fenced = text.removeprefix("```json").removeprefix("```").removesuffix("```")
+        scores = msgspec.json.decode(fenced.encode(errors="replace"), type=Scores)
+    except (msgspec.DecodeError, IndexError, RecursionError) as error:
+        reason = f"unreadable answer ({error}): {answer[:300].decode(errors='replace')}"
+        raise _RetryableError(reason) from error
+    if set(scores.scores) != set(names) or not all(
+        0 <= score <= MAX_SCORE for score in scores.scores.values()
+    ):
+        reason = f"scores {scores.scores}, must be 0 to {MAX_SCORE} for each of {', '.join(names)}"
+        raise _RetryableError(reason)
+    return scores

@@ -40,20 +40,19 @@ class TestOutcome(StrEnum):
 _WORST_FIRST = list(TestOutcome)
 
 
-class TestReport:
+class TestReport(msgspec.Struct):
     """Outcomes by test name, as one run reported them."""
 
     __test__ = False  # not a class of tests for pytest
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, TestOutcome] = {}
-        self.complete = False
-        """Whether the test program ran to its end and said so."""
-        self.inconsistency = ""
-        """How the report contradicts itself; then nothing of it counts."""
-        self._cases: dict[str, TestOutcome] = {}
-        """Worst outcomes of parametrized tests, by the name that the cases share."""
-        self._reasons: dict[str, str] = {}
+    outcomes: dict[str, TestOutcome] = {}
+    complete: bool = False
+    """Whether the test program ran to its end and said so."""
+    inconsistency: str = ""
+    """How the report contradicts itself; then nothing of it counts."""
+    _cases: dict[str, TestOutcome] = {}
+    """Worst outcomes of parametrized tests, by the name that the cases share."""
+    _reasons: dict[str, str] = {}
 
     def add(self, name: str, outcome: TestOutcome, reason: str = "") -> None:
         """Add a result; of several of one test the worst counts."""
@@ -189,7 +188,7 @@ def _find_trouble(report: TestReport, end: Exit) -> str:
     if end.code < 0:
         return f"ended by signal {-end.code}"
     if not report.outcomes:
-        return f"no test was reported (exit {end.code})"
+        return report.inconsistency or f"no test was reported (exit {end.code})"
     if not report.complete:
         return f"the run did not come to its end (exit {end.code})"
     if end.code and TestOutcome.FAIL not in report.outcomes.values():

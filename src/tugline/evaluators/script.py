@@ -8,15 +8,22 @@ deadline, without network unless `allow_network` was called, and leave logs outs
 import asyncio
 import contextlib
 import difflib
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.sandbox.base import Content, Exit, Sandbox
+from tugline.sandbox.files import read_ends
 from tugline.sandbox.patch import Patch
+from tugline.sandbox.processes import run_command
 from tugline.types import Workspace
 
 TAIL = 2000
@@ -48,9 +55,16 @@ class ScriptRunner:
     async def run(
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str
     ) -> Exit:
-        """Run a program for at most `timeout_s`, and until the deadline."""
+        """Run a program for at most `timeout_s`, and until the deadline.
+
+        Raises `SandboxError` if it was out of time because the node was busy.
+        """
         timeout_s = self.cap_timeout(timeout_s)
-        return await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
+        end = await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
+        if end.starved:
+            msg = "other programs of the node had the processors until its time was over"
+            raise SandboxError(f"no verdict on {argv[0]} after {end.seconds:.0f} s: {msg}")
+        return end
 
     def cap_timeout(self, timeout_s: float) -> float:
         """Return `timeout_s`, or the seconds until the deadline if that is nearer."""
@@ -58,21 +72,12 @@ class ScriptRunner:
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:
         """Return the first `head` and the last `tail` bytes of a program's output."""
-        return await asyncio.to_thread(self._read_log, log_name, head, tail)
+        path, cut = self.sandbox.logs / f"{log_name}.log", b"\n(cut here)\n" if head else b""
+        return await asyncio.to_thread(read_ends, path, head, tail, cut if tail else b"")
 
     async def read_tail(self, log_name: str, size: int = TAIL) -> str:
         """Return the end of a program's output."""
         return (await self.read_log(log_name, tail=size)).decode(errors="replace")
-
-    def _read_log(self, log_name: str, head: int, tail: int) -> bytes:
-        with (self.sandbox.logs / f"{log_name}.log").open("rb") as log:
-            size = log.seek(0, 2)
-            log.seek(0)
-            if size <= head + tail:
-                return log.read()
-            start = log.read(head)
-            log.seek(size - tail)
-            return start + (b"\n(cut here)\n" if head and tail else b"") + log.read(tail)
 
 
 def start_deadline(outcome: SessionOutcome) -> float:
@@ -108,10 +113,12 @@ async def open_runner(
         patch, runner.refused = await asyncio.to_thread(filter_patch, outcome.patch, rules)
         work = apply_patch(outcome.task.files, patch, trusted)
         await sandbox.put(workdir, {p: text for p, text in work.items() if p not in trusted})
-        # What is built is made anew: nothing that the agent added is newer than its source.
-        new = [p for p, content in patch.files.items() if content and p not in fresh.files]
-        if new:
-            await _run_on_paths(runner, _MAKE_OLD, new, {})
+        # What is built is made anew: nothing that the agent added, and nothing that it changed and
+        # is no text, is newer than its source.
+        changes = [(path, change) for path, change in patch.files.items() if change]
+        built = [p for p, change in changes if p not in fresh.files or change.text is None]
+        if built:
+            await _run_on_paths(runner, _MAKE_OLD, built, {})
         yield runner
 
 
@@ -179,6 +186,42 @@ async def allow_network(sandbox: Sandbox) -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         await sandbox.expose(f"http://127.0.0.1:{port}")
+
+
+# --------------------------------------------------------------------------- foreign output
+_PARSE_S, _PARSE_WALL_S, _PARSE_BYTES = 60, 600.0, 2 << 30
+"""Processor time, time and memory for one output."""
+_PARSE = f"""
+import json, resource, sys
+most = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2]) + 1))
+path = sys.argv[1]
+given = json.load(open(path + ".given"))
+"""
+
+
+async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S) -> Any:
+    """Run Python `code` on what the agent's programs may have written, in a process of its own.
+
+    It has the JSON value `given` and the data at `path`, and writes a result to ``path + ".out"``,
+    which is returned as bytes. Whatever the data does to it slows and ends nothing else. Raises
+    `ValueError` if it needs more than `cpu_s` or the memory, or fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="tugline-parse-") as name:
+        path = Path(name) / "data"
+        await asyncio.to_thread(path.write_bytes, data)
+        path.with_name("data.given").write_bytes(msgspec.json.encode(given))
+        argv = (sys.executable, "-P", "-c", _PARSE + code, str(path), str(cpu_s))
+        try:
+            end, _, errors = await run_command(argv, timeout_s=_PARSE_WALL_S)
+        except TimeoutError as error:
+            raise EvaluatorError(f"no time to read an output in {_PARSE_WALL_S:g} s") from error
+        if end < 0:
+            raise ValueError(f"its output is not read within {cpu_s} s of processor time")
+        if end:
+            raise ValueError(f"its output is not read: {errors[-TAIL:].strip()}")
+        return await asyncio.to_thread(path.with_name("data.out").read_bytes)
 
 
 # --------------------------------------------------------------------------- diffs

@@ -14,31 +14,34 @@ marks between which results are read have a random part, so no test prints them 
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import PYTHON, Patterns, Rules
-from tugline.evaluators.script import TAIL, allow_network, format_patch, open_runner, start_deadline
+from tugline.evaluators.script import (
+    TAIL,
+    allow_network,
+    format_patch,
+    open_runner,
+    parse_apart,
+    start_deadline,
+)
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
-from tugline.sandbox.processes import run_command
+from tugline.schema import PositiveFloat
 from tugline.types import Reward, Task
 
 _SCRIPT = "eval.sh"
 _LOG = "eval"
 _MARK = ">>>>>"
 _MARKS = (f"{_MARK} Start Test Output", f"{_MARK} End Test Output", f"{_MARK} Test Exit Code")
-_PARSE_BYTES = 2 << 30
-"""Memory for reading a log."""
 _MAX_NAMES = 50
 """Failed tests that a report names."""
 
@@ -89,8 +92,8 @@ class SweBenchEvaluator(Evaluator):
     """Bytes of a log that are read."""
     log_end = 1 << 20
     """Of those, bytes at its end."""
-    parse_s = 60.0
-    """Time for reading it."""
+    parse_s = 60
+    """Processor time for reading it."""
 
     def __init__(  # noqa: PLR0913 - fields of a row
         self,
@@ -109,7 +112,7 @@ class SweBenchEvaluator(Evaluator):
         hides: Sequence[Annotated[str, Meta(pattern="^/")]] = (),
         partial: bool = False,
         network: bool = False,
-        timeout_s: Seconds = 1800.0,
+        timeout_s: PositiveFloat = 1800.0,
     ) -> None:
         for mark in _MARKS[:2]:
             if mark not in eval_script:
@@ -172,8 +175,7 @@ class SweBenchEvaluator(Evaluator):
             run = _ScriptRun(end, _restore_marks(log, token), runner.refused)
             if run.stopped:  # tests that were stopped have no result
                 return run
-            path = runner.sandbox.logs / "graded.log"
-            return run._replace(report=await _grade(self._row, run.log, path, self.parse_s))
+            return run._replace(report=await _grade(spec, run.log, self.parse_s))
 
     async def _check_without_work(self, outcome: SessionOutcome, deadline: float) -> None:
         """Raises `EvaluatorError` if the script gives no result without the agent's work either."""
@@ -181,11 +183,10 @@ class SweBenchEvaluator(Evaluator):
         if not run.has_result:
             how = "give no result" if run.began else "do not begin"
             reason = run.report.get("infra_failure_reason", "")
-            msg = (
+            raise EvaluatorError(
                 f"{self._row['instance_id']}: its tests {how}, also without the agent's work"
                 f"{reason and f' ({reason})'}: {run.tail or run.exit}"
             )
-            raise EvaluatorError(msg)
         self._proven = True
 
     def _make_spec(self) -> Any:
@@ -204,45 +205,29 @@ class SweBenchEvaluator(Evaluator):
         return Reward(1.0 if resolved else value, parts)
 
 
-_GRADE = f"""
-import json, resource, sys
-from tugline.evaluators.swebench import read_results
-most = resource.getpagesize() * int(open("/proc/self/statm").read().split()[0]) + {_PARSE_BYTES}
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
-path = sys.argv[1]
-row = json.load(open(path + ".row"))
-json.dump(read_results(row, path), open(path + ".json", "w"))
+# The package's own `__init__` would import a client of Docker, data sets and more.
+_GRADE = """
+import sys, types
+from importlib.util import find_spec
+for name in ("swebench", "swebench.harness"):
+    stub = types.ModuleType(name)
+    stub.__path__ = find_spec(name).submodule_search_locations
+    sys.modules[name] = stub
+from swebench.harness.grading import get_eval_report
+from swebench.types import TestSpec
+spec = TestSpec(**given)
+prediction = {"instance_id": spec.instance_id, "model_patch": ""}
+report = get_eval_report(spec, prediction, path, True)
+json.dump(report[spec.instance_id], open(path + ".out", "w"))
 """
 
 
-def read_results(row: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Have `swebench` read the log at `path`. Raises what it raises."""
-    spec = _import_swebench("utils").make_test_spec(row)
-    prediction = {"instance_id": spec.instance_id, "model_patch": ""}
-    reports = _import_swebench("grading").get_eval_report(spec, prediction, path, True)
-    report: Mapping[str, Any] = reports[spec.instance_id]
-    return report
-
-
-async def _grade(
-    row: Mapping[str, Any], log: str, path: Path, timeout_s: float
-) -> Mapping[str, Any]:
-    """Have `swebench` read a log, which is written to `path` for it.
-
-    Its parsers take text that the agent may have written, and some take quadratic time: so they run
-    in a process that can be killed. A log that they cannot read has no result.
-    """
-    await asyncio.to_thread(path.write_text, log, encoding="utf-8")
-    data = msgspec.json.encode(row)
-    await asyncio.to_thread(path.with_name(f"{path.name}.row").write_bytes, data)
-    argv = (sys.executable, "-P", "-c", _GRADE, str(path))
+async def _grade(spec: Any, log: str, cpu_s: int) -> Mapping[str, Any]:
+    """Have `swebench` read a log; some of its parsers take quadratic time on what agents print."""
     try:
-        code, _, errors = await run_command(argv, timeout_s=timeout_s)
-    except TimeoutError:
-        return {"infra_failure_reason": f"its log is not read within {timeout_s:g} s"}
-    if code:
-        return {"infra_failure_reason": errors[-TAIL:]}
-    data = await asyncio.to_thread(path.with_name(f"{path.name}.json").read_bytes)
+        data = await parse_apart(_GRADE, log.encode(), asdict(spec), cpu_s)
+    except ValueError as error:
+        return {"infra_failure_reason": str(error)}
     report: Mapping[str, Any] = msgspec.json.decode(data)
     return report
 

@@ -1,7 +1,6 @@
 """The two ways to run tests: our own pytest, or a command of the task's."""
 
 import ast
-import asyncio
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.evaluators.formats import FORMATS, Format
+from tugline.evaluators.formats import FORMATS, read_report
 from tugline.evaluators.scoring import ExpectedTests, TestOutcome, TestReport, score
 from tugline.evaluators.script import ScriptRunner, has_base
 from tugline.sandbox.base import Content, Exit, Sandbox, check_path
@@ -55,25 +54,25 @@ class CommandRunner:
         expected: ExpectedTests,
         *,
         command: Command,
-        output: Format,
+        output: str,
         report: str | None = None,
         env: Mapping[str, str],
         setup: Command | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._expected, self._format = expected, output
-        self.env = _add_env(env, output.env)
+        self._expected, self._output = expected, output
+        self._format = FORMATS[output]
+        self.env = _add_env(env, self._format.env)
         self._argv = _parse_command("command", command)
         self._setup = _parse_command("setup", setup) if setup is not None else None
         self._report = check_path(report) if report is not None else None
         self._random = any(_REPORT in word for word in (*self._argv, *self.env.values()))
         self._timeout_s = timeout_s or math.inf
-        if output.reports and not self._random and report is None:
-            msg = (
+        if self._format.reports and not self._random and report is None:
+            raise ConfigError(
                 f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
-                f"({output.reports}), or the option `report`"
+                f"({self._format.reports}), or the option `report`"
             )
-            raise ConfigError(msg)
         self._proven: set[str] = set()
         """Programs that are known to work without an agent's changes."""
 
@@ -112,7 +111,7 @@ class CommandRunner:
             data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
         else:
             data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
-        report = await asyncio.to_thread(self._format.read, data)
+        report = await read_report(self._output, data)
         if not end.timed_out:
             await self._check_program(outcome, runner, report, end)
         normalize, codes = self._format.normalize, selected.codes
@@ -169,11 +168,10 @@ class CommandRunner:
             failed = end.code in failures if failures else end.code != 0
             if failed and not end.timed_out:
                 output = await control.read_tail("control", 300)
-                msg = (
+                raise EvaluatorError(
                     f"evaluator 'tests': {program} ends with exit code {end.code} also without "
                     f"the agent's changes: {output.strip()}"
                 )
-                raise EvaluatorError(msg)
         self._proven.add(program)
 
 
@@ -187,8 +185,7 @@ def _parse_command(option: str, command: Command) -> tuple[str, ...]:
     if not isinstance(command, str):
         return tuple(command)
     if not command.strip():
-        msg = f"evaluator 'tests': {option} is {command!r}, must be a command"
-        raise ConfigError(msg)
+        raise ConfigError(f"evaluator 'tests': {option} is {command!r}, must be a command")
     return ("sh", "-c", command)
 
 
@@ -225,7 +222,7 @@ class PytestRunner(CommandRunner):
         super().__init__(
             expected,
             command=_PYTEST,
-            output=FORMATS["junit"],
+            output="junit",
             env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             timeout_s=timeout_s or _PYTEST_TIMEOUT_S,
         )
@@ -314,8 +311,7 @@ def _select_paths(paths: Sequence[str] | None, tests: list[str]) -> list[str]:
         inside = [test for test in tests if PurePosixPath(test).is_relative_to(path)]
         if not inside:
             known = ", ".join(tests) or "none"
-            msg = f"evaluator 'tests': no test file at {path!r} (known: {known})"
-            raise EvaluatorError(msg)
+            raise EvaluatorError(f"evaluator 'tests': no test file at {path!r} (known: {known})")
         found += inside
     return found
 

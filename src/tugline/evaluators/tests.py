@@ -13,24 +13,19 @@ Not covered: its code shares a process with the tests, so a program written to f
 the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-import msgspec
-
 from tugline.errors import ConfigError
-from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, find_match
 from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.scoring import Expected, Names, parse_expected
 from tugline.evaluators.script import open_runner, start_deadline
 from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner
 from tugline.sandbox.base import Content, check_path
+from tugline.schema import PositiveFloat
 from tugline.types import Task
-
-_MAX_CACHED = 4096
 
 
 class TestsEvaluator(Evaluator):
@@ -43,7 +38,7 @@ class TestsEvaluator(Evaluator):
     `expected` names the tests that must pass (or for each its outcome), `fail_to_pass` and
     `pass_to_pass` do so in two lists; without them all must. With `partial`, the reward is the
     share that did. `protected` adds patterns of paths whose changes are refused, `editable`
-    takes some out. `cache` remembers verdicts, for tests whose result depends on nothing else.
+    takes some out.
     """
 
     __test__ = False  # the name is not meant for pytest's own collection
@@ -64,14 +59,12 @@ class TestsEvaluator(Evaluator):
         partial: bool = False,
         protected: Patterns = (),
         editable: Patterns = (),
-        timeout_s: Seconds | None = None,
-        cache: bool = False,
+        timeout_s: PositiveFloat | None = None,
     ) -> None:
         for path in (*(files or {}), *(paths or ())):
             check_path(path)
         self._files = dict(files or {})
         self._editable = tuple(editable)
-        self._cache: OrderedDict[str, Verdict] | None = OrderedDict() if cache else None
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
         expected_tests = parse_expected(expected, groups, partial=partial)
         self._runner: CommandRunner
@@ -83,15 +76,13 @@ class TestsEvaluator(Evaluator):
         _refuse_unless("no command", paths=paths)
         if format not in FORMATS:
             known = ", ".join(FORMATS)
-            msg = f"evaluator 'tests': format is {format!r}, must be one of {known}"
-            raise ConfigError(msg)
-        output = FORMATS[format]
-        usual = (pattern for language in output.languages for pattern in TESTS[language])
+            raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
+        usual = (pattern for language in FORMATS[format].languages for pattern in TESTS[language])
         self._protected = (*usual, *protected)
         self._runner = CommandRunner(
             expected_tests,
             command=command,
-            output=output,
+            output=format,
             report=report,
             env=dict(env or {}),
             setup=setup,
@@ -101,20 +92,6 @@ class TestsEvaluator(Evaluator):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
         trusted = self._trusted_files(outcome.task)
-        key = _digest(outcome, trusted) if self._cache is not None else ""
-        if self._cache is not None and key in self._cache:
-            self._cache.move_to_end(key)
-            known = self._cache[key]
-            return Verdict(known.reward, {**known.report, "cached": True})
-        verdict = await self._run_tests(outcome, trusted)
-        # Running out of time may be the machine's doing; that is not remembered.
-        if self._cache is not None and not verdict.report["timed_out"]:
-            self._cache[key] = verdict
-            if len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
-        return Verdict(verdict.reward, {**verdict.report, "cached": False})
-
-    async def _run_tests(self, outcome: SessionOutcome, trusted: Mapping[str, Content]) -> Verdict:
         rules = Rules(protected=self._protected, editable=self._editable)
         env = self._runner.env
         async with open_runner(
@@ -142,9 +119,3 @@ def _refuse_unless(what: str, **options: object) -> None:
         if value is not None:
             msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with {what}"
             raise ConfigError(msg)
-
-
-def _digest(outcome: SessionOutcome, trusted: Mapping[str, Content]) -> str:
-    task = outcome.task
-    content = (task.workspace, task.files, outcome.patch.files, trusted)
-    return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).hexdigest()

@@ -57,18 +57,16 @@ class WeightedEvaluator(Evaluator):
         for name, evaluator in self._evaluators.items():
             for mount in evaluator.mounts(task):
                 if self.in_place and mount.source and not evaluator.in_place:
-                    msg = (
+                    raise ConfigError(
                         f"evaluator 'weighted': part {name!r} would show the agent its files at "
                         f"{mount.target}, because another part is in place"
                     )
-                    raise ConfigError(msg)
                 other, had = by_target.setdefault(mount.target, (name, mount))
                 if had != mount or (other != name and self.in_place):
-                    msg = (
+                    raise ConfigError(
                         f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
                         f"their own at {mount.target}; use one of them"
                     )
-                    raise ConfigError(msg)
         return tuple(mount for _, mount in by_target.values())
 
     def hidden(self, task: Task) -> tuple[str, ...]:
@@ -127,16 +125,15 @@ class WeightedEvaluator(Evaluator):
         for name in models:
             verdict = verdicts[name]
             if isinstance(verdict, Verdict):
-                traces = (0.0,) * len(verdict.reward.per_trace)
                 report = {"discounted": "another required part is 0", **verdict.report}
             elif name in required:
                 if not failed:
                     raise verdict
-                traces, report = (), {"discounted": str(verdict)}
+                report = {"discounted": str(verdict)}
             else:
                 continue
             if failed:
-                result[name] = Verdict(Reward(0.0, {}, traces), report)
+                result[name] = Verdict(Reward(0.0), report)
         return result
 
     def _combine(self, verdicts: Mapping[str, Verdict | EvaluatorError]) -> Verdict:
@@ -151,19 +148,9 @@ class WeightedEvaluator(Evaluator):
             parts[name] = verdict.reward.value
             parts |= {f"{name}.{part}": value for part, value in verdict.reward.parts.items()}
         if not counted:
-            msg = f"no part has a verdict: {report}"
-            raise EvaluatorError(msg)
+            raise EvaluatorError(f"no part has a verdict: {report}")
         value = self._value({name: reward.value for name, reward in counted.items()})
-        return Verdict(Reward(value, parts, self._per_trace(counted)), report)
-
-    def _per_trace(self, counted: Mapping[str, Reward]) -> tuple[float, ...]:
-        """Combine the rewards per trace of the parts that have them."""
-        per_part = {name: reward.per_trace for name, reward in counted.items() if reward.per_trace}
-        if len({len(each) for each in per_part.values()}) > 1:
-            msg = f"parts differ in the number of traces: {per_part}"
-            raise EvaluatorError(msg)
-        columns = zip(*per_part.values(), strict=True)
-        return tuple(self._value(dict(zip(per_part, column, strict=True))) for column in columns)
+        return Verdict(Reward(value, parts), report)
 
     def _value(self, by_name: Mapping[str, float]) -> float:
         values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]
@@ -179,5 +166,4 @@ def _make(name: str, options: PartOptions) -> Evaluator:
     try:
         return make("evaluator", options.evaluator, Evaluator)
     except (ConfigError, UnknownPlugin) as error:
-        msg = f"evaluator 'weighted': parts[{name!r}]: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"evaluator 'weighted': parts[{name!r}]: {error}") from error

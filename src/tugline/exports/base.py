@@ -5,7 +5,6 @@ A format with a row per trace that writes JSON lines implements `Exporter.row`; 
 not become a row, so that nothing is left out silently (I2).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -102,16 +101,19 @@ class ExportRow(NamedTuple):
     trained: int
 
 
-class RowWriter(ABC):
-    """An open file. Equal rows give equal bytes."""
+class RowWriter:
+    """An open file, by default of JSON lines, arrays as lists. Equal rows give equal bytes."""
 
-    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
     def write(self, values: Mapping[str, object]) -> None:
         """Write one row."""
+        self._file.write(msgspec.json.encode(values, enc_hook=np.ndarray.tolist) + b"\n")
 
-    @abstractmethod
     def close(self) -> None:
         """Write buffered rows and close the file."""
+        self._file.close()
 
 
 class Exporter:
@@ -148,24 +150,9 @@ class Exporter:
 
     def open(self, path: Path) -> RowWriter:
         """Create the file at `path`."""
-        return JsonLinesWriter(path)
+        return RowWriter(path)
 
 
 def make_exporter(spec: PluginSpec) -> Exporter:
     """Make an exporter. Raises `UsageError` for an unknown name or option."""
     return plugins.make("export", spec, Exporter)
-
-
-class JsonLinesWriter(RowWriter):
-    """One JSON object per line; arrays are written as lists."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-
-    def write(self, values: Mapping[str, object]) -> None:
-        """Append one line."""
-        self._file.write(msgspec.json.encode(values, enc_hook=np.ndarray.tolist) + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

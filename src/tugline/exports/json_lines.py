@@ -107,7 +107,8 @@ def find_conversations(calls: Sequence[Call]) -> Iterator[tuple[TraceKind | None
     for tip in calls:
         if tip.number in extended:
             continue
-        chain, thread = _walk_back(tip, known), (tip.kind, tip.thread)
+        chain = _walk_back(tip, known)
+        thread = (chain[0].kind if chain else tip.kind), tip.thread
         if thread in longest:
             yield None, []
         longest[thread] = max(longest.get(thread, []), chain, key=len)

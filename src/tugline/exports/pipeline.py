@@ -6,6 +6,7 @@ on chance: the file of a task depends on a hash of its name and a seed. Files ar
 partial name and renamed when all are complete.
 """
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -202,7 +203,7 @@ class FileSummary(msgspec.Struct):
     rows: int = 0
     tokens: int = 0
     trained: int = 0
-    """Tokens that a trainer learns from; sampled ones for chat and for the table of calls."""
+    """Tokens that a trainer learns from; sampled ones for chat."""
 
 
 class ExportSummary(msgspec.Struct):
@@ -229,14 +230,17 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportS
     targets = {name: export.out / f"{name}{suffix}" for name in names} or {WHOLE: export.out}
     for target in targets.values():
         if target.exists() and not export.force:
-            msg = f"{target} is there already; choose another --out, or give --force"
-            raise UsageError(msg)
+            raise UsageError(f"{target} is there already; choose another --out, or give --force")
         target.parent.mkdir(parents=True, exist_ok=True)
     running = _RunningExport(export, targets, len(paths))
     try:
-        running.write_files(paths, on_progress)
+        with contextlib.ExitStack() as files:
+            running.write_files(paths, on_progress, files)
+        for target in targets.values():
+            _partial(target).replace(target)
     finally:
-        running.clean_up()
+        for target in targets.values():
+            _partial(target).unlink(missing_ok=True)
     return running.summary
 
 
@@ -254,7 +258,9 @@ class _RunningExport:
         self.skipped_rows: Counter[SkipReason] = Counter()
         self.builder = make_builder(export.builder) if export.builder is not None else None
 
-    def write_files(self, paths: Sequence[Path], on_progress: Progress) -> None:
+    def write_files(
+        self, paths: Sequence[Path], on_progress: Progress, files: contextlib.ExitStack
+    ) -> None:
         needed = self.export.exporter.needs_reward or self.export.selection.needs_reward
         selection = msgspec.structs.replace(self.export.selection, needs_reward=needed)
         kept, skipped = select(self._summarize_all(paths, on_progress), selection)
@@ -264,7 +270,8 @@ class _RunningExport:
             msg = f"the sessions' token ids are of {tokenizers} tokenizers; export one at a time"
             raise UsageError(msg)
         for name, path in self.targets.items():
-            self.writers[name] = self.export.exporter.open(_partial(path))
+            writer = contextlib.closing(self.export.exporter.open(_partial(path)))
+            self.writers[name] = files.enter_context(writer)
         groups = {task: i for i, task in enumerate(dict.fromkeys(one.task for one in kept))}
         tasks: dict[str, set[str]] = defaultdict(set)
         for index, (session, advantage) in enumerate(zip(kept, _advantages(kept), strict=True)):
@@ -278,21 +285,23 @@ class _RunningExport:
             on_progress("writing", index + 1, len(kept))
         self.summary.left_out = dict(sorted((+self.skipped).items()))
         self.summary.rows_left_out = dict(sorted((+self.skipped_rows).items()))
-        self._rename_files()
+        if not self.summary.exported:
+            why = ", ".join(f"{count} {reason}" for reason, count in self.summary.left_out.items())
+            first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
+            msg = f"nothing is left to export: of {self.summary.recordings}, {why}{first}"
+            raise UsageError(msg)
 
     def _summarize_all(
         self, paths: Sequence[Path], on_progress: Progress
     ) -> Iterator[SessionSummary]:
         for number, path in enumerate(paths, 1):
             try:
-                session = summarize(path)
+                if (session := summarize(path)) is not None:
+                    yield session
+                else:
+                    self.skipped[SkipReason.NO_HEADER] += 1
             except CaptureError as error:
                 self._count_damaged(error)
-            else:
-                if session is None:
-                    self.skipped[SkipReason.NO_HEADER] += 1
-                else:
-                    yield session
             on_progress("reading", number, len(paths))
 
     def _write_session(
@@ -322,8 +331,7 @@ class _RunningExport:
         recording = read(session.path, bodies=False)
         header = recording.header
         if header is None:
-            msg = f"{session.path} was cut off while it was exported"
-            raise CaptureError(msg)
+            raise CaptureError(f"{session.path} was cut off while it was exported")
         spec = self.export.builder or header.task.builder
         builder = self.builder or make_builder(spec)
         return SessionExport(header, recording, spec.name, builder, self.export.filter, *position)
@@ -332,26 +340,6 @@ class _RunningExport:
         self.skipped[SkipReason.DAMAGED] += 1
         if len(self.summary.errors) < _MAX_ERRORS:
             self.summary.errors.append(str(error))
-
-    def _rename_files(self) -> None:
-        if not self.summary.exported:
-            why = ", ".join(f"{count} {reason}" for reason, count in self.summary.left_out.items())
-            first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = f"nothing is left to export: of {self.summary.recordings}, {why}{first}"
-            raise UsageError(msg)
-        self._close_writers()
-        for path in self.targets.values():
-            _partial(path).replace(path)
-
-    def _close_writers(self) -> None:
-        while self.writers:
-            self.writers.popitem()[1].close()
-
-    def clean_up(self) -> None:
-        """Close open files and remove partial ones."""
-        self._close_writers()
-        for path in self.targets.values():
-            _partial(path).unlink(missing_ok=True)
 
 
 def _partial(path: Path) -> Path:

@@ -5,7 +5,7 @@ a date or a path, so equal rows make equal bytes. A map is a list of ``{key, val
 Hugging Face `datasets` knows no Arrow map. `docs/export.md` explains the columns.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tugline.chat.model_call import serialize_message, serialize_tool
 from tugline.errors import ConfigError, UsageError
-from tugline.exports.base import Exporter, ExportRow, RowWriter, SessionExport, SkipReason
+from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason
 from tugline.trainers.grpo.samples import read_spans
-from tugline.types import Message, Trace
+from tugline.types import Trace
 
 try:
     import pyarrow as pa
@@ -108,7 +107,7 @@ class _TableWriter(RowWriter):
         self._writer.close()
 
 
-# --------------------------------------------------------------------------- traces and calls
+# --------------------------------------------------------------------------- traces
 class Parquet(TableExporter):
     """One row per trace with all its fields, those that train nothing too; a reward may be null."""
 
@@ -139,44 +138,6 @@ class Parquet(TableExporter):
             "images": list(trace.images),
         }
         return values | _session_columns(session) | _outcome_columns(session, index)
-
-
-class Calls(TableExporter):
-    """One row per model call; messages, answer and tools are JSON as the OpenAI API writes it."""
-
-    needs_reward = False
-    columns = """
-        session:text task:text sample:int group:int call:int parent:int branch:text
-        echo_changes:texts kind:text thread:text dialect:text mode:text messages:text
-        answer:text tools:text
-        prompt_tokens:int sampled_tokens:int finish:text outcome:text received:float sent:float
-        first_token:float last_token:float tags:tags model:text harness:text builder:text"""
-
-    def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
-        """Yield every call; the filters of traces do not apply."""
-        shared = _session_columns(session)
-        for call in session.recording.calls:
-            columns = {
-                "call": call.number,
-                "messages": _json([_serialize(message) for message in call.messages]),
-                "answer": None if call.answer is None else _json(_serialize(call.answer)),
-                "tools": _json([serialize_tool(tool) for tool in call.tools]),
-                "prompt_tokens": len(call.prompt_ids),
-                "sampled_tokens": len(call.sampled_ids) + call.unreported_tokens,
-            }
-            names = ("parent", "branch", "echo_changes", "kind", "thread", "dialect", "mode")
-            rest = {name: getattr(call, name) for name in (*names, "finish", "outcome")}
-            times = msgspec.structs.asdict(call.timings)
-            tokens = len(call.prompt_ids) + len(call.sampled_ids)
-            yield ExportRow({**shared, **columns, **rest, **times}, tokens, len(call.sampled_ids))
-
-
-def _serialize(message: Message) -> dict[str, object]:
-    return serialize_message(message) | {"role": message.role.value}  # a developer stays one
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _session_columns(session: SessionExport) -> dict[str, object]:

@@ -24,7 +24,7 @@ from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import DEFAULTS, CallSettings, contract_for
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
+from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions, SessionState
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
@@ -32,19 +32,12 @@ from tugline.recording.folder import file_name
 from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
 from tugline.types import HANDLING, Call, Cause, Failure, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
-from tugline.web.serve import Http, Message, Receive, Send, lifespan, serve
+from tugline.web.serve import Http, Message, Receive, Send, serve
 
 _RETRY = "x-stainless-retry-count"
 _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
 )
-
-_ESCAPE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
-    re.DOTALL,
-)
-"""One escape in JSON: a surrogate pair, half of one, which is captured, or any other."""
 
 _log = log.get("gateway")
 
@@ -118,6 +111,11 @@ class Gateway:
         """The model that the engine serves."""
         return self._engine.card
 
+    @property
+    def idle(self) -> bool:
+        """Whether no model call is under way."""
+        return not any(live.running for live in self._sessions)
+
     @contextlib.asynccontextmanager
     async def open(  # noqa: PLR0913 - what is known of a session
         self,
@@ -138,7 +136,9 @@ class Gateway:
         a hanging engine took.
         """
         header = self._engine.header(session, task, workdir, home)
-        writer = Writer(self.recording_path(session), header, sync=False)
+        path = self.recording_path(session)
+        path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
+        writer = Writer(path, header, sync=False)
         transcript = Transcript(session.id, self._engine, writer)
         transcript.declares_tools = offers_tools
         contract = contract_for(task.sampling, session.sample)
@@ -161,18 +161,25 @@ class Gateway:
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
         """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""
-        return recordings.read(self._sessions.path(session), bodies=False).calls
+        return recordings.read(self._find(session).path, bodies=False).calls
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Record the outcome of a session that has been closed. Raises `CaptureError`."""
-        await asyncio.to_thread(recordings.write_result, self._sessions.path(session), result)
+        await asyncio.to_thread(recordings.write_result, self._find(session).path, result)
+
+    def _find(self, session: str) -> SessionState:
+        state = self._sessions.describe(session)
+        if state is None:
+            raise KeyError(session)
+        return state
 
     def engine_failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if that was the engine or its window.
 
         A session that outgrows the window later has answers to be judged by.
         """
-        error = self._sessions.last_error(session)
+        state = self._sessions.describe(session)
+        error = state.error if state else None
         if not isinstance(error, errors.ContextOverflow | errors.EngineError):
             return None
         refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
@@ -181,7 +188,8 @@ class Gateway:
 
     def find_spent_limit(self, session: str) -> SpentLimit | None:
         """Which budget of a session was spent, so that its last answer was cut or refused."""
-        return self._sessions.spent(session)
+        state = self._sessions.describe(session)
+        return state.spent if state else None
 
     # ----------------------------------------------------------------------- for a trainer
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
@@ -217,9 +225,6 @@ class Gateway:
     # ----------------------------------------------------------------------- routes
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve ASGI; a session is named by a path prefix or by its key alone."""
-        if scope["type"] == "lifespan":
-            await lifespan(receive, send)
-            return
         if scope["type"] != "http":
             return
         http = Http(scope, receive, send)
@@ -256,14 +261,12 @@ class Gateway:
     ) -> None:
         if action is None:
             if "upgrade" in http.headers:
-                msg = "only plain HTTP is spoken here; send a POST"
-                raise errors.UpgradeRequired(msg)
+                raise errors.UpgradeRequired("only plain HTTP is spoken here; send a POST")
             served = ", ".join(route for one in DIALECTS for route in one.posts)
-            msg = (
+            raise errors.NotFound(
                 f"{http.method} {incoming.path} is not served here: only {served} and Google's "
                 "generateContent are, and GET /models"
             )
-            raise errors.NotFound(msg)
         if action is Action.MODELS or action is Action.MODEL:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
@@ -272,12 +275,8 @@ class Gateway:
             raise errors.Unsupported(msg)
         with live.bytes_in_flight.hold() as take:
             body = await live.read_body(http, take)
-            large = len(body) > self._settings.large_body
-            mended = (
-                await asyncio.to_thread(_mend_surrogates, body) if large else _mend_surrogates(body)
-            )
-            incoming = msgspec.structs.replace(incoming, body=mended)
-            request, prompt = await live.prepare(dialect, incoming)
+            incoming = msgspec.structs.replace(incoming, body=body)
+            request, prompt, repaired = await live.prepare(dialect, incoming)
             if action is Action.COUNT:
                 await http.reply(200, dialect.encode_count(len(prompt.tokens)))
                 return
@@ -286,7 +285,7 @@ class Gateway:
             )
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
-            if mended != body:
+            if repaired:
                 number = completion.choices[0].number
                 live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
             await self._answer(http, dialect, request, completion)
@@ -303,18 +302,10 @@ class Gateway:
     ) -> None:
         """Send the completion to this client, for as long as it listens."""
         send = self._send_stream if request.stream else self._send_whole
-        me = asyncio.current_task()
-        watch = asyncio.create_task(http.wait_disconnected())
-        watch.add_done_callback(lambda _: me.cancel() if me and http.disconnected else None)
-        try:
+        async with http.while_connected():
             with completion.attached():
                 await send(http, dialect, request, completion)
             completion.delivered = completion.delivered or not http.disconnected
-        except asyncio.CancelledError:
-            if not http.disconnected:
-                raise
-        finally:
-            watch.cancel()
 
     async def _send_stream(
         self, http: Http, dialect: Dialect, request: Request, completion: Completion
@@ -347,13 +338,6 @@ class Gateway:
         if completion.error is not None:
             raise completion.error
         await http.reply(200, dialect.encode(request, completion.answers))
-
-
-def _mend_surrogates(body: bytes) -> bytes:
-    """Replace halves of characters, as of an emoji that was cut, by U+FFFD."""
-    if b"\\ud" not in body and b"\\uD" not in body:
-        return body
-    return _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body)
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

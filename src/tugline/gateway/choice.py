@@ -18,7 +18,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from tugline.chat.engines.base import NO_IDS, Delta, EngineRequest
+from tugline.chat.engines.base import Delta, EngineRequest
 from tugline.chat.engines.chat import ToolCallAssembler
 from tugline.chat.model_call import ChoiceMode, Piece, Request, Response, Usage, join_pieces
 from tugline.chat.stream_parser import StreamParser
@@ -28,8 +28,7 @@ from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import classify_call
 from tugline.gateway.prefix import Prompt
-from tugline.recording.recorder import SampledTokens, mark_replayed
-from tugline.recording.records import RecordedEventKind
+from tugline.recording.records import RecordedEventKind, SampledTokens, mark_replayed
 from tugline.types import (
     Call,
     CallOutcome,
@@ -44,6 +43,7 @@ from tugline.types import (
 )
 
 _NO_LIMIT = 1 << 30
+_NO_IDS: Ids = np.empty(0, np.int32)
 
 
 class Choice:
@@ -70,7 +70,7 @@ class Choice:
         self._transcript, self._engine = transcript, engine
         self._nonce = secrets.token_hex(4)
         self._forced = self._forced_ids()
-        self._resumed = NO_IDS
+        self._resumed = _NO_IDS
         """Ids of an earlier call of which this one is the rest."""
         self._decoder = self._make_decoder()
         self._assembler = ToolCallAssembler(f"call_{number}_")
@@ -134,9 +134,12 @@ class Choice:
 
         Cancelling records what was sampled as `CallOutcome.CLIENT_GONE`.
         """
+        unfinished = self._transcript.turns.unfinished
+        unfinished[self.number] = self.prompt.thread, self.pieces
         try:
             await self._engine.wait_until_resumed()
-            async with contextlib.aclosing(self._sample()) as batches:
+            turn = self._transcript.several if self._request.n > 1 else contextlib.nullcontext()
+            async with turn, contextlib.aclosing(self._sample()) as batches:
                 async for pieces in batches:
                     yield pieces
             if self._abandoned:
@@ -154,6 +157,7 @@ class Choice:
         except TuglineError as error:
             self.error = error
         finally:
+            unfinished.pop(self.number)
             self._request = msgspec.structs.replace(self._request, body=b"")
 
     async def _sample(self) -> AsyncGenerator[Sequence[Piece]]:
@@ -187,27 +191,19 @@ class Choice:
 
     def _engine_request(self) -> EngineRequest:
         request, rendering = self._request, self._engine.rendering
-        common = EngineRequest(
-            model=self._engine.card.id,
-            request_id=self._request_id(len(self._replicas)),
-            stream=request.stream,
-            sampling=self._sampling,
-            constraint=request.constraint,
+        ask = EngineRequest(
             request=request,
+            model=self._engine.card.id,
+            sampling=self._sampling,
+            request_id=self._request_id(len(self._replicas)),
         )
         if rendering is None:
-            return msgspec.structs.replace(
-                common,
-                messages=request.messages,
-                tools=request.tools,
-                tool_choice=request.tool_choice,
-                parallel=request.parallel,
-            )
+            return ask
         markers, stops = rendering.markers, rendering.stop_ids
         one_call = not request.parallel and markers.call_end >= 0
         prompt = self._context()
         return msgspec.structs.replace(
-            common,
+            ask,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
             prompt=prompt.extend(self.sampled.join()[0]) if self.sampled.length else prompt,
             stop_ids=(*stops, markers.call_end) if one_call else stops,
@@ -220,7 +216,8 @@ class Choice:
             self.prompt = self._transcript.turns.set_observed(self.prompt, delta.prompt)
         sampled = self.sampled
         version = self._engine.version if delta.version is None else delta.version
-        sampled.add(delta.ids, delta.logprobs, version)
+        ids = np.asarray(delta.ids, np.int32)
+        sampled.add(ids, np.asarray(delta.logprobs, np.float32), version)
         if delta.spans:
             sampled.set_versions(delta.spans)
         sampled.finish = delta.finish or sampled.finish
@@ -229,7 +226,7 @@ class Choice:
         sampled.prompt_count = delta.prompt_count or sampled.prompt_count
         self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
-            pieces = self._decoder.feed(delta.ids)
+            pieces = self._decoder.feed(ids)
         else:
             pieces = self._assembler.feed(delta)
         self.pieces += pieces
@@ -311,7 +308,7 @@ class Choice:
             prompt_ids=self._context().to_array(),
             sampled_ids=ids,
             logprobs=logprobs,
-            unreported_tokens=sampled.unreported_tokens,
+            unreported_tokens=sampled.unreported_tokens + sampled.cut_tokens,
             unreported_prompt_tokens=sampled.prompt_count,
             versions=tuple(sampled.versions),
             finish=sampled.finish or Finish.ABORT,

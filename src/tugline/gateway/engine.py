@@ -59,6 +59,12 @@ class Traffic:
             self.answer_s.add(times.last_token - times.received)
 
 
+_LONG = 6
+"""Characters a token from which a text is unlikely to fit."""
+_PIECE = 1 << 14
+"""Characters that are encoded at once."""
+
+
 @dataclass(slots=True)
 class EngineContext:
     """What every call is answered with."""
@@ -102,6 +108,22 @@ class EngineContext:
         """Raise `RequestError` naming what engine or template cannot honour."""
         check_request(request, self.mode, self.upstream.wire.features)
 
+    def check_length(self, request: Request, new_bytes: int) -> None:
+        """Raise `ContextOverflow` for far more text than the window holds.
+
+        It is encoded in pieces until that is certain, so it costs no more than a full window, and
+        only if the `new_bytes` of the body may hold so much.
+        """
+        window, rendering = self.card.max_model_len, self.rendering
+        if not window or rendering is None or new_bytes < _LONG * window:
+            return
+        texts = [message.content for message in request.messages]
+        length = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                length += len(rendering.tokenizer.encode(text[start : start + _PIECE])) - 1
+                self.remaining_window(length, counted="at least ")
+
     def check_tool_choice(self, request: Request) -> None:
         """Raise `Unsupported` if the template cannot enforce the tool choice."""
         rendering, choice = self.rendering, request.tool_choice
@@ -117,8 +139,10 @@ class EngineContext:
             msg = f"tool_choice {mode!r} cannot be honoured with this model's template"
             raise Unsupported(msg, param="tool_choice")
 
-    def remaining_window(self, length: int) -> int | None:
+    def remaining_window(self, length: int, *, counted: str = "") -> int | None:
         """Tokens that a prompt of `length` leaves for an answer; None if only the engine knows.
+
+        `counted` qualifies the length, such as "at least ".
 
         Raises `ContextOverflow` if there are none.
         """
@@ -127,7 +151,7 @@ class EngineContext:
             return None
         if window - length < 1:
             msg = (
-                f"the prompt has {length} tokens and leaves no room to answer: "
+                f"the prompt has {counted}{length} tokens and leaves no room to answer: "
                 f"this model's maximum context length is {window} tokens"
             )
             raise ContextOverflow(msg, param="messages", prompt=length, window=window)
@@ -245,6 +269,8 @@ class Transcript:
         self.turns = CallTree(engine.rendering)
         self.parse_cache = ParseCache()
         self.writer = writer
+        self.several = asyncio.Semaphore(engine.settings.several_sampled)
+        """Held by each answer of a request for several while it is sampled."""
         self.sampled_tokens = 0
         self.declares_tools = False
         """Whether any request declared tools, or its harness is known to."""

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -29,7 +30,9 @@ class CallSettings:
     gateway_bytes: int = 256 << 20
     """Request bytes that all sessions may have in flight."""
     session_answers: int = 256
-    """Answers that a session may have sampled at once."""
+    """Answers that a session may ask for at once."""
+    several_sampled: int = 16
+    """Answers that a session has sampled at once for requests with ``n``; the others wait."""
     gateway_answers: int = 4096
     """Answers that all sessions may have sampled at once."""
     body_timeout_s: float = 60.0
@@ -157,8 +160,8 @@ def resolve_sampling(
 
 def check_request(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
     """Raise `Unsupported` naming the field that this engine cannot honour."""
-    has_images = any(message.images for message in request.messages)
-    if has_images and (mode is Mode.EXACT or Feature.IMAGES not in features):
+    text_only = mode is Mode.EXACT or Feature.IMAGES not in features
+    if text_only and any(map(attrgetter("images"), request.messages)):
         _refuse("messages", "images", "this model's prompt is made of text alone")
     if request.constraint is not None and Feature.STRUCTURED not in features:
         _refuse("response format", "structured output", "this engine has no constrained decoding")
@@ -178,8 +181,31 @@ def check_request(request: Request, mode: Mode, features: frozenset[Feature]) ->
         _refuse("tool_choice", "a forced tool call", "this engine's chat route does not take it")
 
 
+_SUMMARISE = (
+    "CRITICAL: Respond with TEXT ONLY",
+    "produce the <state_snapshot>",
+    "generate the updated <state_snapshot>",
+    "evaluate the <state_snapshot>",
+)
+"""What Claude Code, Qwen Code and Gemini CLI ask for when they compact."""
+_BESIDE = ("Git commit messages", "summarize this partial conversation")
+"""What aider asks for beside the task; it declares no tools, ever."""
+
+
+def find_kind(request: Request) -> TraceKind | None:
+    """The kind that the harness names, or that the words of its own prompts tell."""
+    first, last = request.messages[0], request.messages[-1]
+    answered = any(message.role is Role.ASSISTANT for message in request.messages)
+    if request.thread.kind is None and last.role is Role.USER:
+        if answered and any(words in last.content for words in _SUMMARISE):
+            return TraceKind.COMPACTION
+        if not answered and any(words in first.content for words in _BESIDE):
+            return TraceKind.SIDE
+    return request.thread.kind
+
+
 def classify_call(request: Request, *, declares_tools: bool) -> TraceKind:
-    """The kind that the harness names; else an opening without tools is a side call.
+    """The kind that is known (`find_kind`); else an opening without tools is a side call.
 
     `declares_tools` says whether the session's calls usually declare tools.
     """

@@ -9,19 +9,23 @@ The cost is proportional to what is new (I7): messages that are the same objects
 request of the session are not digested again.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
+from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
 from tugline.chat.templates.rendering import END, Rendering
-from tugline.chat.tokens import TokenSequence
+from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.errors import Unsupported
 from tugline.gateway import turns
-from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool
+from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall, TraceKind
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
+_SHORTEST_TASK = 12
+"""Characters of an argument that is taken for the task of a sub-agent."""
 _REMEMBERED = 4
 """Requests whose digests are kept: one for each thread that takes turns."""
 
@@ -46,7 +50,12 @@ class Prompt:
     digest: bytes
     """Of the whole conversation."""
     tools: bytes
-    thread: str | None = None
+    thread: ThreadInfo = UNNAMED
+    """As the harness names it; else a sub-agent's, where it is known to be one."""
+
+
+class WholePrompt(Exception):
+    """A prompt would have to be rendered as a whole, where `CallTree.may_render` forbids it."""
 
 
 class CallTree:
@@ -54,18 +63,22 @@ class CallTree:
 
     def __init__(self, rendering: Rendering | None) -> None:
         """`rendering` is None in observed mode, where the engine renders the prompts."""
-        self._rendering = rendering
+        self._rendering, self.may_render = rendering, True
         self._by_digest: dict[bytes, list[turns.Turn]] = {}
         self._turns: list[turns.Turn] = []
         self._children: dict[int, list[turns.Turn]] = {}
         """Turns by the number of the call that they extend."""
         self._requests: list[turns.Conversation] = []
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
+        self.unfinished: dict[int, tuple[ThreadInfo, Sequence[Piece]]] = {}
+        """Threads and pieces of the answers that are being sent, by the numbers of their calls."""
 
     def match(
-        self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
+        self, messages: Sequence[Message], tools: Sequence[Tool], thread: ThreadInfo = UNNAMED
     ) -> Prompt:
         """Find the parent turn and, in exact mode, the prompt's ids. Raises `RequestError`."""
+        if thread == UNNAMED:
+            thread = self._find_delegation(messages)
         request = self._digest_request(messages, self._digest_tools(tools), thread)
         depth, turn = self._find_deepest(request)
         tail = tuple(messages[depth:])
@@ -88,7 +101,7 @@ class CallTree:
             reused=len(turn.tokens),
             digest=request.chain[-1],
             tools=request.tools,
-            thread=thread,
+            thread=_inherit_thread(thread, turn),
         )
 
     def set_observed(self, prompt: Prompt, raw: bytes) -> Prompt:
@@ -107,10 +120,9 @@ class CallTree:
             )
             return replace(prompt, tokens=tokens, reused=shared)
         parent = prompt.turn.tokens
-        known = parent.to_json()
-        if inner.startswith(known + b","):
-            rest = inner[len(known) + 1 :]
-            tokens = parent.extend(_decode_ids(rest), rest)
+        rest = parent.find_rest(inner)
+        if rest is not None:
+            tokens = parent.extend(_decode_ids(rest))
             return replace(prompt, tokens=tokens, reused=len(parent))
         ids = _decode_ids(inner)
         shared = parent.shared_prefix(ids)
@@ -150,7 +162,7 @@ class CallTree:
         return digest
 
     def _digest_request(
-        self, messages: Sequence[Message], tools: bytes, thread: str | None
+        self, messages: Sequence[Message], tools: bytes, thread: ThreadInfo
     ) -> turns.Conversation:
         """Digest a request, starting from the known one with the longest common front."""
         best, shared = turns.Conversation(tools), 0
@@ -184,6 +196,23 @@ class CallTree:
                     return depth, _select_by_call_ids(turns, message)
         return 0, None
 
+    def _find_delegation(self, messages: Sequence[Message]) -> ThreadInfo:
+        """The thread of a sub-agent: of a conversation that opens with the argument of a tool call.
+
+        A client may begin it before the answer with that call has ended.
+        """
+        last = messages[-1] if messages else None
+        answered = any(message.role is Role.ASSISTANT for message in messages)
+        if last is None or answered or last.role is not Role.USER:
+            return UNNAMED
+        task = f"\n{last.content.strip()}"
+        answers = [(turn.thread, turn.answer.tool_calls) for turn in self._turns]
+        for thread, calls in (*answers, *list(self.unfinished.values())):
+            for call in calls:
+                if isinstance(call, ToolCall) and _gives_task(call, task):
+                    return ThreadInfo(call.id, thread.id, TraceKind.SUBAGENT)
+        return UNNAMED
+
     # ----------------------------------------------------------------------- prompts
     def _extend(
         self, turn: turns.Turn, tail: Sequence[Message], tools: Sequence[Tool]
@@ -191,8 +220,9 @@ class CallTree:
         """The turn's exact ids and the rendered tail; None if the template cannot do that."""
         if self._rendering is None:
             return _EMPTY
-        sampled = turn.tokens.tail(len(turn.tokens) - turn.prompt_length)
-        end = turn.tokens.truncate(turn.prompt_length).tail(END)
+        answer = len(turn.tokens) - turn.prompt_length
+        known = turn.tokens.tail(answer + END)
+        end, sampled = known[: len(known) - answer], known[len(known) - answer :]
         more = self._rendering.render_extension(end, sampled, tail, tools)
         return None if more is None else turn.tokens.extend(more)
 
@@ -202,12 +232,12 @@ class CallTree:
         """Render the whole conversation; the parent is the turn with the most ids in common."""
         messages = request.messages
         if messages[-1].role is Role.ASSISTANT:
-            msg = (
-                f"messages[{len(messages) - 1}] is the assistant's: continuing an answer that the "
-                "model did not give cannot be honoured; end with a user or tool message"
-            )
+            msg = "the last of the messages is the assistant's: continuing an answer that the model"
+            msg += " did not give cannot be honoured; end with a user or tool message"
             raise Unsupported(msg, param="messages")
         tokens, shared, near = _EMPTY, 0, None
+        if not self.may_render:
+            raise WholePrompt
         if self._rendering is not None:
             ids = self._rendering.render(messages, tools)
             tokens = TokenSequence(ids)
@@ -215,6 +245,13 @@ class CallTree:
             if near is not None and shared:
                 tokens = near.tokens.truncate(shared).extend(ids[shared:])
         alike, why = turns.nearest_by_meaning(self._turns, request)
+        thread = (
+            request.thread if why is Branch.NEW_THREAD else _inherit_thread(request.thread, alike)
+        )
+        kinds = (t.thread.kind for t in reversed(self._turns) if t.thread.id == thread.id)
+        summarised = next(kinds, None) is TraceKind.COMPACTION is not thread.kind
+        if summarised and why not in {None, Branch.NEW_THREAD}:
+            why = Branch.COMPACTED
         reason, near = reason or why, near or alike
         return Prompt(
             tokens=tokens,
@@ -225,15 +262,31 @@ class CallTree:
             reused=shared,
             digest=request.chain[-1],
             tools=request.tools,
-            thread=request.thread,
+            thread=thread,
         )
 
 
 def _identical_length(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    for index, (old, new) in enumerate(zip(known, messages, strict=False)):
-        if old is not new:
-            return index
-    return min(len(known), len(messages))
+    if known == messages[: len(known)]:  # compares no content, because the objects are the same
+        return len(known)
+    return count_shared(known, messages, operator.is_)
+
+
+def _inherit_thread(thread: ThreadInfo, turn: turns.Turn | None) -> ThreadInfo:
+    """The thread of a request that goes on from `turn`, whose sub-agent has no name of its own."""
+    goes_on = turn is not None and turn.thread.kind is TraceKind.SUBAGENT and thread.id is None
+    return turn.thread if turn is not None and goes_on else thread
+
+
+def _gives_task(call: ToolCall, task: str) -> bool:
+    """Whether `task`, or its last lines, are an argument of `call`."""
+    arguments = decode_arguments(call.arguments)
+    return isinstance(arguments, dict) and any(
+        isinstance(value, str)
+        and len(value.strip()) >= _SHORTEST_TASK
+        and task.endswith(f"\n{value.strip()}")
+        for value in arguments.values()
+    )
 
 
 def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.Turn:

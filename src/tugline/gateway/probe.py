@@ -20,7 +20,8 @@ import numpy as np
 
 from tugline import log
 from tugline.chat.engines import ROUTES
-from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
+from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
+from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport, ProbeCheck
@@ -78,16 +79,14 @@ async def connect(
     """
     reports = await asyncio.gather(*(probe(url, model, key) for url in urls))
     if not reports:
-        msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
-        raise UsageError(msg)
+        raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
     first, wires = reports[0], [report.wire(mode) for report in reports]
     for report in reports[1:]:
         for field in ("engine", "model", "window", "logprob_meaning"):
             left, right = getattr(first, field), getattr(report, field)
             if left != right:
                 where = f"{left} at {first.url} and {right} at {report.url}"
-                msg = f"replicas must be alike: {field} is {where}"
-                raise UsageError(msg)
+                raise UsageError(f"replicas must be alike: {field} is {where}")
     for report, wire in zip(reports, wires, strict=True):
         _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
     card = ModelCard(first.model, first.window)
@@ -104,12 +103,12 @@ class SampledReply:
     @property
     def ids(self) -> Ids:
         """All sampled ids."""
-        return np.concatenate([NO_IDS, *(delta.ids for delta in self.deltas)])
+        return np.array([one for delta in self.deltas for one in delta.ids], np.int32)
 
     @property
     def logprobs(self) -> list[float]:
         """One number for each id."""
-        return [float(value) for delta in self.deltas for value in delta.logprobs]
+        return [value for delta in self.deltas for value in delta.logprobs]
 
     @property
     def prompt(self) -> bytes | None:
@@ -202,16 +201,20 @@ class _Probe:
         self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
     ) -> EngineRequest:
         self._number += 1
-        exact = wire.mode is Mode.EXACT
+        request = Request(
+            model=self._card.id,
+            messages=fields.pop("messages", _TALK),
+            tools=fields.pop("tools", ()),
+            stream=stream,
+        )
         default: dict[str, Any] = {
-            "model": self._card.id,
             "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=count),
-            "request_id": f"probe-{time.time_ns()}-{self._number}",
-            "stream": stream,
-            "prompt": TokenSequence(self._prompt) if exact else None,
-            "messages": () if exact else _TALK,
+            "prompt": TokenSequence(self._prompt) if wire.mode is Mode.EXACT else None,
         }
-        return EngineRequest(**(default | fields))
+        name = f"probe-{time.time_ns()}-{self._number}"
+        return EngineRequest(
+            request=request, model=request.model, request_id=name, **(default | fields)
+        )
 
     async def _sample(
         self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
@@ -243,8 +246,7 @@ class _Probe:
             msg = f"{ids} token ids, {logprobs} logprobs and {missing} tokens without ids"
             raise EngineError(msg)
         if wire.mode is Mode.OBSERVED and answer.prompt is None:
-            msg = "the prompt's ids are not reported"
-            raise EngineError(msg)
+            raise EngineError("the prompt's ids are not reported")
         versioned = any(delta.spans or delta.version is not None for delta in answer.deltas)
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
@@ -287,8 +289,7 @@ class _Probe:
             await self._sample(wire, 1, stream=True, **fields)
         except ContextOverflow as error:
             return f"reported as such: {str(error).partition('. ')[0]}"
-        msg = "a prompt beyond the window was answered"
-        raise EngineError(msg)
+        raise EngineError("a prompt beyond the window was answered")
 
     # ----------------------------------------------------------------------- logprobs
     async def _measure_logprobs(self, wire: EngineFormat) -> LogprobMeaning | None:

@@ -13,18 +13,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
 from tugline import log
-from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
+from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.web.engine_http import ModelCard, authorize, fetch_card
 from tugline.web.sse import read_payloads
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+
+_JSON = {"content-type": "application/json"}
 
 _log = log.get("gateway.replicas")
 
@@ -129,8 +131,7 @@ class Upstream(TokenSource):
         urls = [urls] if isinstance(urls, str) else urls
         self.replicas = [Replica(url, settings.eject_after) for url in urls]
         if not self.replicas:
-            msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
-            raise UsageError(msg)
+            raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
         self.wire = wire
         self._settings, self._headers = settings, authorize(key)
         self._timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
@@ -192,7 +193,7 @@ class Upstream(TokenSource):
                     contextlib.aclosing(reply) as deltas,
                 ):
                     async for delta in deltas:
-                        reading.since, reading.streams = time.monotonic(), ask.stream
+                        reading.since, reading.streams = time.monotonic(), ask.request.stream
                         if not began:
                             began = True
                             used.append(replica.url)
@@ -217,7 +218,7 @@ class Upstream(TokenSource):
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
-                self._session.post(url + post.path, data=post.body, headers=_headers(post)) as done,
+                self._session.post(url + post.path, data=post.body, headers=_JSON) as done,
             ):
                 await done.read()
 
@@ -291,8 +292,7 @@ class Upstream(TokenSource):
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
-            msg = "the upstream is not open; enter it with `async with`"
-            raise EngineError(msg)
+            raise EngineError("the upstream is not open; enter it with `async with`")
         return self._client
 
 
@@ -303,32 +303,51 @@ async def read_reply(
 
     Raises what the engine says is wrong with the request, or `EngineError` if it is lost.
     """
-    post, reader = wire.build_request(ask), wire.make_reader(ask)
+    post, reader = wire.build_request(ask), wire.make_reader()
     finished = False
     try:
-        async with client.post(url + post.path, data=post.body, headers=_headers(post)) as response:
+        async with client.post(url + post.path, data=post.body, headers=_JSON) as response:
             if response.status != 200:
                 retry_after = response.headers.get("retry-after")
-                raise wire.parse_error(response.status, await response.read(), retry_after)
-            if not ask.stream:
+                raise parse_engine_error(response.status, await response.read(), retry_after)
+            if not ask.request.stream:
                 for delta in reader.read_body(await response.read()):
                     finished = finished or delta.finish is not None
                     yield delta
+            elif response.content_type != "text/event-stream":
+                start = (await response.content.read(200)).decode("utf-8", "replace")
+                raise EngineError(
+                    f"the engine at {url} answered a streamed request with "
+                    f"{response.content_type}, not an event stream: {start}"
+                )
             else:
                 async for payloads in read_payloads(response.content.iter_any()):
-                    for delta in reader.read_events(payloads):
+                    deltas, failure = _read_events(reader, payloads)
+                    for delta in deltas:
                         finished = finished or delta.finish is not None
                         yield delta
+                    if failure is not None:
+                        raise failure
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         msg = f"the engine at {url} was lost: {error or type(error).__name__}"
         raise EngineError(msg) from error
     if not finished:
-        msg = "the engine closed the stream without a finish reason"
-        raise EngineError(msg)
+        raise EngineError("the engine closed the stream without a finish reason")
 
 
-def _headers(post: Post) -> dict[str, str]:
-    return {"content-type": "application/json", **post.headers}
+def _read_events(
+    reader: Reader[Any], payloads: list[bytes]
+) -> tuple[list[Delta], EngineError | None]:
+    """What precedes the first event that cannot be read or reports a failure, and that failure."""
+    try:
+        return reader.read_events(payloads), None
+    except EngineError:
+        for place, payload in enumerate(payloads):
+            try:
+                reader.decode(payload)
+            except EngineError as error:  # nothing was added yet: all are decoded first
+                return (reader.read_events(payloads[:place]) if place else []), error
+        raise
 
 
 def _is_fault(error: EngineError) -> bool:

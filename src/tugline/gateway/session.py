@@ -6,6 +6,7 @@ before anything is sampled, so a refused call costs nothing.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -20,11 +21,12 @@ import msgspec
 from tugline import errors, log
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.model_call import Request
+from tugline.chat.tokens import mend_surrogates
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import InFlight, resolve_sampling
-from tugline.gateway.prefix import Prompt
+from tugline.gateway.policy import InFlight, find_kind, resolve_sampling
+from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEventKind
 from tugline.types import Limits, Policy, Sampling, SpentLimit
@@ -47,6 +49,18 @@ class SessionPolicy:
     limits: Limits
     spent_status: int = 400
     """HTTP status of a spent budget: the one on which this harness stops cleanly."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A live session as it is, or a closed one as it ended."""
+
+    path: Path
+    """Of its recording."""
+    error: errors.TuglineError | None
+    """How its last call ended; the overflow if nothing was ever sampled."""
+    spent: SpentLimit | None
+    """The budget that refused a call or cut off the last answer."""
 
 
 class LiveSession:
@@ -97,19 +111,14 @@ class LiveSession:
         reserved = sum(one.max_tokens or 0 for call in self.running for one in call.choices)
         return limit - self.transcript.sampled_tokens - reserved
 
-    @property
-    def last_error(self) -> errors.TuglineError | None:
-        """How its last call ended; the overflow if nothing was ever sampled."""
-        return self._recent[-1].error if self._recent else self._overflow
-
-    @property
-    def spent(self) -> SpentLimit | None:
-        """The budget that refused a call or cut off the last answer.
-
-        A session that ended by itself with its last permitted call was not cut off.
-        """
+    def describe(self) -> SessionState:
+        """Return its state. One that ends with its last permitted call was not cut off."""
         cut = self.tokens_left is not None and self.tokens_left < 1
-        return self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
+        return SessionState(
+            self.transcript.writer.path,
+            self._recent[-1].error if self._recent else self._overflow,
+            self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None),
+        )
 
     # ----------------------------------------------------------------------- one call
     async def read_body(self, http: Http, take: Callable[[int], None]) -> bytes:
@@ -128,31 +137,48 @@ class LiveSession:
             self._overflow = errors.ContextOverflow(msg, param="messages", window=window)
             raise self._overflow from error
 
-    async def prepare(self, dialect: Dialect, incoming: HttpRequest) -> tuple[Request, Prompt]:
+    async def prepare(
+        self, dialect: Dialect, incoming: HttpRequest
+    ) -> tuple[Request, Prompt, bool]:
         """Parse a request and make its prompt, in a thread if it may take long.
 
-        Raises `RequestError` before anything is sampled.
+        Tells as well whether halves of characters were mended in it. Raises `RequestError` before
+        anything is sampled.
         """
         body, limit = incoming.body, self._engine.settings.large_body
         async with self._preparing:
-            if len(body) < limit and body.count(b"{") < _MANY_OBJECTS:
-                return self._prepare(dialect, incoming)
+            known = self.transcript.parse_cache.known_bytes(body)
+            if len(body) - known < limit and body.count(b"{", known) < _MANY_OBJECTS:
+                with contextlib.suppress(WholePrompt):
+                    self.transcript.turns.may_render = len(body) < limit
+                    return self._prepare(dialect, incoming, known)
+            self.transcript.turns.may_render = True
             async with self._engine.large:
-                return await asyncio.to_thread(self._prepare, dialect, incoming)
+                return await asyncio.to_thread(self._prepare, dialect, incoming, known)
 
-    def _prepare(self, dialect: Dialect, incoming: HttpRequest) -> tuple[Request, Prompt]:
+    def _prepare(
+        self, dialect: Dialect, incoming: HttpRequest, known: int
+    ) -> tuple[Request, Prompt, bool]:
+        mended = mend_surrogates(incoming.body, known)
+        repaired = mended is not incoming.body
+        incoming = msgspec.structs.replace(incoming, body=mended)
         try:
             request = dialect.parse(incoming, self.transcript.parse_cache)
-            return request, self._make_prompt(request)
+            return *self._make_prompt(request, len(mended) - known), repaired
+        except errors.ContextOverflow as error:
+            self._overflow = error
+            raise
         except RecursionError as error:
-            msg = "the request is nested too deeply"
-            raise errors.RequestError(msg) from error
+            raise errors.RequestError("the request is nested too deeply") from error
 
-    def _make_prompt(self, request: Request) -> Prompt:
+    def _make_prompt(self, request: Request, new_bytes: int) -> tuple[Request, Prompt]:
         self._engine.check_request(request)
+        self._engine.check_length(request, new_bytes)
         self._engine.check_tool_choice(request)
         self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
-        return self.transcript.turns.match(request.messages, request.tools, request.thread.id)
+        thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
+        prompt = self.transcript.turns.match(request.messages, request.tools, thread)
+        return msgspec.structs.replace(request, thread=prompt.thread), prompt
 
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
         """Start sampling, or return the completion that this request repeats.
@@ -271,20 +297,13 @@ class LiveSession:
         await self.transcript.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    path: Path
-    error: errors.TuglineError | None
-    spent: SpentLimit | None
-
-
 class Sessions:
     """All live sessions by id and by the digest of their secret, and the last closed ones."""
 
     def __init__(self, keep_closed: int) -> None:
         self._live: dict[str, LiveSession] = {}
         self._by_secret: dict[bytes, LiveSession] = {}
-        self._closed: dict[str, _Closed] = {}
+        self._closed: dict[str, SessionState] = {}
         self._keep_closed = keep_closed
 
     def __iter__(self) -> Iterator[LiveSession]:
@@ -293,8 +312,7 @@ class Sessions:
     def open(self, live: LiveSession) -> str:
         """Take a session's calls; returns its secret, which is not kept."""
         if live.id in self._live:
-            msg = f"session {live.id!r} is live already"
-            raise errors.UsageError(msg)
+            raise errors.UsageError(f"session {live.id!r} is live already")
         secret = f"tl-{secrets.token_urlsafe(24)}"
         live.secret_digest = _digest(secret)
         self._live[live.id] = self._by_secret[live.secret_digest] = live
@@ -306,7 +324,7 @@ class Sessions:
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
         self._closed.pop(live.id, None)
-        self._closed[live.id] = _Closed(live.transcript.writer.path, live.last_error, live.spent)
+        self._closed[live.id] = live.describe()
         if len(self._closed) > self._keep_closed:
             del self._closed[next(iter(self._closed))]
 
@@ -320,22 +338,10 @@ class Sessions:
             raise errors.Unauthorized(msg)
         return live
 
-    def path(self, session_id: str) -> Path:
-        """The recording of a live or recently closed session. Raises `KeyError`."""
+    def describe(self, session_id: str) -> SessionState | None:
+        """The state of a live or recently closed session; None for an unknown one."""
         live = self._live.get(session_id)
-        return live.transcript.writer.path if live else self._closed[session_id].path
-
-    def last_error(self, session_id: str) -> errors.TuglineError | None:
-        """How the last call of a session ended; None for an unknown session."""
-        if live := self._live.get(session_id):
-            return live.last_error
-        closed = self._closed.get(session_id)
-        return closed.error if closed else None
-
-    def spent(self, session_id: str) -> SpentLimit | None:
-        """The spent budget of a live or recently closed session; None for an unknown one."""
-        known = self._live.get(session_id) or self._closed.get(session_id)
-        return known.spent if known else None
+        return live.describe() if live else self._closed.get(session_id)
 
     def credit(self, session_id: str, seconds: float) -> None:
         """Give a session back what a hanging engine took."""

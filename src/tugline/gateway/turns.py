@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tugline.chat.tokens import TokenSequence
+from tugline.chat.model_call import UNNAMED, ThreadInfo
+from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 MessageDigest = bytes
@@ -109,7 +110,7 @@ class Turn:
     """The turn whose conversation it extends."""
     tools: bytes
     """Digest of the declared tools."""
-    thread: str | None = None
+    thread: ThreadInfo = UNNAMED
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Conversation:
 
     tools: bytes
     """Digest of the declared tools."""
-    thread: str | None = None
+    thread: ThreadInfo = UNNAMED
     messages: Sequence[Message] = ()
     digests: list[MessageDigest] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
@@ -149,7 +150,7 @@ def nearest_by_meaning(
     best, longest, best_entries = None, -1, []
     for leaf in _leaves(turns):
         entries = _entries(leaf)
-        shared = _shared_length(entries, request.digests)
+        shared = count_shared([entry.digest for entry in entries], request.digests)
         if shared > longest:
             best, longest, best_entries = leaf, shared, entries
     if best is None:
@@ -196,13 +197,13 @@ def _branch_reason(
 
 def _restart_reason(best: Turn, entries: list[_Entry], at: int, request: Conversation) -> Branch:
     """Classify a request without any answer in it, beside conversations that have some."""
-    if request.thread is not None and request.thread != best.thread:
+    if request.thread.id is not None and request.thread.id != best.thread.id:
         return Branch.NEW_THREAD
     answers = sum(entry.turn is not None for entry in entries)
     differs_at_answer = entries[at].turn is not None if at < len(entries) else True
     if differs_at_answer and answers < _MIN_COMPACTED_ANSWERS:
         return Branch.TURN_DELETED
-    same_task = request.thread is not None or any(
+    same_task = request.thread.id is not None or any(
         message.role is Role.USER for message in request.messages[:at]
     )
     if same_task and answers >= _MIN_COMPACTED_ANSWERS:
@@ -240,13 +241,6 @@ def _entries(turn: Turn) -> list[_Entry]:
         entries += [_Entry(digest, None) for digest in step.digests]
         entries.append(_Entry(digest_message(step.answer, {}), step))
     return entries
-
-
-def _shared_length(entries: list[_Entry], digests: Sequence[MessageDigest]) -> int:
-    for index, (entry, digest) in enumerate(zip(entries, digests, strict=False)):
-        if entry.digest != digest:
-            return index
-    return min(len(entries), len(digests))
 
 
 def _leaves(turns: Sequence[Turn]) -> list[Turn]:

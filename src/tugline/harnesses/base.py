@@ -6,15 +6,10 @@ settings make it work on one task through one base URL. It sees neither tokens n
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TypeVar
 
 import msgspec
 
-from tugline.errors import ConfigError
 from tugline.sandbox.base import Exit, Mount
-
-T = TypeVar("T")
 
 MAX_ARGUMENT = 131_000
 """Bytes. Linux starts no program with a longer argument (128 KiB, less an option's name)."""
@@ -88,11 +83,3 @@ def find_fatal_signal(end: Exit) -> str | None:
     if end.timed_out or number not in _FATAL_SIGNALS:
         return None
     return f"ended by {signal.Signals(number).name}"
-
-
-def choose(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:
-    """Look up an option's value. Raises `ConfigError` that lists the known ones."""
-    if value not in known:
-        msg = f"harness {harness!r}: {option} is {value!r}, must be one of {', '.join(known)}"
-        raise ConfigError(msg)
-    return known[value]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.npm import Npm
 from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
 
 _QUIET = {
@@ -43,6 +42,8 @@ class ClaudeCode(ExtensiblePreset):
     """
 
     name = "claude_code"
+    npm_package = "@anthropic-ai/claude-code"
+    setup_script = "install.cjs"
     log_globs = (".claude/projects/**/*.jsonl",)
     skills_folder = ".claude/skills"
     crash_patterns = BUN_CRASHES
@@ -52,11 +53,6 @@ class ClaudeCode(ExtensiblePreset):
     lean: bool = True
     tools: Sequence[str] | None = None
     context_window: Window = 131072
-
-    def make_package(self) -> Npm:
-        """The npm package, whose install script fetches the native program."""
-        package = "@anthropic-ai/claude-code"
-        return Npm(self.name, package, self.version, setup="install.cjs")
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``claude -p``, unattended, with events as lines of JSON."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.npm import Npm
 from tugline.harnesses.preset import ExtensiblePreset, McpServer, Window
 
 _KEY = "TUGLINE_KEY"
@@ -28,6 +27,7 @@ class Codex(ExtensiblePreset):
     """
 
     name = "codex"
+    npm_package = "@openai/codex"
     log_globs = (".codex/sessions/**/*.jsonl",)
     skills_folder = ".codex/skills"
     crash_patterns = ((r"thread '.*' panicked at", "it panicked"),)
@@ -35,10 +35,6 @@ class Codex(ExtensiblePreset):
     version: str = "0.169.0"
     sub_agents: bool = False
     context_window: Window = 131072
-
-    def make_package(self) -> Npm:
-        """The npm package, a script that starts a native program."""
-        return Npm(self.name, "@openai/codex", self.version)
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from tugline.harnesses import preset
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.npm import Npm
 
 _SETTINGS = {
     "privacy": {"usageStatisticsEnabled": False},
@@ -49,15 +48,12 @@ class GeminiCli(_SettingsFile):
     """`args` are further options."""
 
     name = "gemini_cli"
+    npm_package = "@google/gemini-cli"
     log_globs = (".gemini/tmp/*/chats/*.json*",)
     skills_folder = ".gemini/skills"
     crash_codes = {52: "it refused its settings"}  # noqa: RUF012 - never changed
 
     version: str = "0.61.0"
-
-    def make_package(self) -> Npm:
-        """The npm package."""
-        return Npm(self.name, "@google/gemini-cli", self.version)
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``gemini``, unattended: its prompt is what it reads on stdin."""
@@ -84,16 +80,13 @@ class QwenCode(_SettingsFile):
     """`context_window` is the engine's, in tokens; `args` are further options."""
 
     name = "qwen_code"
+    npm_package = "@qwen-code/qwen-code"
+    min_node = (22, 0)
     log_globs = (".qwen/projects/**/*.jsonl",)
     skills_folder = ".qwen/skills"
 
     version: str = "0.24.4"
     context_window: preset.Window = 131072
-
-    def make_package(self) -> Npm:
-        """The npm package."""
-        package = "@qwen-code/qwen-code"
-        return Npm(self.name, package, self.version, min_node=(22, 0))
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``qwen -p``, unattended."""

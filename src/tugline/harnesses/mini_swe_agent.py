@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from tugline import log
 from tugline.errors import ConfigError
 from tugline.harnesses import install
-from tugline.harnesses.base import MAX_ARGUMENT, LaunchContext, choose
+from tugline.harnesses.base import MAX_ARGUMENT, LaunchContext
 from tugline.harnesses.preset import Preset, fits_argument
 from tugline.sandbox.base import Mount
 
@@ -142,12 +143,12 @@ class MiniSweAgent(Preset):
     log_globs = ("trajectory.json",)
 
     version: str = "2.4.6"
-    dialect: str = "openai_chat"
+    dialect: Literal["openai_chat", "openai_responses", "anthropic"] = "openai_chat"
     args: Sequence[str] = ("-c", "mini.yaml")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._provider, self._options = choose(self.name, "dialect", self.dialect, _MODELS)
+        self._provider, self._options = _MODELS[self.dialect]
 
     def make_package(self) -> PythonPackage:
         """The package with the versions of LiteLLM and mcp that work with it."""
@@ -164,11 +165,10 @@ class MiniSweAgent(Preset):
     def pass_instruction(self, instruction: str) -> tuple[str, ...]:
         """As an argument. Raises `ConfigError` for one that is too long."""
         if not fits_argument(instruction):
-            msg = (
+            raise ConfigError(
                 f"harness 'mini_swe_agent': instruction is {len(instruction.encode())} bytes "
                 f"long, must be at most {MAX_ARGUMENT}, as its program takes it as an argument"
             )
-            raise ConfigError(msg)
         return ("-t", instruction)
 
     def make_env(self, context: LaunchContext) -> dict[str, str]:

@@ -47,7 +47,6 @@ class Npm(Package):
         harness: str,
         package: str,
         version: str,
-        *,
         setup: str | None = None,
         min_node: tuple[int, int] = (20, 0),
     ) -> None:
@@ -136,11 +135,10 @@ class Npm(Package):
             match = re.match(r"(\d+)\.(\d+)", version)
             if match and (int(match[1]), int(match[2])) >= self._min_node:
                 return Path(system_node), (system_npm,)
-        msg = (
+        raise UsageError(
             f"harness {self._harness!r} needs Node >= {'.'.join(map(str, self._min_node))} "
             f"({found}); pip install 'tugline[demo]' brings it"
         )
-        raise UsageError(msg)
 
 
 async def _copy_node(node: Path) -> Path:

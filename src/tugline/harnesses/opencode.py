@@ -9,9 +9,8 @@ folder, unless that folder looks as if it were installed.
 import json
 from dataclasses import dataclass
 
-from tugline.harnesses.base import LaunchContext, choose
-from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
+from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.preset import BUN_CRASHES, Dialect, ExtensiblePreset, McpServer, Window
 
 _PROVIDER = "tugline"
 _PROVIDERS = {
@@ -38,23 +37,21 @@ class Opencode(ExtensiblePreset):
     """
 
     name = "opencode"
+    npm_package = "opencode-ai"
+    setup_script = "postinstall.mjs"
     offers_tools = True
     log_globs = (".data/opencode/log/*.log", ".data/opencode/*.db*")
     skills_folder = f"{_SETTINGS}/skills"
     crash_patterns = BUN_CRASHES
 
     version: str = "1.18.33"
-    dialect: str = "openai_chat"
+    dialect: Dialect = "openai_chat"
     title: bool = False
     context_window: Window = 131072
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._provider, self._path = choose(self.name, "dialect", self.dialect, _PROVIDERS)
-
-    def make_package(self) -> Npm:
-        """The npm package, whose install script puts the native program in place."""
-        return Npm(self.name, "opencode-ai", self.version, setup="postinstall.mjs")
+        self._provider, self._path = _PROVIDERS[self.dialect]
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``opencode run``, unattended, with events as lines of JSON."""

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tugline.harnesses import preset
-from tugline.harnesses.base import LaunchContext, choose
-from tugline.harnesses.npm import Npm
+from tugline.harnesses.base import LaunchContext
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -35,12 +34,14 @@ class Pi(preset.Preset):
     """
 
     name = "pi"
+    npm_package = "@earendil-works/pi-coding-agent"
+    min_node = (22, 19)
     log_globs = (".pi/agent/sessions/**/*.jsonl",)
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("@",)
 
     version: str = "0.87.1"
-    dialect: str = "openai_chat"
+    dialect: preset.Dialect = "openai_chat"
     reasoning: bool = False
     tools: Sequence[str] | None = None
     context_window: preset.Window = 131072
@@ -49,13 +50,8 @@ class Pi(preset.Preset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._api, self._path = choose(self.name, "dialect", self.dialect, _APIS)
+        self._api, self._path = _APIS[self.dialect]
         self._skills = preset.parse_skills(self.name, self.skills, ".pi/agent/skills")
-
-    def make_package(self) -> Npm:
-        """The npm package."""
-        package = "@earendil-works/pi-coding-agent"
-        return Npm(self.name, package, self.version, min_node=(22, 19))
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``pi -p``, with the gateway as its only provider."""

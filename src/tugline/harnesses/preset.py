@@ -17,19 +17,22 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import MAX_ARGUMENT, Harness, Launch, LaunchContext, find_fatal_signal
 from tugline.harnesses.install import Package
+from tugline.harnesses.npm import Npm
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
+Dialect = Literal["openai_chat", "openai_responses", "anthropic", "google"]
+"""A dialect of a program that speaks all."""
 INSTRUCTION = "instruction.txt"
 """File in the agent's home that a program's stdin is read from."""
 NODE_CRASHES = (
@@ -51,6 +54,12 @@ class Preset(Harness):
     """Pattern of the last output to what broke, for exit codes other than 0."""
     crash_codes: ClassVar[Mapping[int, str]] = {}
     """Exit code to what broke."""
+    npm_package: ClassVar[str] = ""
+    """Name of the npm package."""
+    setup_script: ClassVar[str | None] = None
+    """The package's install script that puts a native program in place."""
+    min_node: ClassVar[tuple[int, int]] = (20, 0)
+    """The oldest Node that runs the program."""
     command_marks: ClassVar[tuple[str, ...]] = ()
     """Characters that make the program take an instruction for a command or file of its own."""
 
@@ -65,9 +74,9 @@ class Preset(Harness):
         """Folders of its program."""
         return self.package.mounts
 
-    @abstractmethod
     def make_package(self) -> Package:
-        """The package of this version."""
+        """The package of this version, from npm by default."""
+        return Npm(self.name, self.npm_package, self.version, self.setup_script, self.min_node)
 
     @abstractmethod
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
@@ -87,11 +96,7 @@ class Preset(Harness):
 
     async def install(self) -> None:
         """Install this version unless it is there; its program must start."""
-
-        async def trial(_: Path) -> None:
-            await start_once(self)
-
-        await self.package.install(trial)
+        await self.package.install(lambda _: start_once(self))
 
     def launch(self, context: LaunchContext) -> Launch:
         """The command for one session."""
@@ -172,15 +177,13 @@ def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) ->
     for name, text in (option or {}).items():
         where = f"harness {harness!r}: skills[{name!r}]"
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-            msg = f"{where}: a name has small letters, digits and '-' only"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where}: a name has small letters, digits and '-' only")
         head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL) if isinstance(text, str) else None
         if not head or not {"name", "description"} <= set(re.findall(r"(?m)^\w+", head[1])):
-            msg = (
+            raise ConfigError(
                 f"{where} must be the text of a SKILL.md, which starts with '---', lines "
                 "'name: ...' and 'description: ...', and '---'"
             )
-            raise ConfigError(msg)
         files[f"{folder}/{name}/SKILL.md"] = text
     return files
 
@@ -214,11 +217,10 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
             output = await asyncio.to_thread(log.read_text, errors="replace")
     if not called.is_set():
         how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-        msg = (
+        raise HarnessError(
             f"{harness.name} {harness.version} does not work here: it {how} "
             f"and asked no model: {' '.join(output.split())[-_TAIL:]}"
         )
-        raise HarnessError(msg)
 
 
 @contextlib.asynccontextmanager

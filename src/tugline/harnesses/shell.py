@@ -52,8 +52,7 @@ class Shell(Harness):
         paths = dict.fromkeys([*filter(None, files), *folders])
         self._mounts = tuple(Mount(path, path) for path in paths)
         if not "".join(command).strip():
-            msg = f"harness 'shell': command is {command!r}, must name a program"
-            raise ConfigError(msg)
+            raise ConfigError(f"harness 'shell': command is {command!r}, must name a program")
         self._env = dict(env or {})
 
     @property

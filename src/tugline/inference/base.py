@@ -17,11 +17,10 @@ from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
 
 Mode = Literal["wait", "keep", "abort"]
-"""How running requests are treated when weights change or the engine pauses.
+"""How running requests are treated when weights change.
 
-``wait``: they finish first. ``keep``: they stop and continue later, over a context computed again
-if the weights changed. ``abort``: they end with the tokens they have. New requests are held
-meanwhile in all three.
+``wait``: they finish first. ``keep``: they continue over a context that is computed again.
+``abort``: they end with the tokens they have. New requests are held meanwhile in all three.
 """
 
 MIN_TEMPERATURE = 0.01
@@ -88,54 +87,33 @@ class GenerationEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Ids from 0 to one less than this are valid in a prompt."""
-        ...
 
     @property
     def version(self) -> int:
         """Policy version of the weights in use."""
-        ...
 
     @property
     def down(self) -> bool:
         """Whether it has failed or stopped, for good."""
-        ...
-
-    @property
-    def paused(self) -> bool:
-        """Whether new requests are held."""
-        ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Sample an answer; closing the iterator aborts it. Raises `RequestError` at once."""
-        ...
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
         """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
 
         Raises `RequestError` where there is no model.
         """
-        ...
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        ...
-
-    async def pause(self, mode: Mode) -> None:
-        """Hold new requests until `resume`; `mode` says what happens to running ones."""
-        ...
-
-    async def resume(self) -> None:
-        """Admit requests again after `pause`."""
-        ...
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End requests by id, all when `ids` is empty; returns how many there were."""
-        ...
 
 
 def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
@@ -192,8 +170,7 @@ def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
 
 
 def _refuse(field: str, value: object, right: str) -> None:
-    msg = f"{field}={value} {right}"
-    raise RequestError(msg, param=field)
+    raise RequestError(f"{field}={value} {right}", param=field)
 
 
 class CutError(EngineError):

@@ -100,8 +100,6 @@ class Batch:
         self.version = version
         self.admission_paused = False
         """No waiting request is admitted."""
-        self.frozen = False
-        """No running row is decoded."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._model = model
@@ -121,8 +119,7 @@ class Batch:
     @property
     def idle(self) -> bool:
         """Whether `step` would do nothing."""
-        decoding = self.running and not self.frozen
-        return not decoding and not (self.waiting and not self.admission_paused)
+        return not self.running and not (self.waiting and not self.admission_paused)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
@@ -181,7 +178,7 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, then one token for every row that was running before."""
-        decoding = 0 if self.frozen else len(self.running)
+        decoding = len(self.running)
         if not self.admission_paused:
             self._admit()
         if decoding:
@@ -367,12 +364,11 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
         tuple(tensor.shape[1::2]) for layer in layers for tensor in (layer.keys, layer.values)
     }
     if kinds != {"DynamicLayer"} or len(shapes) != 1:
-        msg = (
+        raise UsageError(
             f"model type {model.config.model_type!r} caches {', '.join(sorted(kinds)) or 'nothing'}"
             f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
             " full attention of one shape (Qwen2, Qwen3, Llama...): serve this one with vLLM"
         )
-        raise UsageError(msg)
     try:
         model.set_attn_implementation("sdpa")
     except ValueError as error:

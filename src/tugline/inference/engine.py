@@ -11,7 +11,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Self
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from tugline.inference.batch import Sequence as Sampled
 from tugline.inference.sampling import score
 from tugline.types import Ids, Logprobs, VersionSpan
 
+T = TypeVar("T")
 CLOSE_S = 30.0
 """Longest time to wait for the thread's current step when closing."""
 
@@ -67,8 +69,7 @@ class Engine:
         self._wakeups: dict[Sampled, asyncio.Event] = {}
         self._when_drained: list[Callable[[], None]] = []
         """Run once no row is running; used by the thread only."""
-        self._pending: set[asyncio.Future[None]] = set()
-        self._paused = False
+        self._pending: set[Future[Any]] = set()
         self._failure: Exception | None = None
 
     # ----------------------------------------------------------------- start and stop
@@ -99,11 +100,6 @@ class Engine:
     def down(self) -> bool:
         """Whether the thread has failed or was stopped."""
         return self._failure is not None or self._thread is None
-
-    @property
-    def paused(self) -> bool:
-        """Whether new requests are held until `resume`."""
-        return self._paused
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
@@ -141,9 +137,7 @@ class Engine:
 
         Computed between two steps, during which no other request progresses.
         """
-        scores: list[Logprobs] = []
-        await self._run_in_thread(lambda: scores.append(score(self._model, ids, temperature)))
-        return scores[0]
+        return await self._run_in_thread(lambda: score(self._model, ids, temperature))
 
     async def swap(
         self, weights: Mapping[str, torch.Tensor], version: int, mode: Mode = "wait"
@@ -152,43 +146,20 @@ class Engine:
 
         All cached KV is forgotten. Rows that run on (``keep``) have their context computed again
         under the new weights, and their answer gets a new version span. Raises `UsageError`, with
-        the old weights in place, when names or shapes do not fit, or when ``wait`` would wait for
-        ever.
+        the old weights in place, when names or shapes do not fit.
         """
-        if mode == "wait" and self._batch.frozen:
-            msg = "swap(mode='wait') after pausing with 'keep' would not end: use 'keep' or 'abort'"
-            raise UsageError(msg)
         await self._run_in_thread(lambda: self._batch.swap(weights, version), mode)
-
-    async def pause(self, mode: Mode = "keep") -> None:
-        """Hold new requests until `resume`; ``wait`` returns once all running ones finish."""
-
-        def pause() -> None:
-            self._paused = True
-            self._batch.frozen = mode == "keep"
-
-        await self._run_in_thread(pause, mode)
-
-    async def resume(self) -> None:
-        """Admit requests again after `pause`."""
-
-        def resume() -> None:
-            self._paused = self._batch.frozen = False
-
-        await self._run_in_thread(resume)
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End requests by id, all when `ids` is empty; returns how many there were."""
-        counts: list[int] = []
 
-        def abort() -> None:
+        def abort() -> int:
             known = (*self._batch.running, *self._batch.waiting)
             doomed = [one for one in known if not ids or one.request.id in ids]
-            counts.append(len(doomed))
             self._batch.cancel(doomed)
+            return len(doomed)
 
-        await self._run_in_thread(abort)
-        return counts[0]
+        return await self._run_in_thread(abort)
 
     # ----------------------------------------------------------------- commands for the thread
     def _raise_if_down(self) -> None:
@@ -196,26 +167,25 @@ class Engine:
             msg = f"the engine is down: {type(self._failure).__name__}: {self._failure}"
             raise EngineError(msg, status=500) from self._failure
         if self._thread is None:
-            msg = "the engine is not running: use 'async with'"
-            raise EngineError(msg, status=503)
+            raise EngineError("the engine is not running: use 'async with'", status=503)
 
     def _submit(self, command: Callable[[], None]) -> None:
         self._raise_if_down()
         self._commands.put(command)
 
-    async def _run_in_thread(self, action: Callable[[], None], mode: Mode = "keep") -> None:
+    async def _run_in_thread(self, action: Callable[[], T], mode: Mode = "keep") -> T:
         """Run `action` in the thread and wait for it: now, once drained, or after an abort."""
-        done = asyncio.get_running_loop().create_future()
+        done = Future[T]()
         self._pending.add(done)
         done.add_done_callback(self._pending.discard)
 
         def act() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
-                action()
+                done.set_result(action())
             except UsageError as error:
-                self._call_on_loop(_reject, done, error)
-            else:
-                self._call_on_loop(_resolve, done)
+                done.set_exception(error)
 
         def command() -> None:
             if mode == "wait":
@@ -226,7 +196,7 @@ class Engine:
             act()
 
         self._submit(command)
-        await done
+        return await asyncio.wrap_future(done)
 
     # ----------------------------------------------------------------- in the thread
     def _work(self) -> None:
@@ -246,7 +216,7 @@ class Engine:
                 for act in self._when_drained:
                     act()
                 self._when_drained.clear()
-            self._batch.admission_paused = self._paused or bool(self._when_drained)
+            self._batch.admission_paused = bool(self._when_drained)
             self._publish()
             try:
                 command = self._commands.get(block=self._batch.idle)
@@ -276,17 +246,7 @@ class Engine:
         for wakeup in self._wakeups.values():
             wakeup.set()
         for future in [*self._pending]:
-            _reject(future, error)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _reject(future: asyncio.Future[None], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+            future.set_exception(error)
 
 
 def _chunk_since(sequence: Sampled, start: int) -> SampledChunk:

@@ -43,8 +43,7 @@ def load(
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        msg = f"cannot load the model in {folder}: {reason}"
-        raise UsageError(msg) from error
+        raise UsageError(f"cannot load the model in {folder}: {reason}") from error
     tokenizer = Tokenizer.load(folder)
     return model, tokenizer, _eos_ids(model, tokenizer)
 

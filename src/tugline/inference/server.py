@@ -1,62 +1,175 @@
 """The embedded engine over HTTP, in vLLM's shapes: token ids in, token ids out.
 
 ``/inference/v1/generate`` takes prompt ids and returns sampled ids with log probabilities and
-policy versions; the gateway renders prompts and parses answers.
+policy versions; the gateway renders prompts and parses answers. A field that this engine would
+have to ignore is refused with a 400 that names it: a sampling parameter that silently does nothing
+makes wrong training data (I1).
 
 Invariants: I1 (ids are never rendered again or re-tokenised on the way), I4 (an error before the
 first byte is a plain 4xx or 5xx; a client that disconnects aborts its request). No torch here.
 """
 
-import asyncio
+import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, cast, get_args
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+import numpy as np
 
-from tugline.errors import EngineError, NotFound, RequestError
-from tugline.inference import base, wire
-from tugline.web import sse
-from tugline.web.sse import encode_event
+from tugline.chat.dialects.base import check_refusals
+from tugline.errors import ClientGone, EngineError, NotFound, RequestError, TuglineError
+from tugline.inference import base
+from tugline.types import Logprobs
+from tugline.web.serve import Http, Message, Receive, Send
+from tugline.web.sse import DONE, encode_event
 
-DONE = encode_event(sse.DONE)
+_MAX_BODY, _BODY_S = 256 << 20, 60.0
+"""Bounds of a request body, in bytes and seconds."""
 
 
-def create_app(engine: base.GenerationEngine, *, model_name: str) -> Starlette:
-    """Create the ASGI app that serves `engine` as the model `model_name`."""
-    routes = _Routes(engine, model_name)
-    return Starlette(
-        routes=[
-            Route("/inference/v1/generate", _answer_errors(routes.generate), methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/health", routes.health),
-            Route("/metrics", routes.metrics),
-            Route("/pause", _answer_errors(routes.pause), methods=["POST"]),
-            Route("/resume", _answer_errors(routes.resume), methods=["POST"]),
-            Route("/is_paused", routes.is_paused),
-            Route("/abort_requests", _answer_errors(routes.abort), methods=["POST"]),
-            Route("/inference/v1/abort_requests", _answer_errors(routes.abort), methods=["POST"]),
-        ]
+# --------------------------------------------------------------------------- request bodies
+T = TypeVar("T", bound=msgspec.Struct)
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of a request; None is the same as leaving a field out."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 both keep the whole vocabulary."""
+    seed: Seed | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Any number asks for the sampled tokens' log probabilities, and for no others."""
+    prompt_logprobs: int | None = None
+    """0 asks for the prompt's own log probabilities, for which the prompt is scored separately."""
+    # Accepted only with the value that has no effect; see `_NO_EFFECT`.
+    n: int | None = None
+    stop: str | list[str] | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    top_logprobs: int | None = None
+    # About text, which the engine does not produce: any value is accepted.
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([], ""),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (0,),
+}
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/inference/v1/generate``."""
+
+    token_ids: list[TokenId]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    model: str | None = None
+    stream: bool = False
+    stream_options: Any = None
+    """Accepted and ignored: it concerns the layout of chunks only."""
+    request_id: str | None = None
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``/abort_requests``; no ids means all of them."""
+
+    request_ids: list[str] = []
+
+
+_FIELD = re.compile(r"field `(\w+)`")
+_PATH = re.compile(r"`\$\.?([^`]*)`$")
+
+
+def parse(raw: bytes, kind: type[T]) -> T:
+    """Decode a body. Raises `RequestError` naming the field that is wrong."""
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        text = str(error)
+        path, field = _PATH.search(text), _FIELD.search(text)
+        names = [path[1]] if path and path[1] else []
+        names += [field[1]] if field else []
+        raise RequestError(f"1 validation error: {text}", param=".".join(names) or None) from error
+
+
+def to_request(body: GenerateBody, *, window: int, request_id: str) -> base.GenerateRequest:
+    """Build the engine's request. Raises `RequestError` for what this engine cannot do."""
+    params = body.sampling_params
+    check_refusals(params, _NO_EFFECT)
+    return base.GenerateRequest(
+        prompt_ids=np.array(body.token_ids, np.int32),
+        max_tokens=window if params.max_tokens is None else params.max_tokens,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        top_p=1.0 if params.top_p is None else params.top_p,
+        top_k=0 if params.top_k in (None, -1) else int(params.top_k),
+        seed=params.seed,
+        stop_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=params.ignore_eos,
+        id=request_id,
+        stream=body.stream,
     )
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+# --------------------------------------------------------------------------- routes
+def create_app(
+    engine: base.GenerationEngine, *, model_name: str
+) -> Callable[[Message, Receive, Send], Awaitable[None]]:
+    """Create the ASGI app that serves `engine` as the model `model_name`."""
+    routes = _Routes(engine, model_name)
+    by_path = {
+        ("POST", "/inference/v1/generate"): routes.generate,
+        ("GET", "/v1/models"): routes.models,
+        ("GET", "/health"): routes.health,
+        ("GET", "/metrics"): routes.metrics,
+        ("POST", "/abort_requests"): routes.abort,
+        ("POST", "/inference/v1/abort_requests"): routes.abort,
+    }
 
-
-def _answer_errors(endpoint: Endpoint) -> Endpoint:
-    async def guarded(request: Request) -> Response:
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        http = Http(scope, receive, send)
         try:
-            return await endpoint(request)
+            route = by_path.get((http.method, http.path))
+            if route is None:
+                raise NotFound(f"{http.method} {http.path} is not served here")
+            await route(http)
+        except ClientGone:
+            return
+        except base.CutError:  # unfinished: the server drops the connection
+            if not http.started:
+                await http.stream("application/json")
         except (RequestError, EngineError) as error:
-            return wire.error_response(error)
+            if http.started:
+                await http.end(encode_event(error_body(error, 500)))
+                return
+            status, headers = error.status or 500, {}
+            if isinstance(error, EngineError) and error.retry_after is not None:
+                headers["retry-after"] = f"{error.retry_after:g}"
+            await http.reply(status, error_body(error, status), headers)
 
-    return guarded
+    return app
 
 
 class _Routes:
@@ -65,9 +178,9 @@ class _Routes:
         self._model = model_name
 
     # ----------------------------------------------------------------- answers
-    async def generate(self, request: Request) -> Response:
-        """Sample an answer to prompt ids."""
-        body = wire.parse(await request.body(), wire.GenerateBody)
+    async def generate(self, http: Http) -> None:
+        """Sample an answer to prompt ids; a client that hangs up aborts it."""
+        body = parse(await http.body(_MAX_BODY, _BODY_S), GenerateBody)
         if body.model is not None and body.model != self._model:
             msg = f"The model `{body.model}` does not exist. Valid aliases: {self._model}."
             raise NotFound(msg, param="model")
@@ -76,50 +189,51 @@ class _Routes:
             raise RequestError(msg, param="prompt_logprobs")
         window = self._engine.max_model_len
         name = body.request_id or uuid.uuid4().hex
-        generation = wire.to_request(body, window=window, request_id=name)
-        base.check(generation, max_model_len=window, vocab_size=self._engine.vocab_size)
-        pieces = self._stream_events if body.stream else self._whole_answer
-        return _Pieces(pieces(generation, body), stream=body.stream)
+        generation = to_request(body, window=window, request_id=name)
+        answer = self._stream_events if body.stream else self._send_whole
+        async with http.while_connected():
+            await answer(http, generation, body)
 
-    async def _whole_answer(
-        self, generation: base.GenerateRequest, body: wire.GenerateBody
-    ) -> AsyncGenerator[bytes, None]:
+    async def _send_whole(
+        self, http: Http, generation: base.GenerateRequest, body: GenerateBody
+    ) -> None:
         params = body.sampling_params
         scores = None
         if params.prompt_logprobs is not None:
             values = await self._engine.score(generation.prompt_ids, generation.temperature)
-            scores = wire.prompt_logprobs(body.token_ids, values)
+            scores = prompt_logprobs(body.token_ids, values)
         async with aclosing(self._engine.generate(generation)) as chunks:
             whole = base.join([chunk async for chunk in chunks])
-        yield msgspec.json.encode(
-            self._head(generation)
-            | {
-                "choices": [_choice(whole, with_logprobs=params.logprobs is not None)],
-                "usage": _usage(generation, len(whole.ids)),
-                "prompt_token_ids": None,
-                "prompt_logprobs": scores,
-                "output_mode": "tokens",
-            }
-        )
+        answer = self._head(generation) | {
+            "choices": [_choice(whole, with_logprobs=params.logprobs is not None)],
+            "usage": _usage(generation, len(whole.ids)),
+            "prompt_token_ids": None,
+            "prompt_logprobs": scores,
+            "output_mode": "tokens",
+        }
+        await http.reply(200, msgspec.json.encode(answer))
 
     async def _stream_events(
-        self, generation: base.GenerateRequest, body: wire.GenerateBody
-    ) -> AsyncGenerator[bytes, None]:
+        self, http: Http, generation: base.GenerateRequest, body: GenerateBody
+    ) -> None:
         head = self._head(generation)
         with_logprobs = body.sampling_params.logprobs is not None
         count = 0
         async with aclosing(self._engine.generate(generation)) as chunks:
             async for chunk in chunks:
+                if not http.started:
+                    await http.stream("text/event-stream")
                 count += len(chunk.ids)
-                yield _event(head | {"choices": [_choice(chunk, with_logprobs=with_logprobs)]})
-        yield _event(head | {"choices": [], "usage": _usage(generation, count)})
-        yield DONE
+                choice = _choice(chunk, with_logprobs=with_logprobs)
+                await http.write(_event(head | {"choices": [choice]}))
+        usage = _event(head | {"choices": [], "usage": _usage(generation, count)})
+        await http.end(usage + encode_event(DONE))
 
     def _head(self, generation: base.GenerateRequest) -> dict[str, object]:
         return {"request_id": f"generate-tokens-{generation.id}", "model": self._model}
 
     # ----------------------------------------------------------------- about the engine
-    async def models(self, _: Request) -> Response:
+    async def models(self, http: Http) -> None:
         """Describe the one model: its window, and what its log probabilities mean."""
         model = {
             "id": self._model,
@@ -130,42 +244,22 @@ class _Routes:
             "logprobs_mode": "processed_logprobs",
             "weight_version": str(self._engine.version),
         }
-        return _json({"object": "list", "data": [model]})
+        await http.reply(200, msgspec.json.encode({"object": "list", "data": [model]}))
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, http: Http) -> None:
         """200 while the engine answers, 503 once it is down."""
-        return Response(status_code=503 if self._engine.down else 200)
+        await http.reply(503 if self._engine.down else 200, b"")
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, http: Http) -> None:
         """Prometheus text."""
-        return PlainTextResponse(metrics_text(self._engine.stats(), self._model))
+        text = metrics_text(self._engine.stats(), self._model)
+        await http.reply(200, text.encode(), {"content-type": "text/plain; charset=utf-8"})
 
-    async def pause(self, request: Request) -> Response:
-        """Hold new requests; `mode` is as in vLLM, and so is its default."""
-        mode = request.query_params.get("mode", "abort")
-        if mode not in get_args(base.Mode):
-            msg = f"mode={mode!r} must be one of {', '.join(get_args(base.Mode))}"
-            raise RequestError(msg, param="mode")
-        await self._engine.pause(cast("base.Mode", mode))
-        return _json({"status": "paused"})
-
-    async def resume(self, _: Request) -> Response:
-        """Serve requests again."""
-        await self._engine.resume()
-        return _json({"status": "resumed"})
-
-    async def is_paused(self, _: Request) -> Response:
-        """Whether new requests are held."""
-        return _json({"is_paused": self._engine.paused})
-
-    async def abort(self, request: Request) -> Response:
+    async def abort(self, http: Http) -> None:
         """End requests by their `request_id`."""
-        body = wire.parse(await request.body(), wire.AbortBody)
-        return _json({"status": "aborted", "aborted": await self._engine.abort(body.request_ids)})
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+        body = parse(await http.body(_MAX_BODY, _BODY_S), AbortBody)
+        answer = {"status": "aborted", "aborted": await self._engine.abort(body.request_ids)}
+        await http.reply(200, msgspec.json.encode(answer))
 
 
 def _event(value: object) -> bytes:
@@ -220,67 +314,25 @@ def metrics_text(stats: base.EngineStats, model: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --------------------------------------------------------------------------- responses in pieces
-_NEVER_REACHED = "1000000000"
-"""Content length announced for an answer that a scripted fault will cut off."""
+def prompt_logprobs(ids: list[int], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
+    """Log probabilities of a prompt in vLLM's shape; the first id has none."""
+    pairs = zip(ids[1:], logprobs.tolist(), strict=True)
+    return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 
 
-class _Pieces(Response):
-    """Send what `pieces` yields, headers with the first one; a disconnect closes the iterator.
-
-    An error before the first piece becomes a plain error response, never a broken stream (I4).
-    """
-
-    def __init__(self, pieces: AsyncGenerator[bytes, None], *, stream: bool) -> None:
-        super().__init__(media_type="text/event-stream" if stream else "application/json")
-        self._pieces = pieces
-        self._stream = stream
-        self._started = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Race the answer against the client's disconnect."""
-        answer = asyncio.create_task(self._send_all(scope, receive, send))
-        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
-        try:
-            await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            answer.cancel()
-            disconnect.cancel()
-            await asyncio.gather(answer, disconnect, return_exceptions=True)
-        if not answer.cancelled():
-            answer.result()
-
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with aclosing(self._pieces):
-                async for piece in self._pieces:
-                    await self._send(send, piece)
-        except base.CutError:
-            if not self._started:
-                await self._start(send, length=_NEVER_REACHED)
-            await send({"type": "http.response.body", "body": b" ", "more_body": True})
-            return  # unfinished: the server drops the connection
-        except (EngineError, RequestError) as error:
-            if not self._started:
-                await wire.error_response(error)(scope, receive, send)
-                return
-            await self._send(send, encode_event(wire.error_body(error, 500)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _start(self, send: Send, length: str | None = None) -> None:
-        self._started = True
-        kind = str(self.media_type).encode()
-        headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
-        if length:
-            headers.append((b"content-length", length.encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def _send(self, send: Send, piece: bytes) -> None:
-        if not self._started:
-            await self._start(send, None if self._stream else str(len(piece)))
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def error_body(error: TuglineError, status: int) -> bytes:
+    """``{"error": {message, type, param, code}}``."""
+    param = error.param if isinstance(error, RequestError) else None
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": str(error),
+                "type": _TYPES.get(status, "InternalServerError"),
+                "param": param,
+                "code": status,
+            }
+        }
+    )

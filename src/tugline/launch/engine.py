@@ -144,9 +144,8 @@ def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -
         return Rendering(tokenizer, name, thinking_retention=retention)
     known = Rendering.for_model(tokenizer, model, thinking_retention=retention)
     if known is None:
-        msg = (
+        raise UsageError(
             f"the chat template of {model!r} is not known by its name: set engine.renderer"
             f" (--renderer) to one of {', '.join(sorted(CONFIGS))}"
         )
-        raise UsageError(msg)
     return known

@@ -8,26 +8,31 @@ have no result yet.
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
+import uvloop
 from msgspec.structs import replace
 
+from tugline import log
+from tugline.client.streams import Result
 from tugline.errors import Missing, ServerError
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.node import open_node
-from tugline.launch.server import folder_lock, handle_signals, open_control_plane
-from tugline.launch.settings import Settings
-from tugline.protocol import Control, ResultView
+from tugline.launch.server import folder_lock, managed_gc, open_control_plane
+from tugline.launch.settings import Settings, load_settings
+from tugline.protocol import Control, ResultQuery, ResultView
 from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.types import TERMINAL, Session, Task, Trajectory
-from tugline.web.serve import freeze_gc
+from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
 """How long sessions may take to end when the run is stopped."""
@@ -83,9 +88,8 @@ class LocalServer:
         """
         cursor, missing = 0, set(sessions)
         while missing:
-            page = await self._unless_node_ends(
-                self.control.results(after=cursor, limit=_BATCH, wait_s=_WAIT_S, tasks=tasks)
-            )
+            query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
+            page = await self._unless_node_ends(self.control.results(query))
             cursor = page.cursor
             for view in page.items:
                 if view.session in missing:
@@ -152,7 +156,42 @@ async def open_local(
             await asyncio.wait({running}, timeout=_STOP_S)
 
 
-async def run(
+def run(tasks: Task | Sequence[Task], **options: Any) -> list[Result]:
+    """Run tasks in this process until all are done; the options are those of `run_async`."""
+    return uvloop.run(run_async(tasks, **options))
+
+
+async def run_async(
+    tasks: Task | Sequence[Task],
+    *,
+    engine: str | None = None,
+    slots: int | None = None,
+    config: Path | str | None = None,
+    out: Path | str | None = None,
+) -> list[Result]:
+    """Run tasks in this process; results in the order of the tasks and their samples.
+
+    `engine` is its address, `config` a file with any setting. Without `out` the folder of the run
+    is a temporary one. Warnings go to stderr, unless the program has configured structlog. Raises
+    what `run_in_folder` does, and `EngineError`.
+    """
+    if not structlog.is_configured():
+        log.configure()
+    tasks = [tasks] if isinstance(tasks, Task) else tasks
+    file, urls = None if config is None else Path(config), None if engine is None else [engine]
+    settings = load_settings(file, server={}, node={"slots": slots}, engine={"urls": urls})
+    order = {task.id: number for number, task in enumerate(tasks)}
+    with tempfile.TemporaryDirectory(prefix="tugline-") as temporary:
+        folder = Path(out or temporary)
+        views = await run_in_folder(tasks, settings, folder, lambda _view, _total: None)
+        path = ResultFolder(folder).path
+        return [
+            Result(view, path(view.session).read_bytes() if view.bytes else b"")
+            for view in sorted(views, key=lambda view: (order[view.task], view.sample))
+        ]
+
+
+async def run_in_folder(
     tasks: Sequence[Task], settings: Settings, folder: Path, on_result: OnResult
 ) -> list[ResultView]:
     """Run all samples of `tasks` and save their results in `folder`.
@@ -163,17 +202,14 @@ async def run(
     """
     # One name wherever the folder is, so that the next run takes the node's place.
     settings = replace(settings, node=replace(settings.node, name="run"))
-    main = asyncio.current_task()
-    with (
-        folder_lock(folder, instead="choose another --out"),
-        handle_signals(lambda: None if main is None else main.cancel()),
-    ):
+    raise_file_limit()
+    with folder_lock(folder, instead="choose another --out"):
         saved = await asyncio.to_thread(ResultFolder, folder)
         async with (
             open_engine(settings.engine, slots=settings.node.slots) as engine,
             open_local(settings, folder, engine) as local,
+            managed_gc(lambda: local.gateway.idle),
         ):
-            freeze_gc()
             submitted = await local.submit(tasks)
             results = [view for view in saved.views.values() if view.session in submitted]
             for view in results:

@@ -20,8 +20,10 @@ from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.server import (
     OTHER_FOLDER,
     Echo,
+    describe_console,
     folder_lock,
     handle_signals,
+    managed_gc,
     open_control_plane,
     serve_control_plane,
 )
@@ -33,7 +35,7 @@ from tugline.node.telemetry import Telemetry, open_tracer
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec
-from tugline.web.serve import freeze_gc, serve
+from tugline.web.serve import raise_file_limit, serve
 
 RECORDINGS = "recordings"
 NODES = "nodes"
@@ -108,6 +110,7 @@ async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> N
             serve_control_plane(control, settings.server, folder) as (url, metrics),
         ):
             echo(f"the server is up at {url}")
+            echo(describe_console(settings.server, folder, url))
 
             async def run(opened: OpenNode) -> None:
                 metrics.others.append(opened.metrics.render)
@@ -141,6 +144,7 @@ async def _run_node(
     run: Callable[[OpenNode], Awaitable[None]],
 ) -> None:
     """Open a node and `run` it until it has drained."""
+    raise_file_limit()
     name, slots = name_node(settings), settings.node.slots
     own_folder = folder / NODES / name
     node: Node | None = None
@@ -162,7 +166,8 @@ async def _run_node(
             node = opened.node
             model, mode = opened.gateway.card.id, engine.upstream.wire.mode
             echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
-            # The runtime of tasks that name none.
-            await opened.parts.report_weaknesses(PluginSpec("auto"))
-            freeze_gc()
-            await run(opened)
+            default = PluginSpec("auto")  # the runtime of tasks that name none
+            await opened.parts.report_weaknesses(default)
+            node.check = opened.parts.runtime(default).check_available
+            async with managed_gc(lambda: opened.gateway.idle):
+                await run(opened)

@@ -7,6 +7,7 @@ or an engine is imported here, so a killed server is back in a second.
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import math
 import secrets
@@ -21,16 +22,17 @@ from tugline.atomic import write_file
 from tugline.errors import Invalid, UnknownPlugin, UsageError
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.rollout.parts import Parts
-from tugline.server.blobs import open_blobs
-from tugline.server.control import ControlPlane
+from tugline.server.blobs import Blobs, open_blobs
+from tugline.server.control import ControlPlane, KeepTimes
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store.database import open_database
+from tugline.server.store import nodes
+from tugline.server.store.database import Database, open_database
 from tugline.server.validation import check_task
 from tugline.signing import key_of, new_secret
 from tugline.types import Task
-from tugline.web.serve import freeze_gc
+from tugline.web.serve import raise_file_limit
 
 SERVER = "server.json"
 TOKENS = "tokens.json"
@@ -56,8 +58,7 @@ def folder_lock(folder: Path, *, instead: str) -> Iterator[None]:
         msg = f"another process is running in {folder}; wait for it or {instead}"
         raise UsageError(msg) from error
     except OSError as error:
-        msg = f"cannot write in {folder}: {error.strerror}; {instead}"
-        raise UsageError(msg) from error
+        raise UsageError(f"cannot write in {folder}: {error.strerror}; {instead}") from error
     try:
         yield
     finally:
@@ -105,6 +106,13 @@ def load_tokens(folder: Path) -> Tokens:
         raise UsageError(msg) from error
 
 
+def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
+    """Where the console is: on this machine's own address a link that opens it, read-only."""
+    if not is_local(settings.host):
+        return f"the console is at {url}; it asks for a token of {folder / TOKENS}"
+    return f"the console is at {url}/#token={load_tokens(folder).read}"
+
+
 def load_callback_key(folder: Path) -> bytes:
     """The key that signs callbacks; its file has the secret in the form that receivers want."""
     path = folder / CALLBACK_KEY
@@ -113,21 +121,30 @@ def load_callback_key(folder: Path) -> bytes:
     return key_of(path.read_text(encoding="utf-8").strip())
 
 
+def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs]:
+    """Its database, not opened, and its blobs; below `folder` unless the settings differ."""
+    database = open_database(settings.store or f"sqlite:{folder / STORE}")
+    return database, open_blobs(settings.blobs or str(folder / BLOBS))
+
+
 @contextlib.asynccontextmanager
 async def open_control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator[ControlPlane]:
     """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
-    database = open_database(settings.store or f"sqlite:{folder / STORE}")
+    database, blobs = locate_data(settings, folder)
     async with ControlPlane(
         database,
-        open_blobs(settings.blobs or str(folder / BLOBS)),
+        blobs,
         folder=folder,
         lease_s=settings.lease_s,
         tenants=settings.tenants,
         check=check_runnable,
         secret=load_callback_key(folder),
         callback_hosts=settings.callback_hosts,
-        keep_events_s=settings.keep_events_days * _DAY_S,
-        keep_tasks_s=(settings.keep_tasks_days or math.inf) * _DAY_S,
+        keep=KeepTimes(
+            settings.keep_events_days * _DAY_S,
+            (settings.keep_tasks_days or math.inf) * _DAY_S,
+            (settings.keep_consumers_days or math.inf) * _DAY_S,
+        ),
     ) as control:
         yield control
 
@@ -138,20 +155,28 @@ async def serve_control_plane(
 ) -> AsyncIterator[tuple[str, ServerMetrics]]:
     """Serve the API; yields its URL, which is also in `folder` for clients on this machine."""
     metrics = ServerMetrics(control.database)
-    app = Api(control, load_tokens(folder), metrics)
+    tokens = load_tokens(folder)
+    await control.database.write(nodes.bind_tokens, tokens.join)
+    app = Api(control, tokens, metrics)
     async with serve_api(app, settings.host, settings.port) as url:
         write_address(folder, make_reachable(url))
-        yield make_reachable(url), metrics
+        try:
+            yield make_reachable(url), metrics
+        except BaseException:  # as when the engine cannot be used: clients find no dead server
+            (folder / SERVER).unlink(missing_ok=True)
+            raise
 
 
 async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
     """Run a server for nodes elsewhere, until a signal."""
+    raise_file_limit()
     with folder_lock(folder, instead=OTHER_FOLDER):
         async with (
             open_control_plane(settings.server, folder) as control,
             serve_control_plane(control, settings.server, folder) as (url, _),
         ):
             echo(f"the server is up at {url}; it has no node yet")
+            echo(describe_console(settings.server, folder, url))
             freeze_gc()
             stopped = asyncio.Event()
             with handle_signals(stopped.set):
@@ -182,3 +207,43 @@ def is_local(host: str) -> bool:
 def make_reachable(url: str) -> str:
     """Replace the address of all interfaces by that of loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+# --------------------------------------------------------------------------- garbage
+def freeze_gc(young: int = 20_000, middle: int = 20) -> None:
+    """Exclude all objects made so far from garbage collection; call once a server has started.
+
+    Modules, templates and vocabularies live for good, and scanning them would stop every stream
+    for some 80 ms. Session state lives long and has few cycles, so it is scanned less often.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(young, middle, 50)
+
+
+@contextlib.asynccontextmanager
+async def managed_gc(is_idle: Callable[[], bool], every_s: float = 300.0) -> AsyncIterator[None]:
+    """Keep garbage collections to a few milliseconds while the block lasts.
+
+    What survives two of them, such as the state of open sessions, is not scanned again: it has next
+    to no cycles. The few that die later are found every `every_s` if `is_idle` says so.
+    """
+
+    def exclude(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 1:
+            gc.freeze()
+
+    async def collect_all() -> None:
+        while True:
+            if is_idle():
+                freeze_gc(young=1_000, middle=3)
+            await asyncio.sleep(every_s)
+
+    gc.callbacks.append(exclude)
+    task = asyncio.create_task(collect_all(), name="collect-garbage")
+    try:
+        yield
+    finally:
+        task.cancel()
+        gc.callbacks.remove(exclude)

@@ -32,11 +32,13 @@ class ServerSettings(Config, frozen=True):
     tenants: dict[str, PositiveFloat] = field(default_factory=dict)
     """Weights of tenants; the default is 1."""
     callback_hosts: tuple[str, ...] | None = None
-    """Hosts that callbacks may go to; None: any."""
+    """Hosts that callbacks may go to, `*` for any; None: those with a public address."""
     keep_events_days: PositiveFloat = 30.0
     """How long events can be read."""
     keep_tasks_days: PositiveFloat | None = None
     """Delete tasks with their acknowledged results so long after their end; None: never."""
+    keep_consumers_days: PositiveFloat | None = 30.0
+    """A consumer that has acknowledged nothing for so long holds no task back; None: it does."""
 
 
 class EngineSettings(Config, frozen=True):

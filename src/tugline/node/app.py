@@ -154,6 +154,8 @@ class Node:
         """Id under which it has told the server that it drains."""
         self.id = ""
         """Id at the server, once it has registered."""
+        self.check: Callable[[], str | None] = lambda: None
+        """Says why its sandboxes cannot start, at each registration. Blocks."""
 
     # ----------------------------------------------------------------------- its life
     async def run(self) -> None:
@@ -201,8 +203,11 @@ class Node:
 
     async def _work_as_member(self) -> bool:
         """Register and work; True when drained, False if its lease was lost."""
+        problem = await asyncio.to_thread(self.check) or ""
+        if problem:
+            _log.error("no sandboxes here: the node begins in quarantine", problem=problem)
         registered = await self._dispatcher.call(
-            lambda: self._server.register(self._make_registration())
+            lambda: self._server.register(self._make_registration(problem))
         )
         self.id = registered.node
         self._controls.apply(registered.control)
@@ -228,7 +233,7 @@ class Node:
             return False
         return True
 
-    def _make_registration(self) -> protocol.NodeRegistration:
+    def _make_registration(self, problem: str) -> protocol.NodeRegistration:
         settings = self.settings
         return protocol.NodeRegistration(
             name=settings.name,
@@ -238,6 +243,7 @@ class Node:
             labels=settings.labels,
             versions=settings.versions,
             instance=self._instance,
+            problem=problem[:2000],
         )
 
     async def _wait_until_drained(self) -> None:

@@ -8,7 +8,6 @@ committed session is an orphan: its programs are ended and it is removed.
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
 import time
@@ -24,23 +23,16 @@ from tugline.node.telemetry import Stats
 from tugline.plugins import list_names
 from tugline.rollout.parts import Parts
 from tugline.sandbox.files import remove
+from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import PluginSpec
 
 _INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
 """Between sweeps, and while the disk is nearly full."""
 COMMITTED = ".done"
-"""File that marks the folder of a committed session."""
+"""File that marks the folder of a session that is committed, or that others have."""
 _GB = 1 << 30
 _RESULT = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.result")
 _log = log.get("node.disk")
-
-
-class _Candidate(NamedTuple):
-    """A folder or recording that may be removed."""
-
-    changed: float
-    size: int
-    path: Path
 
 
 class Housekeeping:
@@ -91,14 +83,14 @@ class Housekeeping:
     def sweep(self) -> None:
         """Remove what is too old or too much, oldest first. Blocks."""
         candidates = sorted(self._list_candidates())
-        total = sum(one.size for one in candidates)
-        for one in candidates:
-            expired = time.time() - one.changed > self._settings.keep_s
+        total = sum(size for _, size, _ in candidates)
+        for changed, size, path in candidates:
+            expired = time.time() - changed > self._settings.keep_s
             if not (expired or total > self._settings.quota_gb * _GB or self._is_low()):
                 break
-            _remove(one.path)
-            self._sizes.pop(one.path.name, None)
-            total -= one.size
+            _remove(path)
+            self._sizes.pop(path.name, None)
+            total -= size
         self._stats.disk_bytes = total
         low = self._is_low()
         if low is not self._stats.disk_low:
@@ -109,18 +101,19 @@ class Housekeeping:
     def _is_low(self) -> bool:
         return self._read_free_bytes(self._sessions) < self._settings.disk_floor_gb * _GB
 
-    def _list_candidates(self) -> list[_Candidate]:
+    def _list_candidates(self) -> list[tuple[float, int, Path]]:
+        """Time of the last change, size and path of each folder or recording that may go."""
         candidates = []
         for folder in self._sessions.iterdir():
             if (folder / COMMITTED).exists() and not self._is_needed(folder.name):
                 if folder.name not in self._sizes:
-                    self._sizes[folder.name] = _measure(folder)
+                    self._sizes[folder.name] = folder_bytes(folder)
                 changed = (folder / COMMITTED).stat().st_mtime
-                candidates.append(_Candidate(changed, self._sizes[folder.name], folder))
+                candidates.append((changed, self._sizes[folder.name], folder))
         for recording in self._recordings.glob("*.rec") if self._recordings else ():
             if not self._is_needed(recording.stem):
                 stat = recording.stat()
-                candidates.append(_Candidate(stat.st_mtime, stat.st_size, recording))
+                candidates.append((stat.st_mtime, stat.st_size, recording))
         return candidates
 
 
@@ -130,14 +123,6 @@ def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
     except UsageError as error:  # not available on this machine
         _log.info("runtime not reaped", runtime=runtime, error=str(error))
         return 0
-
-
-def _measure(folder: Path) -> int:
-    return sum(
-        os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - faster for many files
-        for root, _, names in os.walk(folder)
-        for name in names
-    )
 
 
 def _remove(path: Path) -> None:
@@ -172,7 +157,9 @@ class Journal:
         self._folder = folder
 
     def list_pending(self) -> list[tuple[str, int]]:
-        """Sessions and epochs of the results in the folder."""
+        """Sessions and epochs of the results in the folder; half-written ones are removed."""
+        for part in self._folder.glob("*.part"):
+            part.unlink(missing_ok=True)
         names = [_RESULT.fullmatch(path.name) for path in sorted(self._folder.glob("*.result"))]
         return [(name["session"], int(name["epoch"])) for name in names if name]
 

@@ -16,8 +16,8 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
+
+import psutil
 
 from tugline.node.admission import Admission
 from tugline.node.settings import NodeSettings
@@ -27,6 +27,7 @@ from tugline.types import Status
 Turn = tuple[int, int]
 """Priority: number of the group in the order of arrival, sample."""
 _MEMORY_POLL_S = 1.0
+_MB = 1 << 20
 
 
 class Pool:
@@ -96,11 +97,11 @@ class Pools:
         settings: NodeSettings,
         admission: Admission,
         on_room: Callable[[], None] = lambda: None,
-        read_available_mb: Callable[[], float] | None = None,
+        read_available_mb: Callable[[], float] = lambda: psutil.virtual_memory().available / _MB,
     ) -> None:
         """`on_room` is called whenever there may be more room than before."""
         self._settings, self.admission, self.on_room = settings, admission, on_room
-        self._read_available_mb = read_available_mb or _read_available_mb
+        self._read_available_mb = read_available_mb
         self.by_stage = {
             Status.INIT: Pool(settings.init_slots),
             Status.RUN: Pool(settings.slots),
@@ -190,12 +191,9 @@ class PooledSlots(StageSlots):
             self._pools.before_run -= self._before_run
             self._before_run = False
 
-    def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
-        """Hold a slot in the pool of this stage, for RUN after admission."""
-        return self._acquire(status)
-
     @contextlib.asynccontextmanager
-    async def _acquire(self, status: Status) -> AsyncIterator[None]:
+    async def acquire(self, status: Status) -> AsyncIterator[None]:
+        """Hold a slot in the pool of this stage, for RUN after admission."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._pools.by_stage[status].acquire(self.turn))
             if status is Status.RUN:
@@ -210,13 +208,3 @@ class PooledSlots(StageSlots):
                     self._pools.mean_s[status].add(time.monotonic() - began)
         self.note_passed(status)
         self._pools.on_room()
-
-
-def _read_available_mb() -> float:
-    """Memory available without swapping; infinite without ``/proc``."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return math.inf
-    kilobytes = next(line.split()[1] for line in text.splitlines() if "MemAvailable" in line)
-    return int(kilobytes) / 1024

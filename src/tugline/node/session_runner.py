@@ -24,6 +24,7 @@ from tugline.recording.trajectories import pack
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
+from tugline.sandbox.files import remove
 from tugline.types import Cause, Ledger, Status, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
@@ -195,6 +196,7 @@ class SessionRunner:
                 trajectory = await self._roll_out(session)
                 if trajectory is None:
                     await self._release(session)
+                    await asyncio.to_thread(self._mark_done, session.directory)
                 else:
                     await self._finish(session, trajectory)
         finally:
@@ -207,6 +209,9 @@ class SessionRunner:
         """Its trajectory; None if it was stopped without a result."""
         if session.stop_reason is not None:
             return None
+        directory = session.directory
+        if directory.exists():  # of a run that a restored store has forgotten
+            await asyncio.to_thread(remove, directory.parent, directory.name)
 
         def on_stage(status: Status) -> None:
             session.status = status
@@ -289,19 +294,20 @@ class SessionRunner:
                 return False
             _log.error("result refused", session=session, error=str(error))
             await asyncio.to_thread(self.journal.set_aside, result)
+            await asyncio.to_thread(self._mark_done, self._folder / result.name)
             return True
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
             self._stats.requeued += requeued
             self._stats.committed += not requeued
-        await asyncio.to_thread(self._mark_committed, result)
+        await asyncio.to_thread(self._mark_done, self._folder / result.name)
+        await asyncio.to_thread(self.journal.remove, result)
         return True
 
-    def _mark_committed(self, result: PendingResult) -> None:
-        """Let housekeeping remove its folder, and the journal its entry."""
+    def _mark_done(self, directory: Path) -> None:
+        """Let housekeeping remove the folder of a session that is committed or lost."""
         with contextlib.suppress(OSError):  # it never had a folder, or it is gone already
-            (self._folder / result.name / COMMITTED).touch()
-        self.journal.remove(result)
+            (directory / COMMITTED).touch()
 
 
 def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:

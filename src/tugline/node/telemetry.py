@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from tugline import log
 from tugline.errors import TuglineError, UsageError
@@ -138,8 +139,17 @@ class Telemetry:
         if not self._queue_slots.acquire(blocking=False):
             self.untraced += 1
             return
-        arguments = (self._tracer, work, trajectory, stages, time.time())
-        self._executor.submit(self._trace, *arguments).add_done_callback(self._on_traced)
+        rollout = Rollout(
+            task=work.task,
+            session=work.session,
+            trajectory=trajectory,
+            stages=stages,
+            ended=time.time(),
+            node=self._node,
+            model=self._model,
+        )
+        job = self._executor.submit(self._trace, self._tracer, rollout)
+        job.add_done_callback(self._on_traced)
 
     async def close(self) -> None:
         """Send what is queued, for a bounded time."""
@@ -147,27 +157,9 @@ class Telemetry:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
-    def _trace(
-        self,
-        tracer: Tracer,
-        work: Work,
-        trajectory: Trajectory,
-        stages: Sequence[tuple[Status, float]],
-        ended: float,
-    ) -> None:
-        calls: Sequence[Call] = ()
+    def _trace(self, tracer: Tracer, rollout: Rollout) -> None:
         with contextlib.suppress(KeyError):  # the gateway never opened it
-            calls = self._calls(work.session.id)
-        rollout = Rollout(
-            task=work.task,
-            session=work.session,
-            trajectory=trajectory,
-            stages=stages,
-            ended=ended,
-            calls=calls,
-            node=self._node,
-            model=self._model,
-        )
+            rollout = replace(rollout, calls=self._calls(rollout.session.id))
         tracer.export(rollout)
 
     def _on_traced(self, job: Future[None]) -> None:
@@ -193,9 +185,8 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
     try:
         from tugline.node.tracing import Otlp  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
-        msg = (
+        raise UsageError(
             f"{' or '.join(ENDPOINTS)} asks for traces, which need the extra 'otel' "
             f"({error.name} is not there): pip install 'tugline[otel]'"
-        )
-        raise UsageError(msg) from error
+        ) from error
     return Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)

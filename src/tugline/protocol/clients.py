@@ -66,11 +66,38 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """Who asked it to stop, until it has."""
 
 
+class ResultView(msgspec.Struct, frozen=True, kw_only=True):
+    """A result without its tokens; those are in the `Trajectory`."""
+
+    position: int
+    session: str
+    task: str
+    tenant: str
+    sample: int
+    attempt: int
+    status: Status
+    version: int | None = None
+    """Of the weights when it was leased; None in results of older releases."""
+    reward: float | None
+    failure: Failure | None
+    sampled: int
+    """Tokens."""
+    trained: int
+    bytes: int
+    """Size of the encoded, compressed trajectory; 0 for a session that never ran."""
+    seconds: dict[str, float]
+    created: float
+    node: str | None = None
+    """Where it ended; None if it never ran."""
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a list; `next` is the cursor of the next page, None on the last one."""
 
     tasks: tuple[TaskView, ...] = ()
     sessions: tuple[SessionView, ...] = ()
+    results: tuple[ResultView, ...] = ()
+    """Of those `sessions` that have ended."""
     next: str | None = None
 
 
@@ -101,27 +128,6 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     """Running sessions; their nodes are asked to stop them."""
     final: int
     """Sessions that were final before."""
-
-
-class ResultView(msgspec.Struct, frozen=True, kw_only=True):
-    """A result without its tokens; those are in the `Trajectory`."""
-
-    position: int
-    session: str
-    task: str
-    tenant: str
-    sample: int
-    attempt: int
-    status: Status
-    reward: float | None
-    failure: Failure | None
-    sampled: int
-    """Tokens."""
-    trained: int
-    bytes: int
-    """Size of the encoded, compressed trajectory; 0 for a session that never ran."""
-    seconds: dict[str, float]
-    created: float
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +222,85 @@ class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     group: TaskView | None = None
 
 
+# --------------------------------------------------------------------------- queries
+Limit = Annotated[int, Meta(ge=1, le=1000, description="Maximum number of items.")]
+Wait = Annotated[float, Meta(ge=0, le=60.0, description="Seconds to wait for new items.")]
+Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
+Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
+
+
+class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tasks to list."""
+
+    state: TaskState | None = None
+    """Only open ones, or only released ones."""
+    tenant: Annotated[str, Meta(max_length=64)] | None = None
+    """Only those of this tenant."""
+    tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
+    """``key=value``."""
+    newest: bool = False
+    """Begin with what was submitted last."""
+    after: Cursor | None = None
+    limit: Limit = 100
+
+
+class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sessions to list."""
+
+    task: Name | None = None
+    """Only those of this task."""
+    status: Status | None = None
+    """Only those in this state."""
+    node: Annotated[str, Meta(max_length=160)] | None = None
+    """Only those that this node holds."""
+    q: Annotated[str, Meta(max_length=160)] = ""
+    """Only those with this in their id."""
+    newest: bool = False
+    """Begin with what was submitted last."""
+    after: Cursor | None = None
+    limit: Limit = 100
+
+
+class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which results."""
+
+    consumer: Name | None = None
+    """Start after what this consumer has acknowledged."""
+    after: Position | None = None
+    """Start after this position instead."""
+    limit: Limit = 100
+    wait_s: Wait = 0.0
+    task: Annotated[tuple[Name, ...], Meta(max_length=1000)] = ()
+    """Only those of these tasks."""
+    groups: bool = False
+    """Whole groups, once they are released."""
+    follow: bool = True
+    """A stream continues when there are no more results yet."""
+
+
+class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which events."""
+
+    after: Position | None = None
+    """Start after this position; a page starts at the first event, a stream with new ones."""
+    limit: Limit = 100
+    wait_s: Wait = 0.0
+    task: Name | None = None
+    """Only those of this task."""
+
+
+class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which deliveries."""
+
+    state: DeliveryState | None = None
+    """Only those in this state."""
+    after: Position = 0
+    """Start after this id."""
+    limit: Limit = 100
+
+
+# --------------------------------------------------------------------------- problems
 PROBLEM = "urn:tugline:problem:"
 """Prefix of `Problem.type`; an error without it is not from a Tugline server."""
 

@@ -41,6 +41,8 @@ class NodeRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """Of Tugline, of the engine, of its harnesses."""
     instance: Annotated[str, Meta(max_length=64)] = ""
     """Id of the node's folder. A live node of this name and of another folder is not replaced."""
+    problem: Annotated[str, Meta(max_length=2000)] = ""
+    """Why its sandboxes cannot start: it begins in quarantine."""
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,33 +205,32 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     """Where it failed; None if nothing failed."""
 
 
+class LogLength(msgspec.Struct, frozen=True):
+    """Length of a log in bytes, where the next piece starts."""
+
+    length: int
+
+
 class Dispatcher(Protocol):
     """The server as a node sees it. All raise `ServerError` if it cannot be reached in time."""
 
     async def register(self, registration: NodeRegistration) -> NodeRegistered:
         """Join. Sessions held by an earlier process of the node are given to others."""
-        ...
 
     async def lease(self, node: str, request: LeaseRequest) -> LeaseResponse:
         """Wait up to `request.wait_s` for work or orders. Raises `FencedError` for a lost node."""
-        ...
 
     async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
-        ...
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
         """Store a result (`types.encode`, zstd). Raises `FencedError` for a lost lease."""
-        ...
 
     async def release(self, session: str, release: Release) -> None:
         """Return a session to the queue. Raises `FencedError` for a lost lease."""
-        ...
 
     async def drain(self, node: str) -> None:
         """Give this node no more work."""
-        ...
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length, where the next chunk starts."""
-        ...

@@ -28,6 +28,8 @@ Packed = tuple[bytes, bytes]
 
 _CANDIDATES = 8
 _BODIES = 3
+_LACKING = 1024
+"""Bytes of a body that a later one may lack and yet take its place."""
 _SMALL = 8192
 """New bytes of a body that are few enough to stop the search for a nearer one."""
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
@@ -104,11 +106,38 @@ _message_decoder = msgspec.json.Decoder(MessageRecord)
 
 
 # --------------------------------------------------------------------------- writing
+@dataclass(slots=True, eq=False)
+class _CallIds:
+    """Ids of a call; prompts that are views of one buffer are not compared."""
+
+    prompt: Ids
+    sampled: Ids
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.sampled)
+
+    def shared_prefix(self, ids: Ids) -> int:
+        shared, length = shared_prefix(self.prompt, ids), len(self.prompt)
+        return shared if shared < length else length + shared_prefix(self.sampled, ids[length:])
+
+
+def _shared_front(a: bytes, b: bytes) -> int:
+    """How many leading bytes two texts have in common; each is compared about once."""
+    view, low, high = memoryview(a), 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if b.startswith(view[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class Packer:
     """Encodes the records of one section; remembers the last calls' ids, bodies and tools."""
 
     def __init__(self) -> None:
-        self.ids: deque[tuple[int, Ids]] = deque(maxlen=_CANDIDATES)
+        self.ids: deque[tuple[int, _CallIds]] = deque(maxlen=_CANDIDATES)
         self.bodies: deque[tuple[int, bytes]] = deque(maxlen=_BODIES)
         self.tools: tuple[Tool, ...] | None = None
         self._images: set[str] = set()
@@ -155,7 +184,7 @@ class Packer:
         base, keep = -1, 0
         latest_first = reversed(self.ids)
         for number, ids in sorted(latest_first, key=lambda pair: pair[0] != call.parent):
-            shared = shared_prefix(ids, call.prompt_ids)
+            shared = ids.shared_prefix(call.prompt_ids)
             if shared > keep:
                 base, keep = number, shared
             if shared == len(ids):
@@ -168,7 +197,7 @@ class Packer:
         own = np.frombuffer(body, np.uint8)
         for number, other in reversed(self.bodies):
             theirs = np.frombuffer(other, np.uint8)
-            front = shared_prefix(theirs, own)
+            front = _shared_front(other, body)
             back = shared_prefix(theirs[front:][::-1], own[front:][::-1])
             if front + back > best + best_back:
                 base, best, best_back = number, front, back
@@ -179,16 +208,16 @@ class Packer:
     def _remember(self, call: Call, record: CallRecord) -> None:
         """Keep one entry per conversation: drop one that this call contains entirely."""
         _drop_contained(self.ids, record.base, record.keep)
-        self.ids.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
+        self.ids.append((call.number, _CallIds(call.prompt_ids, call.sampled_ids)))
         if call.request:
-            _drop_contained(self.bodies, record.body_base, record.front + record.back)
+            _drop_contained(self.bodies, record.body_base, record.front + record.back + _LACKING)
             self.bodies.append((call.number, call.request))
         self.tools = call.tools
 
 
 def _drop_contained(known: deque[tuple[int, Any]], number: int, length: int) -> None:
     for entry in known:
-        if entry[0] == number and len(entry[1]) == length:
+        if entry[0] == number and len(entry[1]) <= length:
             known.remove(entry)
             return
 
@@ -199,10 +228,10 @@ def _strip(call: Call) -> Call:
         messages=(),
         answer=None,
         tools=(),
+        request=b"",
         prompt_ids=_NO_IDS,
         sampled_ids=_NO_IDS,
         logprobs=_NO_LOGPROBS,
-        request=b"",
     )
 
 
@@ -328,8 +357,7 @@ class Unpacker:
         if record.keep:
             chain, end = self._ends[record.base]
             if record.keep > end:
-                msg = f"a prompt begins with {record.keep} ids of a call that has {end}"
-                raise ValueError(msg)
+                raise ValueError(f"a prompt begins with {record.keep} ids of a call that has {end}")
             if record.keep == chain.length:
                 return chain
             base = chain, record.keep

@@ -14,6 +14,7 @@ is dropped when the file is opened, and everything before it is intact. Any othe
 
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -107,8 +108,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        msg = f"cannot read recording {path}: {error.strerror}"
-        raise CaptureError(msg) from error
+        raise CaptureError(f"cannot read recording {path}: {error.strerror}") from error
 
 
 def _unpack_frame(
@@ -129,8 +129,7 @@ def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
         return
     if not data.startswith(_NAME):
-        msg = f"{path} is no recording: it begins with {data[:8]!r} (offset 0)"
-        raise CaptureError(msg)
+        raise CaptureError(f"{path} is no recording: it begins with {data[:8]!r} (offset 0)")
     at = 0
     while at + len(MAGIC) <= len(data):
         section = data.startswith(_NAME, at)
@@ -195,14 +194,15 @@ class Writer:
         """Whether something was written since the last flush."""
         self.size = 0
         """Bytes of the file."""
+        self._lock = threading.RLock()
+        """Held while the file is flushed or closed: both may be asked for in different threads."""
         for frame in read_frames(path, _read_bytes(path) if path.exists() else b""):
             self.size = frame.end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            msg = f"cannot open recording {path}: {error.strerror}"
-            raise CaptureError(msg) from error
+            raise CaptureError(f"cannot open recording {path}: {error.strerror}") from error
         is_new = self.size <= len(MAGIC)
         os.ftruncate(self._fd, self.size)
         self._packer = Packer()
@@ -225,8 +225,7 @@ class Writer:
 
     def _write_records(self, packed: Iterable[Packed]) -> int:
         if self.closed:
-            msg = f"recording {self.path} is closed"
-            raise CaptureError(msg)
+            raise CaptureError(f"recording {self.path} is closed")
         records = b"".join(_frame(*one) for one in packed)
         self._write(records)
         return len(records)
@@ -245,13 +244,14 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until everything written would survive a power failure."""
-        if not self.dirty or self.closed:
-            return
-        self.dirty = False
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            raise self._close_failed(error) from error
+        with self._lock:
+            if not self.dirty or self.closed:
+                return
+            self.dirty = False
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                raise self._close_failed(error) from error
 
     def close(self) -> None:
         """Flush and close the file; may be called twice."""
@@ -259,9 +259,10 @@ class Writer:
         self._release()
 
     def _release(self) -> None:
-        if not self.closed:
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:
+            if not self.closed:
+                os.close(self._fd)
+                self._fd = -1
 
     def _close_failed(self, error: OSError) -> CaptureError:
         self._release()  # the part of the last record that was written is a torn tail

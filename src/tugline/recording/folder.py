@@ -67,8 +67,7 @@ def list_recordings(where: Path) -> list[Path]:
     paths = sorted(where.rglob(_PATTERN)) if where.is_dir() else []
     if not paths:
         what = f"holds no recording ({_PATTERN})" if where.is_dir() else "does not exist"
-        msg = f"{where} {what}; give a recording or a folder with some"
-        raise UsageError(msg)
+        raise UsageError(f"{where} {what}; give a recording or a folder with some")
     return paths
 
 
@@ -87,8 +86,7 @@ def locate(name: str) -> Path:
         if parse_name(one)[0] == name
     ]
     if not attempts:
-        msg = f"there is no recording {name!r}, and no session of that id below {RUNS}/"
-        raise UsageError(msg)
+        raise UsageError(f"there is no recording {name!r}, and no session of that id below {RUNS}/")
     return max(attempts)[-1]
 
 

@@ -88,15 +88,12 @@ def read(path: Path, sha256: str = "") -> Trajectory:
     try:
         data = path.read_bytes()
         if sha256 and hashlib.sha256(data).hexdigest() != sha256:
-            msg = f"{path} is not the file that {INDEX} names: its SHA-256 differs"
-            raise CaptureError(msg)
+            raise CaptureError(f"{path} is not the file that {INDEX} names: its SHA-256 differs")
         return unpack(data)
     except OSError as error:
-        msg = f"cannot read trajectory {path}: {error.strerror}"
-        raise CaptureError(msg) from error
+        raise CaptureError(f"cannot read trajectory {path}: {error.strerror}") from error
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        msg = f"{path} holds no trajectory: {error}"
-        raise CaptureError(msg) from error
+        raise CaptureError(f"{path} holds no trajectory: {error}") from error
 
 
 def read_index(folder: Path) -> Index:
@@ -104,8 +101,7 @@ def read_index(folder: Path) -> Index:
     try:
         return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
     except (OSError, msgspec.DecodeError) as error:
-        msg = f"{folder} has no {INDEX} of trajectories: {error}"
-        raise UsageError(msg) from error
+        raise UsageError(f"{folder} has no {INDEX} of trajectories: {error}") from error
 
 
 def read_folder(folder: Path) -> Iterator[Trajectory]:
@@ -182,8 +178,7 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
     """
     header, result = recording.header, recording.result
     if header is None:
-        msg = "the recording has no header, so its session is not known"
-        raise CaptureError(msg)
+        raise CaptureError("the recording has no header, so its session is not known")
     own = header.task.builder
     traces, ledger, _ = make_builder(spec or own).build(recording.calls)
     reward = result.reward if result else None
@@ -220,8 +215,7 @@ def rebuild_all(
     last one counts. A recording that cannot be read or built has an entry with the error.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        msg = f"--out {out} must be a new or an empty folder"
-        raise UsageError(msg)
+        raise UsageError(f"--out {out} must be a new or an empty folder")
     if spec is not None:
         make_builder(spec)
     superseded = _find_superseded(paths)

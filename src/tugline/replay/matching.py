@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tugline.chat.model_call import Request
+from tugline.chat.tokens import count_shared
 from tugline.errors import UsageError
 from tugline.gateway.turns import MessageDigest, call_positions, digest_message
 from tugline.traces.lineage import adds_to_parent
@@ -58,8 +59,7 @@ class Normalizer:
             try:
                 re.compile(pattern)
             except re.error as error:
-                msg = f"--mask {pattern!r} is no regular expression: {error}"
-                raise UsageError(msg) from error
+                raise UsageError(f"--mask {pattern!r} is no regular expression: {error}") from error
         numbered = {f"mask{number}": one for number, one in enumerate(custom, start=1)}
         named = {**folders, **numbered, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
@@ -129,9 +129,7 @@ class RecordedResponse:
 
     def count_shared_messages(self, digests: Sequence[MessageDigest]) -> int:
         """Return how many leading messages are equal."""
-        pairs = enumerate(zip(self.digests, digests, strict=False))
-        shortest = min(len(self.digests), len(digests))
-        return next((index for index, (old, new) in pairs if old != new), shortest)
+        return count_shared(self.digests, digests)
 
     @property
     def required(self) -> bool:
@@ -286,8 +284,7 @@ def _format(message: Message, normalizer: Normalizer) -> str:
 
 def _clip_difference(old: str, new: str) -> tuple[str, str]:
     """Return both texts around the first character that differs."""
-    pairs = enumerate(zip(old, new, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    at = count_shared(old, new)
     start, end = max(0, at - _BEFORE), at + _AFTER
     front = "..." if start else ""
     return (

@@ -76,8 +76,7 @@ class _MountedSandbox(base.Sandbox):
         self._inner, self._old, self._prefix = inner, old, prefix
         self._folder = Path(inner.workdir).parent
         if Path(inner.home).parent != self._folder:
-            msg = f"{inner.workdir} and {inner.home} are not in one folder"
-            raise UsageError(msg)
+            raise UsageError(f"{inner.workdir} and {inner.home} are not in one folder")
 
     async def put(self, root: PurePath, files: Mapping[str, base.Content]) -> None:
         """Put `files` under `root`, with old paths in their texts."""

@@ -48,12 +48,10 @@ class RecordedSession:
         header = recording.header
         if header is None or not recording.calls:
             what = "has no header" if header is None else "holds no calls"
-            msg = f"{path} {what}; there is nothing to replay"
-            raise UsageError(msg)
+            raise UsageError(f"{path} {what}; there is nothing to replay")
         loaded = load_tokenizer(path, header, tokenizer)
         if loaded is None and header.mode is Mode.EXACT:
-            msg = f"the tokenizer of {path} is not beside it; give it with --tokenizer"
-            raise UsageError(msg)
+            raise UsageError(f"the tokenizer of {path} is not beside it; give it with --tokenizer")
         return cls(header, recording.calls, recording.result, loaded)
 
     def make_rendering(self) -> Rendering | None:

@@ -199,7 +199,7 @@ class RecordedSource(TokenSource):
     # ----------------------------------------------------------------------- matching
     def _find_response(self, state: ReplayState, ask: EngineRequest) -> RecordedResponse | None:
         """Return the response to a request; None if there is none, or the engine shall answer."""
-        if ask.request is None or state.ended:
+        if state.ended:
             return None
         result_order, number = list_result_ids(ask.request.messages), state.requests
         messages = sort_tool_results(ask.request.messages)
@@ -279,17 +279,17 @@ class RecordedSource(TokenSource):
         if call.mode is not Mode.EXACT:
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
             answer = call.answer
-            calls = tuple(
+            calls = [
                 CallDelta(i, one.id, one.name, one.arguments)
                 for i, one in enumerate(answer.tool_calls if answer else ())
-            )
+            ]
             reasoning, text = (answer.reasoning or "", answer.content) if answer else ("", "")
             yield Delta(prompt=prompt, reasoning=reasoning, text=text, calls=calls)
         for span in call.versions:
             for start in range(span.start, span.end, _DELTA_TOKENS):
                 piece = slice(start, min(start + _DELTA_TOKENS, span.end))
                 ids, logprobs = call.sampled_ids[piece], call.logprobs[piece]
-                yield Delta(ids=ids, logprobs=logprobs, version=span.version)
+                yield Delta(ids=ids.tolist(), logprobs=logprobs.tolist(), version=span.version)
         yield Delta(finish=call.finish, stop=call.stop)
 
     def _adapt(self, state: ReplayState, call: Call) -> Call:

@@ -90,8 +90,7 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
     try:
         async with contextlib.aclosing(rollout.prewarmed):
             async with AsyncExitStack() as model:
-                launch = await rollout.initialize(model)
-                await rollout.run_agent(launch)
+                await rollout.run_agent(*await rollout.initialize(model))
             if not rollout.evaluator.in_place:
                 await rollout.close_sandbox()
             await rollout.build()
@@ -134,7 +133,7 @@ class _Rollout:
         self.sandbox_stack = AsyncExitStack()
         self.prewarmed = PrewarmedSandbox(self.sandboxes.open_evaluation)
 
-    async def initialize(self, model: AsyncExitStack) -> Launch:
+    async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
         """INIT: install the harness, open sandbox and gateway (until `model` closes)."""
         async with self._stage(Status.INIT):
             # Not part of init_s: a first installation may take minutes.
@@ -158,11 +157,10 @@ class _Rollout:
                 )
                 await sandbox.put(sandbox.home, launch.files)
         self.slots.agent_log = sandbox.logs / "agent.log"
-        return launch
+        return sandbox, launch
 
-    async def run_agent(self, launch: Launch) -> None:
+    async def run_agent(self, sandbox: Sandbox, launch: Launch) -> None:
         """READY and RUN: the agent works until it ends or `agent_s` is over."""
-        sandbox = self._agent_sandbox()
         async with self._stage(Status.RUN):
             if self.evaluator.opens_sandbox and not self.evaluator.in_place:
                 self.prewarmed.prepare(self.slots.prewarm)
@@ -295,12 +293,6 @@ class _Rollout:
             on_hang=self.slots.credit,
         )
 
-    def _agent_sandbox(self) -> Sandbox:
-        if self.sandbox is None:
-            msg = "the agent's sandbox was not opened"
-            raise errors.SandboxError(msg)
-        return self.sandbox
-
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:
             calls = self.gateway.read_calls(self.session.id)
@@ -312,8 +304,7 @@ class _Rollout:
 
     async def _evaluate_once(self) -> Verdict:
         if self.agent_run is None:
-            msg = "an agent that did not run cannot be evaluated"
-            raise errors.EvaluatorError(msg)
+            raise errors.EvaluatorError("an agent that did not run cannot be evaluated")
         timeout_s = self.task.limits.eval_s
         outcome = SessionOutcome(
             task=self.task,

@@ -7,7 +7,6 @@ it meanwhile, so a prewarmed sandbox that has changed is not used.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,6 +15,7 @@ from tugline import log
 from tugline.errors import SandboxError
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import Content, Mount, Sandbox, SandboxSpec
+from tugline.sandbox.files import read_ends
 from tugline.types import Task
 
 _log = log.get("node")
@@ -121,7 +121,4 @@ class PrewarmedSandbox:
 
 def read_tail(log_file: Path) -> str:
     """The end of a program's output."""
-    with log_file.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _LOG_TAIL))
-        return file.read().decode(errors="replace").strip()
+    return read_ends(log_file, 0, _LOG_TAIL).decode(errors="replace").strip()

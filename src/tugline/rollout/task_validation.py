@@ -19,7 +19,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, Sandbox
-from tugline.sandbox.files import remove
+from tugline.sandbox.files import hash_file, remove
 from tugline.types import Failure, Status, Task
 
 _EVAL_GRACE_S = 10.0
@@ -115,9 +115,7 @@ def fingerprint(task: Task, solution: Solution | None) -> str:
     for root in sorted(_find_paths(task, solution)):
         for path in sorted([root, *root.rglob("*")]):
             if path.is_file():
-                digest.update(f"\0{path}\0".encode(errors="surrogateescape"))
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+                hash_file(digest, path.resolve(), str(path))
     return digest.hexdigest()[:16]
 
 

@@ -31,12 +31,12 @@ from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.files import replace_file
 from tugline.sandbox.hardening import ApptainerHardening
-from tugline.sandbox.limits import Cgroup, ProgramLimits, check_limits
+from tugline.sandbox.limits import Cgroup, check_limits
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
 from tugline.sandbox.processes import ChildProcess, find_records, run_command, start_time
-from tugline.sandbox.repos import end_history
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
+from tugline.schema import PositiveFloat
 from tugline.types import Workspace
 
 _BUILD_S = 1800.0
@@ -65,13 +65,14 @@ class Apptainer(host.HostRuntime):
         image: str | None = None,
         network: Literal["none", "host"] = "none",
         allow: Sequence[str] = (),
-        cache_gb: float = 50.0,
+        cache_gb: PositiveFloat = 50.0,
         **bounds: int,
     ) -> None:
         super().__init__(cache_gb)
-        self._limits = check_limits("apptainer", **bounds)
-        self._image, self._network, self._allow = image, network, AllowList(allow)
-        self._available, self._hardening = False, ApptainerHardening()
+        self.limits = check_limits("apptainer", **bounds)
+        self._image = image
+        self.allow = AllowList(allow) if network == "none" else None
+        self._available, self.hardening = False, ApptainerHardening()
 
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
@@ -85,9 +86,8 @@ class Apptainer(host.HostRuntime):
             one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
         ]
         layout = host.Layout(directory, workspace, workdir, mounts)
-        allow = self._allow if self._network == "none" else None
         parent = await asyncio.to_thread(limits.find_cgroup_parent)
-        return ApptainerSandbox(layout, self._limits, allow, parent, image, self._hardening)
+        return ApptainerSandbox(layout, self, image, parent)
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
@@ -101,15 +101,10 @@ class Apptainer(host.HostRuntime):
             return image, workdir, base
         if workspace.commit is None:
             return image, workdir, image_folder
-        commit = workspace.commit
-
-        async def fill(into: Path) -> None:
-            await asyncio.to_thread(copy, image_folder, into)
-            await asyncio.to_thread(end_history, into, commit, str(image_folder))
-
-        key = f"apptainer-{digest(str(image), str(workdir), commit)}"
-        entry = self._cache.entry(key, fill, str(image_folder))
-        return image, workdir, await stack.enter_async_context(entry)
+        key = f"apptainer-{digest(str(image), str(workdir), workspace.commit)}"
+        copying = lambda into: asyncio.to_thread(copy, image_folder, into)  # noqa: E731
+        what = str(image_folder)
+        return image, workdir, await self._hold_copy(stack, key, copying, workspace.commit, what)
 
     async def _get_image(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Path:
         """Return the image as a sandbox directory."""
@@ -118,11 +113,10 @@ class Apptainer(host.HostRuntime):
             raise UsageError(msg)
         image = workspace.image or self._image
         if image is None:
-            msg = (
+            raise UsageError(
                 "runtime 'apptainer' needs workspace.image: a sandbox directory, or what"
                 " `apptainer build` takes, such as 'docker://python:3.12-slim'"
             )
-            raise UsageError(msg)
         if await asyncio.to_thread(Path(image).is_dir):
             return Path.cwd() / image
         key = f"apptainer-{digest(image, await asyncio.to_thread(_modified, image))}"
@@ -145,8 +139,8 @@ class Apptainer(host.HostRuntime):
     def list_weaknesses(self) -> Sequence[str]:
         """Return what is not isolated."""
         lines = limits.list_unenforced(limits.find_cgroup_parent())
-        lines += self._hardening.list_weaknesses()
-        if self._network == "host":
+        lines += self.hardening.list_weaknesses()
+        if self.allow is None:
             lines.append("the network is open (network='host')")
         return lines
 
@@ -155,17 +149,11 @@ class ApptainerSandbox(host.IsolatedSandbox):
     """One Apptainer container."""
 
     def __init__(
-        self,
-        layout: host.Layout,
-        bounds: ProgramLimits,
-        allow: AllowList | None,
-        cgroup_parent: Cgroup,
-        image: Path,
-        hardening: ApptainerHardening,
+        self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: Cgroup
     ) -> None:
         """Without an `allow` list the network is this machine's."""
-        super().__init__(layout, bounds, allow, cgroup_parent)
-        self._image, self._hardening = image, hardening
+        super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
+        self._image, self._hardening = image, runtime.hardening
         self._record = layout.directory / f"container{_RECORD}"
         self._child: ChildProcess | None = None
         self._first_process = 0
@@ -235,8 +223,7 @@ def find_first_process(pid: int) -> int:
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:"))
                 if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
                     return int(process.pid)
-    msg = f"apptainer (process {pid}) has made no process namespace"
-    raise SandboxError(msg)
+    raise SandboxError(f"apptainer (process {pid}) has made no process namespace")
 
 
 def _reap(path: Path) -> int:
@@ -257,8 +244,7 @@ async def _build(image: str, into: Path) -> None:
     try:
         code, _, output = await run_command(argv, timeout_s=_BUILD_S)
     except TimeoutError as error:
-        msg = f"image {image!r} was not made within {_BUILD_S:.0f} s"
-        raise ImageError(msg) from error
+        raise ImageError(f"image {image!r} was not made within {_BUILD_S:.0f} s") from error
     if code:
         msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)

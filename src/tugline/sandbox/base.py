@@ -46,6 +46,8 @@ class Exit(msgspec.Struct, frozen=True):
     seconds: float
     cause: Cause | None = None
     """Set when a limit of the sandbox ended it: memory or disk."""
+    starved: bool = False
+    """Whether it timed out because other programs of the node had the processors."""
 
 
 class Mount(msgspec.Struct, frozen=True):
@@ -136,8 +138,7 @@ class Sandbox(ABC):
 
         Ends all programs first; home and mounts are not included.
         """
-        msg = f"{type(self).__name__} takes no snapshots"
-        raise UsageError(msg)
+        raise UsageError(f"{type(self).__name__} takes no snapshots")
 
 
 class Runtime(ABC):
@@ -253,8 +254,7 @@ def check_variables(env: Mapping[str, str], passed: Collection[str], option: str
         for match in _VARIABLE.finditer(value):
             if match[1] not in passed and match[2] is None:
                 must = f"list {match[1]!r} in pass_env to fill it in from the node"
-                msg = f"{option}.{name} is {value!r}: {must}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{option}.{name} is {value!r}: {must}")
 
 
 def expand_variables(env: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:

@@ -20,29 +20,23 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Annotated
 
 import msgspec
 import psutil
+from msgspec import Meta
 
-from tugline.errors import ConfigError, SandboxError, UsageError
+from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import bubblewrap_view as view
-from tugline.sandbox import files, host
+from tugline.sandbox import files, host, limits
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
-from tugline.sandbox.limits import (
-    RECORD,
-    Cgroup,
-    ProgramLimits,
-    check_limits,
-    find_cgroup_parent,
-    list_unenforced,
-    reap_cgroups,
-)
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import ChildProcess, find_records, finish, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
+from tugline.schema import PositiveFloat
 
 _SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
@@ -70,7 +64,7 @@ class _Machine(msgspec.Struct, frozen=True):
     """Arguments after ``/tmp``."""
     seccomp: bytes
     """Filter of system calls; empty where there is none."""
-    cgroup_parent: Cgroup
+    cgroup_parent: limits.Cgroup
 
 
 class Bubblewrap(host.HostRuntime):
@@ -85,14 +79,14 @@ class Bubblewrap(host.HostRuntime):
         self,
         *,
         allow: Sequence[str] = (),
-        readable: Sequence[str] = (),
-        cache_gb: float = 50.0,
+        readable: Sequence[Annotated[str, Meta(pattern="^/.")]] = (),
+        cache_gb: PositiveFloat = 50.0,
         **bounds: int,
     ) -> None:
         super().__init__(cache_gb)
-        self._limits = check_limits("bubblewrap", **bounds)
-        self._allow = AllowList(allow)
-        self._readable = _check_readable(readable)
+        self.limits = limits.check_limits("bubblewrap", **bounds)
+        self.allow = AllowList(allow)
+        self._readable = tuple(readable)
         self._machine: _Machine | None = None
 
     async def _create(
@@ -104,12 +98,12 @@ class Bubblewrap(host.HostRuntime):
         workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
         mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
         layout = host.Layout(directory, workspace, workdir, mounts)
-        return BubblewrapSandbox(layout, self._limits, self._allow, machine)
+        return BubblewrapSandbox(layout, self, machine)
 
     def reap(self, directory: Path) -> int:
         """Kill and remove what is left of sandboxes; those that ran have died with their parent."""
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
-        return strays + sum(map(reap_cgroups, find_records(directory, RECORD)))
+        return strays + sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
 
     def check_available(self) -> str | None:
         """Try to start a sandbox."""
@@ -128,10 +122,10 @@ class Bubblewrap(host.HostRuntime):
     def list_weaknesses(self) -> Sequence[str]:
         """Return limits that nothing enforces here, and what is not filtered."""
         machine = self._inspect()
-        lines = list_unenforced(machine.cgroup_parent)
+        lines = limits.list_unenforced(machine.cgroup_parent)
         if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
-        if self._allow.patterns:
+        if self.allow.patterns:
             lines.append("hosts of the allow-list are reached, and whatever they pass on")
         if os.geteuid() == 0:
             lines.append("sandboxes are run by root, without its rights: a normal user is safer")
@@ -144,21 +138,51 @@ class Bubblewrap(host.HostRuntime):
                 etc = view.copy_etc(cache_folder() / "etc")
             except OSError as error:
                 place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
-                msg = f"cannot write to {place}"
-                raise SandboxError(msg) from error
+                raise SandboxError(f"cannot write to {place}") from error
             visible = tuple(view.visible_folders(self._readable))
             arguments = tuple(view.first_arguments(etc))
-            self._machine = _Machine(arguments, visible, bpf_filter(), find_cgroup_parent())
+            self._machine = _Machine(arguments, visible, bpf_filter(), limits.find_cgroup_parent())
         return self._machine
+
+
+class Auto(Bubblewrap):
+    """`Bubblewrap`, with its options: the runtime of tasks that name none, and nothing less.
+
+    Where it does not work, an agent would have the rights of the node's user, who can read its
+    tokens: a task gets that only by its own ``runtime: local``.
+    """
+
+    _works = False
+
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> BubblewrapSandbox:
+        await asyncio.to_thread(self._check)
+        return await super()._create(directory, spec, stack)
+
+    def list_weaknesses(self) -> Sequence[str]:
+        """Return those of bubblewrap. Raises `SandboxError` where it does not work."""
+        self._check()
+        return super().list_weaknesses()
+
+    def check_available(self) -> str | None:
+        """Try to start a sandbox."""
+        problem = super().check_available()
+        advice = "; a task runs without isolation only where it says `runtime: local`"
+        return problem and f"runtime 'auto': {problem}{advice}"
+
+    def _check(self) -> None:
+        """Blocks until it has worked once."""
+        if not self._works and (problem := self.check_available()):
+            raise SandboxError(problem)
+        self._works = True
 
 
 class BubblewrapSandbox(host.IsolatedSandbox):
     """One bubblewrap sandbox."""
 
-    def __init__(
-        self, layout: host.Layout, limits: ProgramLimits, allow: AllowList, machine: _Machine
-    ) -> None:
-        super().__init__(layout, limits, allow, machine.cgroup_parent)
+    def __init__(self, layout: host.Layout, runtime: Bubblewrap, machine: _Machine) -> None:
+        super().__init__(layout, runtime.limits, runtime.allow, machine.cgroup_parent)
         self._machine = machine
         self._child: ChildProcess | None = None
         self._first_process = 0
@@ -188,8 +212,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             argv = (*command, *self._arguments(), *ARGV)
             return ChildProcess(argv, descriptors=(write_info, rules))
         except OSError as error:
-            msg = f"bubblewrap cannot be started: {error.strerror}"
-            raise SandboxError(msg) from error
+            raise SandboxError(f"bubblewrap cannot be started: {error.strerror}") from error
         finally:
             os.close(write_info)
             os.close(rules)
@@ -209,8 +232,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             self._child.kill()
             _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
             if hanging:
-                msg = f"the sandbox of process {self._child.pid} cannot be ended"
-                raise SandboxError(msg)
+                raise SandboxError(f"the sandbox of process {self._child.pid} cannot be ended")
             self._child.close()
         for descriptor in (self._info, self._pidfd):
             if descriptor >= 0:
@@ -287,14 +309,6 @@ def _check(spec: SandboxSpec) -> PurePosixPath:
         msg = f"workspace.path is {workspace.path!r}, must be absolute and no folder of the system"
         raise UsageError(msg)
     return workdir
-
-
-def _check_readable(readable: Sequence[str]) -> tuple[str, ...]:
-    wrong = [one for one in readable if not (isinstance(one, str) and Path(one).is_absolute())]
-    if isinstance(readable, str) or wrong or "/" in readable:
-        msg = f"runtime 'bubblewrap': readable is {readable!r}, must be a list of absolute paths"
-        raise ConfigError(msg)
-    return tuple(readable)
 
 
 def kill_strays(directory: Path) -> int:

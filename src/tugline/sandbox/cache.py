@@ -26,9 +26,11 @@ from pathlib import Path
 import msgspec
 
 from tugline import log
-from tugline.errors import ConfigError, UsageError, WorkspaceError
+from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox.files import remove, translate_errors
+from tugline.sandbox.processes import SharedTasks
 from tugline.sandbox.repos import RepoSource, resolve, source_of
+from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import Workspace
 
 Fill = Callable[[Path], Awaitable[None]]
@@ -62,12 +64,9 @@ class WorkspaceCache:
     """Entries under `folder`, together at most `max_gb` as far as they are not in use."""
 
     def __init__(self, folder: Path | None = None, *, max_gb: float = 50.0) -> None:
-        if isinstance(max_gb, bool) or not isinstance(max_gb, (int, float)) or max_gb <= 0:
-            msg = f"cache_gb is {max_gb!r}, must be a number of gigabytes above 0"
-            raise ConfigError(msg)
         self._folder = folder
         self._max_bytes = max_gb * _GB
-        self._making: dict[str, asyncio.Task[None]] = {}
+        self._making = SharedTasks()
         self._resolved: dict[tuple[str, str | None], tuple[float, str]] = {}
         """When a repository was asked for a tag or branch, and the commit."""
 
@@ -99,7 +98,7 @@ class WorkspaceCache:
     async def entry(self, key: str, fill: Fill, description: str = "") -> AsyncIterator[Path]:
         """Hold the entry of that key, which `fill` makes if there is none."""
         while (lock := self._lock_entry(key)) is None:
-            await self._ensure_made(key, fill, description)
+            await self._making.run(key, partial(self._make, key, fill, description))
         try:
             yield self.folder / key
         finally:
@@ -138,16 +137,6 @@ class WorkspaceCache:
         os.close(lock)
         return None
 
-    async def _ensure_made(self, key: str, fill: Fill, description: str) -> None:
-        """Wait until it is made, by whomever; a cancelled wait does not end the making."""
-        task = self._making.get(key)
-        if task is None or task.get_loop() is not asyncio.get_running_loop():
-            task = self._making[key] = asyncio.create_task(self._make(key, fill, description))
-            task.add_done_callback(lambda _: self._making.pop(key, None))
-            # If nobody waits for it any more, its failure is not worth a warning.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(task)
-
     async def _make(self, key: str, fill: Fill, description: str) -> None:
         entry, part = self.folder / key, self.folder / f"{key}.part"
         async with self._exclusive(key):
@@ -170,7 +159,7 @@ class WorkspaceCache:
 
     def _describe(self, key: str, folder: Path, description: str) -> None:
         with translate_errors(f"cannot write {self.folder / key}.json"):
-            entry = _CacheEntry(description, _disk_bytes(folder))
+            entry = _CacheEntry(description, folder_bytes(folder))
             (self.folder / f"{key}.json").write_bytes(msgspec.json.encode(entry))
 
     @contextlib.asynccontextmanager
@@ -272,8 +261,7 @@ def check_workspace(workspace: Workspace) -> None:
 def _existing_folder(folder: str) -> Path:
     found = Path(folder).resolve()
     if not found.is_dir():
-        msg = f"workspace.folder is {folder!r}, which is no folder on this node"
-        raise WorkspaceError(msg)
+        raise WorkspaceError(f"workspace.folder is {folder!r}, which is no folder on this node")
     if found == Path(found.anchor):
         msg = f"workspace.folder is {folder!r}: the root of the node cannot be a workspace"
         raise UsageError(msg)
@@ -290,14 +278,3 @@ def _try_lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _disk_bytes(folder: Path) -> int:
-    total, stack = 0, [os.fspath(folder)]
-    while stack:
-        with os.scandir(stack.pop()) as entries:
-            for entry in entries:
-                total += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    stack.append(entry.path)
-    return total

@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -45,12 +46,12 @@ from tugline.sandbox.container_images import LABEL, ContainerImage, ImageCache
 from tugline.sandbox.container_probe import EngineInfo, probe, ulimits
 from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
-from tugline.sandbox.limits import ProgramLimits, Whole, cgroup_of
+from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.processes import finish
-from tugline.sandbox.repos import end_history
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
+from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Cause, Workspace
 
 DIRECTORY = f"{LABEL}.directory"
@@ -64,7 +65,6 @@ _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
 )
-_Amount = Annotated[float, Meta(gt=0)]
 _log = log.get("sandbox")
 
 
@@ -87,32 +87,27 @@ class Container(HostRuntime):
         image: str | None = None,
         memory_mb: Annotated[int, Meta(ge=6)] = 8192,
         processes: Annotated[int, Meta(ge=2)] = 1024,
-        cpus: _Amount | None = None,
-        disk_mb: Whole = 10240,
-        output_mb: Whole = 64,
+        cpus: PositiveFloat | None = None,
+        disk_mb: PositiveInt = 10240,
+        output_mb: PositiveInt = 64,
         user: str | None = None,
         read_only: bool = False,
         allow: Sequence[str] = (),
         pull: Literal["missing", "never"] = "missing",
-        pull_s: _Amount = 1800.0,
-        build_s: _Amount = 1800.0,
-        images_gb: _Amount = 100.0,
-        cache_gb: float = 50.0,
+        pull_s: PositiveFloat = 1800.0,
+        build_s: PositiveFloat = 1800.0,
+        images_gb: PositiveFloat = 100.0,
+        cache_gb: PositiveFloat = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        self._options = ContainerOptions(
-            limits=ProgramLimits(
-                memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb
-            ),
-            cpus=cpus,
-            user=user,
-            read_only=read_only,
-            allow=AllowList(allow),
+        self.limits = ProgramLimits(
+            memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb
         )
+        self.cpus, self.user, self.read_only, self.allow = cpus, user, read_only, AllowList(allow)
         self._image = image
-        self._engine = ContainerEngine(engine)
+        self.engine = ContainerEngine(engine)
         self._images = ImageCache(
-            self._engine,
+            self.engine,
             cache_folder() / "images",
             pull=pull == "missing",
             max_gb=images_gb,
@@ -132,8 +127,7 @@ class Container(HostRuntime):
         there = await self._images.find_paths(image, optional)
         mounts = [one for one in spec.mounts if not (one.optional and one.target in there)]
         layout = Layout(directory, workspace, workdir, mounts)
-        options = msgspec.structs.replace(self._options, hardening=info.hardening)
-        return ContainerSandbox(layout, options, self._engine, image)
+        return ContainerSandbox(layout, self, image, info.hardening)
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
@@ -146,16 +140,10 @@ class Container(HostRuntime):
         base: Path | None = await super()._prepare(workspace, stack)
         if base is not None or not await self._images.find_paths(image, [str(workdir)]):
             return image, workdir, base
-        description = f"{workdir} of {image.name}"
-
-        async def fill(into: Path) -> None:
-            await self._images.copy(image, workdir, into)
-            if workspace.commit is not None:
-                await asyncio.to_thread(end_history, into, workspace.commit, description)
-
         key = f"image-{digest(image.id, str(workdir), workspace.commit or '')}"
-        entry = self._cache.entry(key, fill, description)
-        return image, workdir, await stack.enter_async_context(entry)
+        copy = partial(self._images.copy, image, workdir)
+        what = f"{workdir} of {image.name}"
+        return image, workdir, await self._hold_copy(stack, key, copy, workspace.commit, what)
 
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
@@ -182,8 +170,8 @@ class Container(HostRuntime):
         """Find out once what the engine does on this machine. Blocks. Raises `SandboxError`."""
         with self._probing:
             if self._info is None:
-                kind = self._engine.find().kind
-                info = self._engine.run_blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
+                kind = self.engine.find().kind
+                info = self.engine.run_blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
                 if not info.rootless and os.geteuid() != 0:
                     raise SandboxError(_NOT_ROOT.format(kind=kind))
                 fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}
@@ -221,32 +209,20 @@ def _reap(folder: Path) -> int:
     return count
 
 
-class ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a container; see `runtime.Container`."""
-
-    limits: ProgramLimits
-    cpus: float | None
-    user: str | None
-    read_only: bool
-    allow: AllowList
-    hardening: ProcessHardening | None = None
-    """Set when the engine is known."""
-
-
 class ContainerSandbox(IsolatedSandbox):
     """One container."""
 
     def __init__(
         self,
         layout: Layout,
-        options: ContainerOptions,
-        engine: ContainerEngine,
+        runtime: Container,
         image: ContainerImage,
+        hardening: ProcessHardening | None,
     ) -> None:
-        super().__init__(layout, options.limits, options.allow, None)
-        if not options.read_only:
+        super().__init__(layout, runtime.limits, runtime.allow, None)
+        if not runtime.read_only:
             del self._folders[_TMP]
-        self._options, self._engine, self._image = options, engine, image
+        self._runtime, self._image, self._hardening = runtime, image, hardening
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
         self._upper: list[Path] = []
@@ -282,7 +258,7 @@ class ContainerSandbox(IsolatedSandbox):
 
     async def _create_container(self) -> None:
         async with self._call_engine("made") as docker:
-            found = await asyncio.to_thread(self._engine.find)
+            found = await asyncio.to_thread(self._runtime.engine.find)
             record = msgspec.json.encode((self._name, found.socket))
             await asyncio.to_thread(files.replace_file, self._directory / _RECORD, record)
             config = await asyncio.to_thread(self._config)
@@ -332,12 +308,12 @@ class ContainerSandbox(IsolatedSandbox):
         return [*super()._writable_folders(), *self._upper]
 
     def _call_engine(self, done: str) -> contextlib.AbstractAsyncContextManager[Docker]:
-        return self._engine.client(f"container {self._name} cannot be {done}")
+        return self._runtime.engine.client(f"container {self._name} cannot be {done}")
 
     # ------------------------------------------------------------------ its configuration
     @property
     def _user(self) -> str:
-        return self._image.user if self._options.user is None else self._options.user
+        return self._image.user if self._runtime.user is None else self._runtime.user
 
     @property
     def _is_root(self) -> bool:
@@ -358,8 +334,8 @@ class ContainerSandbox(IsolatedSandbox):
         }
 
     def _host_config(self) -> dict[str, Any]:
-        options, limits = self._options, self._limits
-        hardening = options.hardening.host_config() if options.hardening else {}
+        limits, runtime = self._limits, self._runtime
+        hardening = self._hardening.host_config() if self._hardening else {}
         # The harness and the workspaces are shared by all; relabelling them for each is no option.
         security = ["no-new-privileges", "label=disable", *hardening.pop("SecurityOpt", ())]
         return {
@@ -368,13 +344,14 @@ class ContainerSandbox(IsolatedSandbox):
             "Memory": limits.memory_mb << 20,
             "MemorySwap": limits.memory_mb << 20,
             "PidsLimit": limits.processes,
-            "NanoCpus": int((options.cpus or 0) * 1e9),
+            "OomScoreAdj": OOM_SCORE,
+            "NanoCpus": int((runtime.cpus or 0) * 1e9),
             "Ulimits": ulimits(),
             "CapDrop": ["ALL"],
             "CapAdd": _CAPABILITIES if self._is_root else [],  # Podman gives them to any user
             "SecurityOpt": security,
             **hardening,
-            "ReadonlyRootfs": options.read_only,
+            "ReadonlyRootfs": runtime.read_only,
             "LogConfig": {"Type": "none"},
         }
 

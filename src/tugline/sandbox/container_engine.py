@@ -101,8 +101,7 @@ class ContainerEngine:
                         yield docker
         except TimeoutError as error:
             named = f" (option {option})" if option else ""
-            msg = f"{what}: not done within {limit_s:g} s{named}"
-            raise kind(msg) from error
+            raise kind(f"{what}: not done within {limit_s:g} s{named}") from error
 
     def run_blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
         """Run `work` and return its result. Blocks. Raises `SandboxError`."""
@@ -125,8 +124,7 @@ class ContainerEngine:
         if ours and shutil.which("podman"):
             return _start(_own_socket())
         tried = ", ".join(path for _kind, path in places)
-        msg = f"no container engine answers at {tried}; {_HOW}"
-        raise SandboxError(msg)
+        raise SandboxError(f"no container engine answers at {tried}; {_HOW}")
 
 
 @contextlib.contextmanager
@@ -142,8 +140,7 @@ def translate_errors(
         full = "no space left" in reason.lower() or "disk quota" in reason.lower()
         raise (DiskFull if full else kind)(msg) from error
     except (ClientError, ConnectionError) as error:
-        msg = f"{what}: {type(error).__name__}: {error}"
-        raise SandboxError(msg) from error
+        raise SandboxError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 async def stream(
@@ -252,8 +249,7 @@ def _start(path: Path) -> FoundEngine:
                 check=True,
             )
     except (OSError, subprocess.CalledProcessError) as error:
-        msg = f"podman cannot be started: {error}"
-        raise SandboxError(msg) from error
+        raise SandboxError(f"podman cannot be started: {error}") from error
     until = time.monotonic() + _START_S
     while time.monotonic() < until and b"Error:" not in log.read_bytes():
         if (found := _ping(str(path))) is not None:

@@ -31,8 +31,8 @@ from tugline.sandbox.container_engine import (
     stream,
     translate_errors,
 )
-from tugline.sandbox.files import replace_file
-from tugline.sandbox.processes import finish
+from tugline.sandbox.files import hash_file, replace_file
+from tugline.sandbox.processes import SharedTasks, finish
 from tugline.types import Workspace
 
 LABEL = "tugline"
@@ -42,6 +42,8 @@ _COPY_S = 1800.0
 """Timeout for reading a folder out of an image, and for removing images."""
 _ERROR_LINES = 15
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NAME = re.compile(r"\w[\w.:@-]*(/\w[\w.:@-]*)*")
+"""Of an image: a part of the engine's URLs, so no ``..``, ``?`` or the like."""
 _GB = 1 << 30
 _log = log.get("sandbox")
 
@@ -78,7 +80,7 @@ class ImageCache:
         self._pull_missing = pull
         self._max_bytes = int(max_gb * _GB)
         self._pull_s, self._build_s = pull_s, build_s
-        self._making: dict[str, asyncio.Task[None]] = {}
+        self._making = SharedTasks()
         self._has_path: dict[tuple[str, str], bool] = {}
 
     async def get(self, workspace: Workspace) -> ContainerImage:
@@ -133,15 +135,10 @@ class ImageCache:
         self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]
     ) -> ContainerImage:
         """Make it once for all who wait."""
-        task = self._making.get(name)
-        if task is None or task.done() or task.get_loop() is not asyncio.get_running_loop():
-            task = self._making[name] = asyncio.create_task(self._make(name, make))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(task)
+        await self._making.run(name, partial(self._make, name, make))
         image = await self._find(name)
         if image is None:
-            msg = f"image {name!r} is gone again after it was made"
-            raise ImageError(msg)
+            raise ImageError(f"image {name!r} is gone again after it was made")
         return image
 
     async def _make(self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]) -> None:
@@ -151,8 +148,7 @@ class ImageCache:
 
     async def _pull(self, name: str) -> None:
         if not self._pull_missing:
-            msg = f"image {name!r} is not there, and the option pull is 'never'"
-            raise ImageError(msg)
+            raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
         named = {":", "@"} & set(name.rpartition("/")[2])
         params = {"fromImage": name} | ({} if named else {"tag": "latest"})
@@ -179,8 +175,7 @@ class ImageCache:
                     await _collect(stream(docker, "build", params, context), output)
             except ImageError as error:
                 lines = "\n".join(_COLOUR.sub("", line) for line in output if line.strip())
-                msg = f"{error}\n{lines}".rstrip()
-                raise ImageError(msg) from error
+                raise ImageError(f"{error}\n{lines}".rstrip()) from error
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
         mark = self._cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
@@ -217,13 +212,19 @@ class ImageCache:
 
 
 async def find_image(docker: Docker, name: str) -> ContainerImage | None:
-    """Return the image that the engine has by that name, if any."""
-    try:
-        found = await docker.images.inspect(name)
-    except DockerError as error:
-        if error.status == 404:
-            return None
-        raise
+    """Return the image that the engine has by that name, if any. Raises `ImageError`."""
+    if not _NAME.fullmatch(name):
+        raise ImageError(f"image {name!r}: that is no name of an image")
+    for pause_s in (0.2, 1.0, None):
+        try:
+            found = await docker.images.inspect(name)
+            break
+        except DockerError as error:
+            if error.status == 404:
+                return None
+            if error.status < 500 or pause_s is None:
+                raise
+            await asyncio.sleep(pause_s)  # Podman answers 500 while its storage is written
     config: dict[str, Any] = found.get("Config") or {}
     workdir = PurePosixPath(config.get("WorkingDir") or "/")
     return ContainerImage(
@@ -273,17 +274,10 @@ async def _feed(program: asyncio.subprocess.Process, data: AsyncIterator[bytes])
 def build_name(folder: Path) -> str:
     """Return the name of the image that a build context makes: a hash of its files. Blocks."""
     if not (folder / "Dockerfile").is_file():
-        msg = f"workspace.build is {str(folder)!r}, must be a folder with a Dockerfile"
-        raise ImageError(msg)
+        raise ImageError(f"workspace.build is {str(folder)!r}, must be a folder with a Dockerfile")
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        mode = path.lstat().st_mode
-        digest.update(f"{path.relative_to(folder)}\0{mode:o}\0".encode(errors="surrogateescape"))
-        if path.is_symlink():
-            digest.update(os.fsencode(path.readlink()))
-        elif path.is_file():
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+        hash_file(digest, path, str(path.relative_to(folder)))
     return f"{BUILT}:{digest.hexdigest()[:32]}"
 
 

@@ -39,10 +39,6 @@ _COPYING_STORAGE = {"vfs"}
 _log = log.get("sandbox")
 
 
-class _NotHardenedError(Exception):
-    """The engine accepted the hardening and did not apply it."""
-
-
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A container engine on this machine."""
 
@@ -111,8 +107,7 @@ async def probe(docker: Docker, kind: str) -> EngineInfo:
                 hardening = find_hardening(kind, security) if filtered else None
                 (memory, processes), hardening = await _try_hardening(docker, hardening)
     except TimeoutError as error:
-        msg = f"{kind} did not run a container within {_PROBE_S:.0f} s"
-        raise SandboxError(msg) from error
+        raise SandboxError(f"{kind} did not run a container within {_PROBE_S:.0f} s") from error
     return EngineInfo(
         kind=kind,
         version=str(info.get("ServerVersion", "?")),
@@ -137,8 +132,6 @@ async def _try_hardening(
             return await _check_limits(docker, hardening), hardening
         except DockerError as error:
             _log.warning("container not hardened", error=str(error.message)[-600:])
-        except _NotHardenedError as error:
-            _log.warning("container not hardened", error=str(error))
     return await _check_limits(docker, None), None
 
 
@@ -164,8 +157,7 @@ async def _check_limits(docker: Docker, hardening: ProcessHardening | None) -> t
         await container.start()
         state = (await container.show())["State"]
         if hardening and not is_hardened(state["Pid"]):
-            msg = "the engine has left out what was requested"
-            raise _NotHardenedError(msg)
+            raise DockerError(500, "the engine has left out the hardening that was requested")
         cgroup = cgroup_of(state["Pid"])
         if cgroup == Cgroup():
             msg = "its containers are not processes of this machine: is it in a virtual machine?"

@@ -10,6 +10,7 @@ The root itself is trusted: a path whose last part is no link, or an open folder
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
 import re
@@ -177,6 +178,29 @@ def translate_errors(what: str) -> Iterator[None]:
         raise SandboxError(msg) from error
 
 
+def hash_file(digest: "hashlib._Hash", path: Path, name: str) -> None:
+    """Add a file or a link to a digest: its `name`, its mode and what it holds. Blocks."""
+    mode = path.lstat().st_mode
+    digest.update(f"{name}\0{mode:o}\0".encode(errors="surrogateescape"))
+    if stat.S_ISLNK(mode):
+        digest.update(os.fsencode(path.readlink()))
+    elif stat.S_ISREG(mode):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+
+
+def read_ends(path: Path, head: int, tail: int, cut: bytes = b"") -> bytes:
+    """Return the first and the last bytes of a file of ours, with `cut` between them. Blocks."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size <= head + tail:
+            return file.read()
+        start = file.read(head)
+        file.seek(size - tail)
+        return start + cut + file.read(tail)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file of ours, so that nobody ever sees a part of it. Raises as `write_files`."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
@@ -284,8 +308,7 @@ def _remove_contents(parent: int, name: str) -> None:
                 return
             here = _replace_handle(here, os.open("..", _FOLDER, dir_fd=here))
             if not os.path.samestat(os.fstat(here), above.pop()):
-                msg = f"{names[-1]} was moved while it was removed"
-                raise OSError(errno.EBUSY, msg)
+                raise OSError(errno.EBUSY, f"{names[-1]} was moved while it was removed")
             os.rmdir(names.pop(), dir_fd=here)
     finally:
         os.close(here)

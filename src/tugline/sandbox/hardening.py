@@ -124,7 +124,7 @@ _PID_BITS = 22
 """Of the number of a process; the kernel looks at no more than 32 of what a program gives."""
 _FLAGS_ARGUMENT = {"clone": 0, "unshare": 0}
 _REMOVED = {"add_key", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl"}
-_REMOVED |= {"pidfd_getfd", "request_key", "userfaultfd", "clone3"}
+_REMOVED |= {"pidfd_getfd", "request_key", "userfaultfd", "clone3", "socket", "socketcall"}
 _NO_CLONE3 = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
 """A filter cannot see its flags; when it does not exist, libraries use clone."""
 
@@ -176,8 +176,13 @@ def is_hardened(pid: int) -> bool:
 
 
 def narrow_profile(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's seccomp profile without the calls that lead to process 1."""
-    return {**profile, "syscalls": [*_narrow_rules(profile["syscalls"]), _NO_CLONE3]}
+    """Return an engine's seccomp profile without the calls that lead out, or to process 1."""
+    sockets = {"names": ["socket"], "action": "SCMP_ACT_ALLOW"}
+    families = [
+        {**sockets, "args": [{"index": 0, "value": family, "op": "SCMP_CMP_EQ"}]}
+        for family in _FAMILIES
+    ]
+    return {**profile, "syscalls": [*_narrow_rules(profile["syscalls"]), *families, _NO_CLONE3]}
 
 
 def _narrow_rules(rules: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

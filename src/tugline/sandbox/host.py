@@ -13,14 +13,24 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tugline.errors import TuglineError, UsageError
 from tugline.sandbox import base, files
-from tugline.sandbox.cache import WorkspaceCache
-from tugline.sandbox.limits import Cgroup, OomKills, ProgramLimits, SandboxCgroup, set_rlimits
+from tugline.sandbox.cache import Fill, WorkspaceCache
+from tugline.sandbox.limits import (
+    Cgroup,
+    OomKills,
+    ProgramLimits,
+    SandboxCgroup,
+    is_starved,
+    set_rlimits,
+)
 from tugline.sandbox.network import AllowList, PortForwards
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.processes import finish
+from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor
 from tugline.sandbox.runner import Runner
 from tugline.types import Cause, Workspace
@@ -148,6 +158,8 @@ class IsolatedSandbox(HostSandbox):
         self._own_cgroup = SandboxCgroup(cgroup_parent or Cgroup(), directory)
         self._cgroup = self._own_cgroup.group
         """Where the kernel counts its memory, if anywhere."""
+        self._cpu_time = (0.0, 0.0)
+        """As it was before its processes were killed."""
         self._limiting: asyncio.Future[None] | None = None
         """Limits are set beside the start, because the kernel takes its time for a group."""
         self._runner: Runner | None = None
@@ -186,17 +198,21 @@ class IsolatedSandbox(HostSandbox):
                 timeout_s=timeout_s,
                 log=self.logs / f"{log_name}.log",
             )
+            began_s, _ = await asyncio.to_thread(self._cgroup.read_cpu_time)
             end = await self._run_monitored(program)
+            if end.timed_out:
+                used_s, waited_s = self._cpu_time
+                starved = is_starved(used_s - began_s, waited_s, end.seconds)
+                end = msgspec.structs.replace(end, starved=starved)
             if end.cause is Cause.AGENT_MEMORY:
                 await self._stop()  # with its /dev/shm, which would end the next program, too
             return end
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Stop the sandbox, forget its port forwards and return what changed in the workdir."""
-        async with self._in_use:
-            await self._stop()
-            self._forwards = PortForwards(self._allow)
-            return await asyncio.to_thread(self._workspace.diff, limits)
+        patch = await super().diff(limits)
+        self._forwards = PortForwards(self._allow)
+        return patch
 
     def _create(self) -> None:
         super()._create()
@@ -255,6 +271,7 @@ class IsolatedSandbox(HostSandbox):
         async def kill() -> None:
             async with self._starting:
                 if self._runner is runner:  # else it has been killed and another one started
+                    self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
                     await self._kill_processes()
 
         max_bytes = self._limits.output_mb << 20
@@ -321,6 +338,18 @@ class HostRuntime(base.Runtime):
     async def _prepare(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Any:
         """Hold on `stack` what a workspace begins with: its base folder, by default."""
         return await stack.enter_async_context(self._cache.open(workspace))
+
+    async def _hold_copy(
+        self, stack: contextlib.AsyncExitStack, key: str, copy: Fill, commit: str | None, what: str
+    ) -> Path:
+        """Hold a folder out of an image, whose repository ends at `commit` if there is one."""
+
+        async def fill(into: Path) -> None:
+            await copy(into)
+            if commit is not None:
+                await asyncio.to_thread(end_history, into, commit, what)
+
+        return await stack.enter_async_context(self._cache.entry(key, fill, what))
 
 
 def try_command(argv: Sequence[str]) -> str:

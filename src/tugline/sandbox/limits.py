@@ -2,12 +2,14 @@
 
 Memory and the number of processes are limited for the whole sandbox by control groups (version 1
 or 2) where this user may create them, else for each process by rlimits, which do not limit the
-number of root's processes; `list_unenforced` says what is left open. A control group has a record
-beside the sandbox from before it is created until after it is removed, so that a later process can
-clean up. For the disk see `monitor`.
+number of root's processes. Sandboxes with a control group of the processor get equal shares of it,
+however many processes each has. `list_unenforced` says what is left open. A control group has a
+record beside the sandbox from before it is created until after it is removed, so that a later
+process can clean up. For the disk see `monitor`.
 """
 
 import contextlib
+import math
 import os
 import resource
 import secrets
@@ -16,12 +18,12 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tugline.errors import SandboxError
-from tugline.schema import decode
+from tugline.schema import PositiveInt, decode
 
 RECORD = ".groups"
 """Suffix of a control group's record."""
@@ -29,32 +31,34 @@ RECORD = ".groups"
 _MB = 1 << 20
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "tugline-"
+TRIAL = f"{_PREFIX}trial-"
+"""Begins the names of groups that only try whether one can be made."""
+_TRIAL_S = 60.0
 _NICE = 5
+OOM_SCORE = 500
+"""Programs are killed before the node; with `CAP_SYS_RESOURCE` it is their lowest."""
 _NEAR_LIMIT = 0.95
 """Share of its limit that a group has used when a process was killed for the group's sake."""
 _REMOVE_S = 5.0
 _UNLIMITED = 1 << 60
 
 
-Whole = Annotated[int, msgspec.Meta(ge=1)]
-
-
 class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one sandbox, or of each of its processes."""
 
-    memory_mb: Whole = 8192
+    memory_mb: PositiveInt = 8192
     """Of all its processes, without what the kernel may drop."""
-    processes: Whole = 1024
+    processes: PositiveInt = 1024
     """Processes and threads."""
-    disk_mb: Whole = 10_240
+    disk_mb: PositiveInt = 10_240
     """What it writes: workspace, home and /tmp."""
-    file_mb: Whole = 4096
+    file_mb: PositiveInt = 4096
     """The largest file that a process may write."""
-    cpu_s: Whole = 7200
+    cpu_s: PositiveInt = 7200
     """Processor time of each process."""
-    open_files: Whole = 4096
+    open_files: PositiveInt = 4096
     """Of each process."""
-    output_mb: Whole = 64
+    output_mb: PositiveInt = 64
     """The largest log."""
 
 
@@ -77,6 +81,9 @@ class Cgroup(msgspec.Struct, frozen=True):
 
     memory: Path | None = None
     processes: Path | None = None
+    cpu: Path | None = None
+    cpu_time: Path | None = None
+    """Where its processor time is counted."""
 
     @property
     def unified(self) -> bool:
@@ -107,6 +114,21 @@ class Cgroup(msgspec.Struct, frozen=True):
             own = count if peak >= _NEAR_LIMIT * limit else 0
         return OomKills(own, count - own)
 
+    def read_cpu_time(self) -> tuple[float, float]:
+        """Seconds that its processes have run, and the longest that a thread has waited to run.
+
+        The first is infinite where it is not counted. Processes that have ended count, too.
+        """
+        if self.cpu_time is None:
+            return math.inf, 0.0
+        micros = _read_counts(self.cpu_time / "cpu.stat").get("usage_usec")
+        nanos = _read_limit(self.cpu_time, "cpuacct.usage") if micros is None else micros * 1000
+        waits = [0]
+        for name in ("cgroup.threads", "tasks"):
+            with contextlib.suppress(OSError):
+                waits += map(_read_wait, (self.cpu_time / name).read_text().split())
+        return math.inf if nanos is None else nanos / 1e9, max(waits) / 1e9
+
 
 def cgroup_of(pid: int | str) -> Cgroup:
     """Return the control group that a process is in."""
@@ -115,9 +137,9 @@ def cgroup_of(pid: int | str) -> Cgroup:
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             for name in controllers.split(",") if number != "0" else ("",):
-                folders[name] = _ROOT / name / path.lstrip("/")
+                folders[name] = (_ROOT / name).resolve() / path.lstrip("/")
     unified = folders.get("") if (_ROOT / "cgroup.controllers").exists() else None
-    return Cgroup(folders.get("memory", unified), folders.get("pids", unified))
+    return Cgroup(*(folders.get(name, unified) for name in ("memory", "pids", "cpu", "cpuacct")))
 
 
 def find_cgroup_parent() -> Cgroup:
@@ -126,7 +148,12 @@ def find_cgroup_parent() -> Cgroup:
     with contextlib.suppress(OSError):
         if (_ROOT / "cgroup.controllers").exists():
             return _find_unified_parent(own.memory or _ROOT)
-        return Cgroup(_usable_parent("memory", own.memory), _usable_parent("pids", own.processes))
+        return Cgroup(
+            _usable_parent("memory", own.memory),
+            _usable_parent("pids", own.processes),
+            _usable_parent("cpu", own.cpu),
+            _usable_parent("cpuacct", own.cpu_time),
+        )
     return Cgroup()
 
 
@@ -141,7 +168,18 @@ def list_unenforced(parent: Cgroup) -> list[str]:
         by_root = os.geteuid() == 0
         how = "has no limit" if by_root else "is limited by an rlimit, not a control group"
         lines.append(f"the number of processes {how} (no control groups here)")
+    if parent.cpu is None:
+        lines.append("a sandbox of many busy processes slows the others (no control groups here)")
     return lines
+
+
+def is_starved(used_s: float, waited_s: float, wall_s: float) -> bool:
+    """Whether a program had too little of the processors because others had them.
+
+    One thread waited for most of the time, and longer than all of them ran: where a sandbox's own
+    threads are in each other's way, they run while one waits.
+    """
+    return waited_s > max(used_s, wall_s / 2)
 
 
 class SandboxCgroup:
@@ -153,8 +191,10 @@ class SandboxCgroup:
         self.group = Cgroup(
             parent.memory / name if parent.memory else None,
             parent.processes / name if parent.processes else None,
+            parent.cpu / name if parent.cpu else None,
+            parent.cpu_time / name if parent.cpu_time else None,
         )
-        self._folders = sorted({path for path in (self.group.memory, self.group.processes) if path})
+        self._folders = sorted({path for path in msgspec.structs.astuple(self.group) if path})
         self._record = directory / f"{name}{RECORD}"
 
     def create(self, limits: ProgramLimits) -> None:
@@ -227,31 +267,39 @@ def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
             hard = resource.prlimit(pid, kind)[1]
             allowed = value if hard == resource.RLIM_INFINITY else min(hard, value)
             resource.prlimit(pid, kind, (allowed, allowed))
-        os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+        nice = os.getpriority(os.PRIO_PROCESS, pid)
+        os.setpriority(os.PRIO_PROCESS, pid, max(nice, _NICE))  # only root may lower it
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _find_unified_parent(own: Path) -> Cgroup:
     """Return our own group if it may be divided, else the one above it."""
-    with contextlib.suppress(OSError):
-        (own / "cgroup.subtree_control").write_text("+memory +pids")
+    for controllers in ("+memory +pids", "+cpu"):
+        with contextlib.suppress(OSError):
+            (own / "cgroup.subtree_control").write_text(controllers)
     for folder in (own, own.parent):
         with contextlib.suppress(OSError):
-            controllers = (folder / "cgroup.subtree_control").read_text().split()
-            if {"memory", "pids"} <= set(controllers) and _can_create(folder):
-                return Cgroup(folder, folder)
+            enabled = (folder / "cgroup.subtree_control").read_text().split()
+            if {"memory", "pids"} <= set(enabled) and _can_create(folder):
+                return Cgroup(folder, folder, folder if "cpu" in enabled else None, folder)
     return Cgroup()
 
 
 def _usable_parent(controller: str, own: Path | None) -> Path | None:
     if own is None:
         return None
-    folder = own if own.is_dir() else _ROOT / controller
+    folder = own if own.is_dir() else (_ROOT / controller).resolve()
     return folder if _can_create(folder) else None
 
 
 def _can_create(folder: Path) -> bool:
     """Whether a group can be created there and a process moved into it."""
-    trial = folder / f"{_PREFIX}{secrets.token_hex(8)}"
+    for left in folder.glob(f"{TRIAL}*"):  # by a process that was killed
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - _TRIAL_S:
+                left.rmdir()
+    trial = folder / f"{TRIAL}{secrets.token_hex(8)}"
     try:
         trial.mkdir()
     except OSError:
@@ -284,6 +332,13 @@ def _read_limit(folder: Path | None, *names: str) -> int | None:
             if text.isdecimal():
                 return int(text) if int(text) < _UNLIMITED else None
     return None
+
+
+def _read_wait(thread: str) -> int:
+    """Nanoseconds that a thread was ready to run while others ran."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{thread}/schedstat").read_text().split()[1])
+    return 0
 
 
 def _write(folder: Path, values: Mapping[str, int]) -> None:

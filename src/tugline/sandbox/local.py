@@ -17,7 +17,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -28,7 +28,6 @@ from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files
 from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
 from tugline.sandbox.host import HostRuntime, HostSandbox
-from tugline.sandbox.limits import Whole
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.processes import (
     MARK,
@@ -40,6 +39,7 @@ from tugline.sandbox.processes import (
     finish,
     start_time,
 )
+from tugline.schema import PositiveFloat, PositiveInt
 
 _RECORD = ".started"
 _KILL_THREADS = 32
@@ -56,21 +56,21 @@ class LocalRuntime(HostRuntime):
     def __init__(
         self,
         *,
-        cpu_s: Whole = 3600,
-        file_mb: Whole = 512,
-        open_files: Whole = 4096,
+        cpu_s: PositiveInt = 3600,
+        file_mb: PositiveInt = 512,
+        open_files: PositiveInt = 4096,
         grace_s: float = 2.0,
-        output_mb: Whole = MAX_LOG_MB,
-        cache_gb: float = 50.0,
+        output_mb: PositiveInt = MAX_LOG_MB,
+        cache_gb: PositiveFloat = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        self._ulimits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
+        self.ulimits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
         # A lower limit than asked for may already be in force; that one stays then.
-        self._ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
-        self._max_log_bytes = output_mb << 20
+        self.ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
+        self.max_log_bytes = output_mb << 20
+        self._grace_s = grace_s
         # Many agents may ignore SIGTERM at once; nothing else must wait for a thread meanwhile.
-        killers = ThreadPoolExecutor(_KILL_THREADS, thread_name_prefix="tugline-kill")
-        self._end_program = partial(_end_in_thread, killers, grace_s)
+        self._killers = ThreadPoolExecutor(_KILL_THREADS, thread_name_prefix="tugline-kill")
 
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
@@ -78,9 +78,12 @@ class LocalRuntime(HostRuntime):
         _check(spec)
         base = await self._prepare(spec.workspace, stack)
         workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
-        return LocalSandbox(
-            directory, workspace, self._ulimits, self._max_log_bytes, self._end_program
-        )
+        return LocalSandbox(directory, workspace, self)
+
+    async def end_program(self, record: ProgramRecord) -> None:
+        """End a program and all that it started, in a thread."""
+        ending = partial(end_program, record, grace_s=self._grace_s)
+        await asyncio.get_running_loop().run_in_executor(self._killers, ending)
 
     def reap(self, directory: Path) -> int:
         """End what a killed process left running in sandboxes under `directory`."""
@@ -108,22 +111,13 @@ class LocalSandbox(HostSandbox):
     workdir: Path
     home: Path
 
-    def __init__(
-        self,
-        directory: Path,
-        workspace: OverlayWorkspace,
-        ulimits: str,
-        max_log_bytes: int,
-        end_program: Callable[[ProgramRecord], Awaitable[None]],
-    ) -> None:
+    def __init__(self, directory: Path, workspace: OverlayWorkspace, runtime: LocalRuntime) -> None:
         self.workdir = workspace.work
         self.home = directory / "home"
         folders = {PurePosixPath(folder): folder for folder in (self.workdir, self.home)}
         super().__init__(directory, workspace, folders)
         self._tmp = directory / "tmp"
-        self._ulimits = ulimits
-        self._max_log_bytes = max_log_bytes
-        self._end_program = end_program
+        self._runtime = runtime
 
     def _create_folders(self) -> None:
         super()._create_folders()
@@ -154,7 +148,7 @@ class LocalSandbox(HostSandbox):
         began = time.monotonic()
         record = ProgramRecord(pid=0, start=None, mark=secrets.token_hex(16))
         await asyncio.to_thread(self._write_record, record)
-        output = OutputLog(self.logs / f"{log_name}.log", self._max_log_bytes)
+        output = OutputLog(self.logs / f"{log_name}.log", self._runtime.max_log_bytes)
         process: asyncio.subprocess.Process | None = None
         timed_out = False
         try:
@@ -179,7 +173,7 @@ class LocalSandbox(HostSandbox):
             output.open(read)
             output.start()
             return await asyncio.create_subprocess_exec(
-                *("sh", "-c", self._ulimits, "sh", *argv),
+                *("sh", "-c", self._runtime.ulimits, "sh", *argv),
                 cwd=self.workdir,
                 env={**self._environment(), **env, MARK: mark},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -188,8 +182,7 @@ class LocalSandbox(HostSandbox):
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            msg = f"cannot start {argv[0]!r} in {self.workdir}: {error}"
-            raise SandboxError(msg) from error
+            raise SandboxError(f"cannot start {argv[0]!r} in {self.workdir}: {error}") from error
         finally:
             os.close(write)
 
@@ -197,7 +190,7 @@ class LocalSandbox(HostSandbox):
         self, process: asyncio.subprocess.Process | None, record: ProgramRecord, output: OutputLog
     ) -> None:
         """Without a process, cancelled while it was being started, the mark finds what there is."""
-        await self._end_program(record)
+        await self._runtime.end_program(record)
         if process is not None:
             await process.wait()
         await output.finish()
@@ -214,13 +207,6 @@ class LocalSandbox(HostSandbox):
     def _write_record(self, record: ProgramRecord) -> None:
         """Write it before the program starts, with its mark alone, and again after."""
         files.replace_file(self._record_path(record), msgspec.json.encode(record))
-
-
-async def _end_in_thread(
-    killers: ThreadPoolExecutor, grace_s: float, record: ProgramRecord
-) -> None:
-    ending = partial(end_program, record, grace_s=grace_s)
-    await asyncio.get_running_loop().run_in_executor(killers, ending)
 
 
 def _check(spec: SandboxSpec) -> None:

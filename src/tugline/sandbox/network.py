@@ -55,10 +55,8 @@ _HOP_HEADERS = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
 """Headers between a program and its proxy, which are not passed on."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Dial = Callable[
-    [asyncio.StreamReader, asyncio.StreamWriter],
-    Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
-]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Dial = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]]
 """Connects a program, given its streams, with a target; returns the target's. May refuse."""
 
 
@@ -292,7 +290,7 @@ def _parse_pattern(pattern: str) -> tuple[str, int | None]:
 
 async def dial_allowed(
     allow: AllowList, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> Streams:
     """Connect a program with the host that it requests, if the list allows it."""
     request = _parse_request(await reader.readuntil(b"\r\n\r\n"))
     address = await _resolve(allow, request.host, request.port)
@@ -309,8 +307,7 @@ async def dial_allowed(
 async def _resolve(allow: AllowList, host: str, port: int) -> str:
     """Return an address of the host that may be reached."""
     if not allow.matches(host, port):
-        msg = f"{host}:{port} is not on this sandbox's allow-list"
-        raise _Refused(msg)
+        raise _Refused(f"{host}:{port} is not on this sandbox's allow-list")
     try:
         async with asyncio.timeout(_RESOLVE_S):
             found = await asyncio.get_running_loop().run_in_executor(
@@ -320,8 +317,7 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
         msg = f"{host} has no address: no answer within {_RESOLVE_S:.0f} s"
         raise _Refused(msg, "502 Bad Gateway") from error
     except (OSError, UnicodeError) as error:
-        msg = f"{host} has no address: {error}"
-        raise _Refused(msg, "502 Bad Gateway") from error
+        raise _Refused(f"{host} has no address: {error}", "502 Bad Gateway") from error
     addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     for address in addresses:
         if allow.permits(ipaddress.ip_address(address), port):

@@ -32,7 +32,6 @@ from tugline.sandbox.patch import (
     Patch,
     PatchLimits,
     collect_patch,
-    diff_folder,
     read_change,
 )
 
@@ -135,19 +134,17 @@ class OverlayWorkspace:
     def snapshot(self, to: Path) -> None:
         """Copy what this sandbox has written to `to`, a new folder; no program runs."""
         if self._copied:
-            msg = f"{self.work}: no snapshot can be taken without overlayfs"
-            raise SandboxError(msg)
+            raise SandboxError(f"{self.work}: no snapshot can be taken without overlayfs")
         with translate_errors(f"cannot make {to}"):
             to.mkdir(parents=True)
         copy(self.own, to)
 
     def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Return what was changed; no program runs."""
-        if not self.lower:
-            return diff_folder(self._files, self.work, limits)
         limits = limits or PatchLimits()
         collector = ChangeCollector(limits, lambda path: self._before(path, limits.file_bytes))
-        return collect_patch(collector, self._compare_copy if self._copied else self._read_upper)
+        layered = self.own == self.upper
+        return collect_patch(collector, self._read_upper if layered else self._compare)
 
     def _copy_base_modes(self) -> None:
         """Give folders of the upper layer the mode and owner that they have in the base."""
@@ -261,25 +258,34 @@ class OverlayWorkspace:
         self._add_if_changed(collector, path, entry)
         return "file"
 
-    def _compare_copy(self, collector: ChangeCollector) -> None:
-        """Compare with the base; untouched files of equal size, mode and time are equal."""
+    def _compare(self, collector: ChangeCollector) -> None:
+        """Compare a plain folder with its initial files, a copy with the base as well.
+
+        Untouched files of equal size, mode and time are equal to those of the base.
+        """
         seen: set[str] = set()
-        for path, entry in collector.walk(self.work, counted=False):
+        for path, entry in collector.walk(self.work, counted=self.lower is None):
             seen.add(path)
             try:
-                was = None if path in self._files else self._old_file(path)
-                found = entry.stat(follow_symlinks=False)
-                same = was is not None and _stamp(was.lstat()) == _stamp(found)
-                if same and was and found.st_ctime_ns >= self._copied:
-                    same = _same(Path(entry.path), was)  # mtime can be set, ctime cannot
-                if not same:
+                if self.lower is None:
+                    collector.add_entry(path, entry)
+                elif not self._is_untouched(path, entry):
                     self._add_if_changed(collector, path, entry)
             except OSError as error:
                 collector.note(path, f"cannot be read ({error.strerror})")
-        for path, _ in collector.walk(self.lower or Path(), counted=False):
-            if path not in seen and self._old_file(path):
-                collector.add_removed(path)
+        if self.lower is not None:
+            for path, _ in collector.walk(self.lower, counted=False):
+                if path not in seen and self._old_file(path):
+                    collector.add_removed(path)
         self._add_missing(collector, seen)
+
+    def _is_untouched(self, path: str, entry: os.DirEntry[str]) -> bool:
+        was = None if path in self._files else self._old_file(path)
+        found = entry.stat(follow_symlinks=False)
+        if was is None or _stamp(was.lstat()) != _stamp(found):
+            return False
+        # mtime can be set, ctime cannot
+        return found.st_ctime_ns < self._copied or _same(Path(entry.path), was)
 
     def _add_missing(self, collector: ChangeCollector, seen: set[str]) -> None:
         for path in self._files.keys() - seen:
@@ -379,8 +385,7 @@ def _unmount(path: Path) -> None:
     try:
         subprocess.run(argv, capture_output=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        msg = f"cannot unmount {path}: {reason}"
-        raise SandboxError(msg) from error
+        raise SandboxError(f"cannot unmount {path}: {reason}") from error
 
 
 def _mount_points() -> list[Path]:

@@ -9,7 +9,7 @@ of an overlay is in `workspace.overlay`.
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
@@ -187,25 +187,6 @@ def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector
     return collector.build_patch()
 
 
-def diff_folder(
-    before: Mapping[str, str], workdir: Path, limits: PatchLimits | None = None
-) -> Patch:
-    """Return the changes that turn `before` into what `workdir` holds now."""
-    known = {str(PurePosixPath(path)): FileChange(text.encode()) for path, text in before.items()}
-
-    def collect(collector: ChangeCollector) -> None:
-        # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
-        seen = set()
-        for path, entry in collector.walk(workdir, counted=True):
-            seen.add(path)
-            collector.add_entry(path, entry)
-        for path in known.keys() - seen:
-            if not set(path.split("/")) & IGNORED:
-                collector.add_removed(path)
-
-    return collect_patch(ChangeCollector(limits or PatchLimits(), known.get), collect)
-
-
 def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:
     """Return the changes between two tar archives of a workdir, for remote sandboxes.
 
@@ -259,8 +240,7 @@ def _read_members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tar
                 if not member.isdir() and not set(path.split("/")) & IGNORED:
                     yield tar, path, member
     except (tarfile.TarError, OSError) as error:
-        msg = f"the archive of a workdir is no tar archive: {error}"
-        raise SandboxError(msg) from error
+        raise SandboxError(f"the archive of a workdir is no tar archive: {error}") from error
 
 
 def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, max_bytes: int) -> FileChange | str:

@@ -16,9 +16,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -136,8 +136,7 @@ class OutputLog:
             await asyncio.wait([self._task])
         await asyncio.to_thread(self._close)
         if self._error is not None and self._error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            msg = f"cannot write {self._log}: {self._error.strerror}"
-            raise DiskFull(msg)
+            raise DiskFull(f"cannot write {self._log}: {self._error.strerror}")
 
     async def _follow(self) -> None:
         while True:
@@ -206,6 +205,22 @@ async def finish(work: Awaitable[T]) -> T:
     if cancelled:
         raise asyncio.CancelledError
     return result
+
+
+class SharedTasks:
+    """Work by key, done once for all who wait for it; a cancelled wait does not end it."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait for the work that is under way, or begin it."""
+        task = self._tasks.get(key)
+        if task is None or task.done() or task.get_loop() is not asyncio.get_running_loop():
+            task = self._tasks[key] = asyncio.create_task(work())
+            # If nobody waits for it any more, its failure is not worth a warning.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(task)
 
 
 async def run_command(

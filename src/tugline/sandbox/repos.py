@@ -78,8 +78,7 @@ class RepoSource(msgspec.Struct, frozen=True):
         for name in names:
             if name in commits:
                 return commits[name]
-        msg = f"{self} has no {wanted!r}: give a full hash, a tag or a branch of it"
-        raise WorkspaceError(msg)
+        raise WorkspaceError(f"{self} has no {wanted!r}: give a full hash, a tag or a branch of it")
 
     async def begin_mirror(self, into: Path) -> None:
         """Create an empty mirror."""
@@ -135,16 +134,11 @@ class RepoSource(msgspec.Struct, frozen=True):
                 ("git", *argv), env=_git_env() | (env or {}), timeout_s=timeout_s
             )
         except FileNotFoundError as error:
-            msg = f"{self}: there is no git on this node; install it"
-            raise WorkspaceError(msg) from error
+            raise WorkspaceError(f"{self}: there is no git on this node; install it") from error
         except TimeoutError as error:
             msg = f"{self}: git did not finish within {timeout_s:.0f} s; can this node reach it?"
             raise WorkspaceError(msg) from error
-        if code == 0:
-            return out
-        reason = _without_secrets(" ".join(errors.split()))[-_MAX_REASON:]
-        msg = f"{self}: git says: {reason}"
-        raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
+        return _check_result(code, out, errors, str(self))
 
 
 def _git_env() -> dict[str, str]:
@@ -162,8 +156,7 @@ def source_of(repo: str) -> RepoSource:
             return RepoSource(repo, local=False)
         if Path(repo).is_absolute():
             return RepoSource(str(Path(repo).resolve()), local=True)
-    msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
-    raise UsageError(msg)
+    raise UsageError(f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node")
 
 
 async def resolve(source: RepoSource, commit: str | None) -> str:
@@ -172,11 +165,9 @@ async def resolve(source: RepoSource, commit: str | None) -> str:
     if _HASH.fullmatch(wanted):
         return wanted
     if wanted.startswith("-") or not re.fullmatch(r"[\w./@+-]+", wanted):
-        msg = f"workspace.commit is {commit!r}, must be a full hash, a tag or a branch"
-        raise UsageError(msg)
+        raise UsageError(f"workspace.commit is {commit!r}, must be a full hash, a tag or a branch")
     if source.local and not await asyncio.to_thread(Path(source.where).is_dir):
-        msg = f"{source} is no folder on this node"
-        raise WorkspaceError(msg)
+        raise WorkspaceError(f"{source} is no folder on this node")
     return await source.find_commit(wanted)
 
 
@@ -190,6 +181,14 @@ def _set_times(folder: Path, when: int) -> None:
             folders.remove(".git")
         for name in files:
             os.utime(os.path.join(here, name), (when, when), follow_symlinks=False)  # noqa: PTH118
+
+
+def _check_result(code: int, output: str, errors: str, what: str) -> str:
+    """Return what git printed. Raises `DiskFull` or `WorkspaceError` if it failed."""
+    if code == 0:
+        return output
+    msg = f"{what}: git says: {_without_secrets(' '.join(errors.split()))[-_MAX_REASON:]}"
+    raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
 
 
 def _without_secrets(text: str) -> str:
@@ -236,8 +235,7 @@ def _read_head(own: Path, what: str) -> str:
         loose = own / name if ".." not in name else own
         head = _read_text(loose).strip() or _packed_refs(own).get(name, "")
     if not _HASH.fullmatch(head):
-        msg = f"{what}: the git repository in it has nothing checked out"
-        raise WorkspaceError(msg)
+        raise WorkspaceError(f"{what}: the git repository in it has nothing checked out")
     return head
 
 
@@ -331,10 +329,6 @@ def _run_git(what: str, *argv: str, stdin: str = "") -> str:
             check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        msg = f"{what}: git is needed on this node and failed: {error}"
-        raise WorkspaceError(msg) from error
-    if done.returncode == 0:
-        return done.stdout.decode(errors="replace")
-    reason = " ".join(done.stderr.decode(errors="replace").split())[-300:]
-    msg = f"{what}: its git repository cannot be read: {reason}"
-    raise DiskFull(msg) if "No space left" in reason else WorkspaceError(msg)
+        raise WorkspaceError(f"{what}: git is needed on this node and failed: {error}") from error
+    output, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return _check_result(done.returncode, output, errors, f"{what}: its git repository")

@@ -167,6 +167,12 @@ def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
     return total + (open_file_usage(root) if root else 0)
 
 
+def folder_bytes(folder: Path) -> int:
+    """Bytes that a folder takes on disk; 0 for one that is too deep to be measured."""
+    found = disk_usage([folder], None, _UNBOUNDED)
+    return found if found < _UNBOUNDED else 0
+
+
 def _sizes(
     folders: Iterable[str], links: set[int], within: tuple[str, ...], unlocked: tuple[str, ...] = ()
 ) -> Iterator[int]:

@@ -101,10 +101,9 @@ class Runner:
             async with asyncio.timeout(timeout_s):
                 await self._expect("ready", 0)
         except TimeoutError as error:
-            msg = f"the sandbox did not start within {timeout_s:.0f} s"
-            raise SandboxError(msg) from error
+            raise SandboxError(f"the sandbox did not start within {timeout_s:.0f} s") from error
         self.alive = True
-        await asyncio.to_thread(self._unlink, "requests", "replies")
+        await asyncio.to_thread(self._close_pipes)
 
     async def run(
         self,
@@ -130,7 +129,7 @@ class Runner:
             await finish(asyncio.to_thread(self._write_program, number, script, output))
             output.start()
             requested = True
-            os.write(self._requests, f"{self._key} {number}\n".encode())
+            await self._request(number, ended)
             with contextlib.suppress(TimeoutError):
                 async with enforce_timeout(timeout_s):
                     await asyncio.wait([ended])
@@ -167,6 +166,20 @@ class Runner:
         finally:
             await asyncio.to_thread(self._unlink, f"{number}.sh", f"{number}.out")
 
+    async def _request(self, number: int, ended: asyncio.Future[int]) -> None:
+        """Ask for a program, once there is room: an earlier one may have filled the pipe."""
+        while not ended.done():
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._requests, f"\n{self._key} {number}\n".encode())
+                return
+            await asyncio.sleep(_GARBAGE_PAUSE_S)
+
+    def _close_pipes(self) -> None:
+        """Let no program open the shell's pipes, by name or in ``/proc``, unless it is root."""
+        for name in ("requests", "replies"):
+            (self._control / name).chmod(0)
+        self._unlink("requests", "replies")
+
     def _write_program(self, number: int, script: bytes, output: OutputLog) -> None:
         with translate_errors(f"cannot write to {self._control} and its log"):
             (self._control / f"{number}.sh").write_bytes(script)
@@ -192,7 +205,7 @@ class Runner:
             self._on_shell_end()
             return False
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        valid = [self._process_reply(line) for line in lines]
+        valid = [self._process_reply(line) for line in lines if line]
         if not all(valid) or len(self._partial_line) > _MAX_LINE:
             self._partial_line = b""
             self._pause()
@@ -203,9 +216,10 @@ class Runner:
         event, number, code, key = [*line.decode(errors="replace").split(" "), *[""] * 4][:4]
         if key != self._key:
             return False
-        future = self._expected.get((event, int(number)))
-        if future is not None and not future.done():
-            future.set_result(int(code))
+        for each in {event, "ended"}:  # the first word may have been lost
+            future = self._expected.get((each, int(number)))
+            if future is not None and not future.done():
+                future.set_result(int(code))
         return True
 
     def _pause(self) -> None:
@@ -247,8 +261,7 @@ def program_script(argv: Sequence[str], env: Mapping[str, str], cwd: PurePath) -
         msg = f"the command or its environment is not text that a program can be given: {error}"
         raise UsageError(msg) from error
     if b"\0" in script:
-        msg = f"the command {argv[0]!r} or its environment holds a NUL byte"
-        raise UsageError(msg)
+        raise UsageError(f"the command {argv[0]!r} or its environment holds a NUL byte")
     return script
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from tugline.atomic import flush_path, write_file
 from tugline.errors import Missing, StoreError, UsageError
 
 _TEMPORARY = "~"
@@ -66,22 +67,12 @@ class LocalBlobs:
         return self._folder / hashlib.sha256(name.encode()).hexdigest()[:2] / name
 
     def _put(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
-        try:
-            if not path.parent.is_dir():
-                self._folder.mkdir(0o700, parents=True, exist_ok=True)
-                path.parent.mkdir(exist_ok=True)
-                _flush(self._folder)
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            _flush(path.parent)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        if not path.parent.is_dir():
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            flush_path(self._folder)
+        write_file(path, data, draft=path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}"))
+        flush_path(path.parent)
 
 
 def _list_older(shard: Path, than: float) -> list[str]:
@@ -95,14 +86,6 @@ def _list_older(shard: Path, than: float) -> list[str]:
                     else:
                         names.append(entry.name)
     return names
-
-
-def _flush(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _missing(name: str) -> Missing:

@@ -11,25 +11,34 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from tugline import log
 from tugline.errors import Missing, StoreError
-from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, PauseMode, Results
+from tugline.protocol import (
+    Accepted,
+    Barrier,
+    Control,
+    Event,
+    EventKind,
+    EventQuery,
+    PauseMode,
+    ResultQuery,
+    Results,
+)
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
 from tugline.server.store import events, leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Tx
-from tugline.server.store.database import Database
+from tugline.server.store.database import Database, uptime
 from tugline.server.validation import compute_digest, pack_tasks
 from tugline.server.webhooks import WebhookSender
 from tugline.types import Status, Task
 
 LEASE_S = 30.0
-KEEP_EVENTS_S = 30 * 86_400.0
 WITHIN_S = 60.0
 """How long a barrier waits by default."""
 ORPHAN_S = 3600.0
@@ -37,7 +46,18 @@ ORPHAN_S = 3600.0
 _SWEPT = 1000
 """Blobs that are looked up at once."""
 _DAY_S = 86_400.0
+_ASLEEP_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
 _log = log.get("server")
+
+
+class KeepTimes(NamedTuple):
+    """How long data is kept, in seconds."""
+
+    events_s: float = 30 * _DAY_S
+    tasks_s: float = math.inf
+    """After their end, with their acknowledged results."""
+    consumers_s: float = math.inf
+    """A consumer that has acknowledged nothing for so long holds no task back."""
 
 
 class ControlPlane:
@@ -60,27 +80,25 @@ class ControlPlane:
         check: Callable[[Task], None] = lambda _task: None,
         secret: bytes = b"",
         callback_hosts: Collection[str] | None = None,
-        keep_events_s: float = KEEP_EVENTS_S,
-        keep_tasks_s: float = math.inf,
+        keep: KeepTimes = KeepTimes(),  # noqa: B008 - immutable
     ) -> None:
         hosts = None if callback_hosts is None else frozenset(callback_hosts)
-        self.database, self.blobs = database, blobs
+        self.database, self.blobs, self.folder = database, blobs, folder
         self.logs = Logs(folder / "logs")
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, lease_s=lease_s)
         self.weights = Weights(database)
         self._tenants, self._check = tenants, check
         self._webhooks = WebhookSender(database, secret, hosts=hosts)
         self._expiry = Expiry(database, lease_s=lease_s)
-        self._retention = Retention(
-            database, blobs, keep_events_s=keep_events_s, keep_tasks_s=keep_tasks_s
-        )
+        self.retention = Retention(database, blobs, keep)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(sessions.set_weights, self._tenants)
-            await self._expiry.extend_all()
-            parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self._retention)
+            await self.database.write(events.skip_positions)
+            await self._expiry.spare_all()
+            parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self.retention)
             await stack.enter_async_context(run_beside(*(part.run() for part in parts)))
             self._stack = stack.pop_all()
         return self
@@ -95,50 +113,43 @@ class ControlPlane:
         """
         return await self.database.write(tasks.submit, await pack_tasks(batch, self._check_task))
 
-    async def results(
-        self,
-        *,
-        consumer: str | None = None,
-        after: int | None = None,
-        limit: int = 100,
-        wait_s: float = 0.0,
-        tasks: Sequence[str] | None = None,
-        groups: bool = False,
-    ) -> Results:
+    async def results(self, query: ResultQuery = ResultQuery()) -> Results:  # noqa: B008 - immutable
         """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
 
         With `groups`, whole groups in the order of their release.
         """
+        chosen = query.task or None
 
         def read(tx: Tx) -> Results:
-            start = after
+            start = query.after
             if start is None:
-                start = results.read_acked(tx, consumer) if consumer is not None else 0
-            return (results.groups if groups else results.page)(tx, start, limit, tasks)
+                start = results.read_acked(tx, query.consumer) if query.consumer else 0
+            events.check_position(tx, start)
+            return (results.groups if query.groups else results.page)(
+                tx, start, query.limit, chosen
+            )
 
-        topics = [f"task:{task}" for task in tasks or ()] or ["releases" if groups else "results"]
-        return await self.database.poll(read, topics, wait_s, lambda page: bool(page.items))
+        everything = "releases" if query.groups else "results"
+        topics = [f"task:{task}" for task in query.task] or [everything]
+        return await self.database.poll(read, topics, query.wait_s, lambda page: bool(page.items))
 
     async def trajectory(self, session: str) -> bytes:
         """The result of a session, encoded and compressed.
 
         Raises `Missing`, also for a blob that is not what was committed.
         """
-        name, digest = await self.database.read(results.get_blob, session)
-        data = await self.blobs.get(name)
-        if await compute_digest(data) != digest:
-            msg = f"the result of {session} is damaged: blob {name!r} has not the SHA-256 {digest}"
-            raise Missing(msg)
-        return data
+        return await read_blob(self.blobs, *await self.database.read(results.get_blob, session))
 
-    async def events(
-        self, *, after: int, limit: int = 100, wait_s: float = 0.0, task: str | None = None
-    ) -> list[Event]:
+    async def events(self, query: EventQuery) -> list[Event]:
         """Events after a position, of one task or of all."""
-        topics = [f"task:{task}" if task else "events"]
-        return await self.database.poll(
-            lambda tx: events.page(tx, after, limit, task), topics, wait_s, bool
-        )
+        after = query.after or 0
+
+        def read(tx: Tx) -> list[Event]:
+            events.check_position(tx, after)
+            return events.page(tx, after, query.limit, query.task)
+
+        topic = f"task:{query.task}" if query.task else "events"
+        return await self.database.poll(read, [topic], query.wait_s, bool)
 
     async def read_log(
         self, session: str, *, offset: int = 0, limit: int = 65_536, wait_s: float = 0.0
@@ -204,7 +215,7 @@ def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Contro
     new = msgspec.structs.replace(new, generation=old.generation + 1)
     nodes.set_control(tx, new)
     mode = new.paused.value if new.paused else ""
-    events.add(tx, kind, detail={"version": new.version, "mode": mode})
+    events.add(tx, kind, events.Note(detail={"version": new.version, "mode": mode}))
     return new
 
 
@@ -226,14 +237,11 @@ class Expiry:
 
     One task sleeps until the nearest deadline and is woken when a nearer one comes up. When the
     server itself was away (restarted, suspended, without its database), no node could renew: then
-    all deadlines restart instead of punishing healthy nodes. Waking `asleep_s` late counts as away.
+    they are spared instead of punished. Waking late by some seconds counts as away.
     """
 
-    def __init__(
-        self, database: Database, *, lease_s: float, asleep_s: float = 5.0, retry_s: float = 0.5
-    ) -> None:
+    def __init__(self, database: Database, *, lease_s: float) -> None:
         self._database, self._lease_s = database, lease_s
-        self._asleep_s, self._retry_s = asleep_s, retry_s
 
     async def run(self) -> None:
         """Do so until it is cancelled."""
@@ -242,24 +250,25 @@ class Expiry:
             while True:
                 try:
                     if away:
-                        await self.extend_all()
+                        await self.spare_all()
                         away = False
                     due = await self._database.read(self._next_due)
-                    if due is not None and due <= time.time():
+                    left = math.inf if due is None else due - self._database.clock()
+                    if left <= 0:
                         await self._database.write(expire, lease_s=self._lease_s)
                         continue
-                    loop = asyncio.get_running_loop()
-                    await timers.wait(None if due is None else loop.time() + due - time.time())
-                    away = due is not None and time.time() > due + self._asleep_s
+                    until, loop = uptime() + left, asyncio.get_running_loop()
+                    await timers.wait(None if due is None else loop.time() + left)
+                    away = uptime() > until + _ASLEEP_S
                 except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
                     known = isinstance(error, StoreError)
                     _log.error("deadlines not checked", error=str(error), exc_info=not known)
                     away = True
-                    await asyncio.sleep(self._retry_s)
+                    await asyncio.sleep(_RETRY_S)
 
-    async def extend_all(self) -> None:
-        """Restart all deadlines."""
-        await self._database.write(nodes.extend_all, self._lease_s)
+    async def spare_all(self) -> None:
+        """Give nodes time to renew."""
+        await self._database.write(nodes.spare_all, self._lease_s)
 
     def _next_due(self, tx: Tx) -> float | None:
         """The nearest deadline."""
@@ -289,38 +298,37 @@ def expire(tx: Tx, *, lease_s: float) -> None:
 class Retention:
     """Delete old tasks, events and nodes, and blobs without a result: at the start, then hourly."""
 
-    def __init__(
-        self,
-        database: Database,
-        blobs: Blobs,
-        *,
-        keep_events_s: float,
-        keep_tasks_s: float = math.inf,
-        every_s: float = 3600.0,
-    ) -> None:
-        self._database, self._blobs = database, blobs
-        self._keep_events_s, self._keep_tasks_s = keep_events_s, keep_tasks_s
-        self._every_s = every_s
+    def __init__(self, database: Database, blobs: Blobs, keep: KeepTimes) -> None:
+        self._database, self._blobs, self._keep = database, blobs, keep
 
     async def run(self) -> None:
         """Do so until it is cancelled."""
         while True:
             try:
-                await self.run_once(time.time())
+                await self.run_once(self._database.clock())
             except StoreError as error:
                 _log.warning("old data not deleted", error=str(error))
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(_RETENTION_EVERY_S)
 
     async def run_once(self, now: float) -> None:
         """Delete what is too old at `now`. Raises `StoreError`."""
         write = self._database.write_relaxed
-        if self._keep_tasks_s < math.inf:
-            while await write(tasks.delete_finished, now - self._keep_tasks_s):
+        if self._keep.tasks_s < math.inf:
+            alive = now - self._keep.consumers_s
+            while await write(tasks.delete_finished, now - self._keep.tasks_s, alive):
                 pass
         await sweep(self._blobs, self._database)
-        while await write(events.trim, now - self._keep_events_s):
+        while await write(events.trim, now - self._keep.events_s):
             pass
         await write(nodes.trim, now - _DAY_S)
+
+
+async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
+    """The trajectory of a result. Raises `Missing`, also if it is not what was committed."""
+    data = await blobs.get(name)
+    if await compute_digest(data) != digest:
+        raise Missing(f"the result is damaged: blob {name!r} has not the SHA-256 {digest}")
+    return data
 
 
 async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> int:

@@ -8,8 +8,7 @@ renewals repeat everything.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ _log = log.get("server")
 class _Waiter:
     """A node that waits for work."""
 
-    node: str
     capacity: int
     subscription: Subscription
     granted: list[Session] = field(default_factory=list)
@@ -83,14 +81,20 @@ class ServerDispatcher:
         until = asyncio.get_running_loop().time() + min(request.wait_s, MAX_WAIT_S)
         with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
             orders = await self._renew(node, request)
-            waiter = _Waiter(node, request.capacity - len(orders.again), subscription)
-            with self._enqueue(waiter):
+            waiter = _Waiter(request.capacity - len(orders.again), subscription)
+            if waiter.capacity > 0:  # a newer request of the same node takes its place
+                self._waiting[node] = waiter
+                self._work.notify()
+            try:
                 while not (orders.again or self._has_news(node, orders, request)):
                     notified = await subscription.wait(until)
                     if waiter.granted or not notified:
                         break
                     # What it holds may have changed since it asked, so this does not renew.
                     orders = await self._database.read(leases.reconcile, node, request.held)
+            finally:
+                if self._waiting.get(node) is waiter:
+                    del self._waiting[node]
         return await self._respond(node, orders, request.held, (*orders.again, *waiter.granted))
 
     async def renew(self, node: str, renewal: protocol.Renewal) -> protocol.LeaseResponse:
@@ -143,18 +147,6 @@ class ServerDispatcher:
             leases.renew, node, request.held, request.applied, lease_s=self._lease_s
         )
 
-    @contextlib.contextmanager
-    def _enqueue(self, waiter: _Waiter) -> Iterator[None]:
-        """Let it wait for work. A newer request of the same node takes its place."""
-        if waiter.capacity > 0:
-            self._waiting[waiter.node] = waiter
-            self._work.notify()
-        try:
-            yield
-        finally:
-            if self._waiting.get(waiter.node) is waiter:
-                del self._waiting[waiter.node]
-
     def _has_news(self, node: str, orders: LeaseOrders, request: protocol.LeaseRequest) -> bool:
         if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
             self._known.clear()
@@ -180,7 +172,9 @@ class ServerDispatcher:
         granted: Sequence[Session],
     ) -> protocol.LeaseResponse:
         ids = {session.task for session in granted}
-        bodies = await self._read_tasks(ids) if ids else {}
+        bodies: dict[str, Task] = {}
+        if ids:
+            bodies = await self._database.read(lambda tx: {id_: tasks.body(tx, id_) for id_ in ids})
         known = self._known[node] = self._summarize(orders, held)
         unique = {session.id: session for session in granted}
         return protocol.LeaseResponse(
@@ -190,9 +184,6 @@ class ServerDispatcher:
             draining=orders.draining,
             follow=tuple(sorted(known.follow)),
         )
-
-    async def _read_tasks(self, ids: set[str]) -> dict[str, Task]:
-        return await self._database.read(lambda tx: {task: tasks.body(tx, task) for task in ids})
 
     # ------------------------------------------------------------------ granting
     async def _grant(self) -> None:

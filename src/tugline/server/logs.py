@@ -140,13 +140,12 @@ class Logs:
     # ------------------------------------------------------------------ in a thread
     def _folder_of(self, session: str) -> Path:
         if Path(session).name != session:
-            msg = f"no log of session {session!r}"
-            raise Missing(msg)
+            raise Missing(f"no log of session {session!r}")
         return self._folder / sha256(session.encode()).hexdigest()[:2] / session
 
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         folder = self._folder_of(session)
-        names = [(path, path.stat().st_size) for path in _files(folder, f"{epoch:08}-*")]
+        names = [(path, path.stat().st_size) for path in sorted(folder.glob(f"{epoch:08}-*"))]
         length = _start_of(names[-1][0]) + names[-1][1] if names else 0
         if offset > length:
             return length
@@ -204,10 +203,6 @@ class Logs:
         return deleted
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern))
-
-
 def _start_of(path: Path) -> int:
     """Start offset of a piece in the log of its lease."""
     return int(path.name.partition("-")[2])
@@ -217,7 +212,7 @@ def _list_pieces(folder: Path) -> list[_Piece]:
     """All pieces in order; a line separates the logs of two leases."""
     pieces: list[_Piece] = []
     base = 0
-    for path in _files(folder, "*-*"):
+    for path in sorted(folder.glob("*-*")):
         lease = int(path.name.partition("-")[0])
         if pieces and pieces[-1].lease != lease:
             line = b"\n[lease %d]\n" % lease
@@ -240,5 +235,4 @@ def _explain(session: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = f"log of {session}: {error.strerror}"
-        raise StoreError(msg) from error
+        raise StoreError(f"log of {session}: {error.strerror}") from error

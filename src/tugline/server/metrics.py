@@ -9,16 +9,16 @@ as they happen. docs/observability.md lists every metric.
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from prometheus_client.core import Metric
 
 from tugline.histogram import MOMENTS, SIZES, SPELLS, Distribution, Values, families, page
-from tugline.protocol import Event, EventKind, NodeState
+from tugline.protocol import Event, EventKind
 from tugline.server.store import events
 from tugline.server.store.database import Database
-from tugline.server.store.stats import MAX_SCAN, QueueStats, position_before, queue_stats
-from tugline.types import Boundary, Status
+from tugline.server.store.stats import MAX_SCAN, gauges, position_before
+from tugline.types import Boundary
 
 _CHUNK = 1000
 _REASONS = {*(boundary.value for boundary in Boundary), "stale"}
@@ -84,8 +84,9 @@ class _EventCounts:
 class ServerMetrics:
     """Metrics page of a server and of `others`, such as a node in the same process."""
 
-    def __init__(self, database: Database, others: Sequence[Page] = ()) -> None:
-        self._database, self.others = database, list(others)
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.others: list[Page] = []
         self.waiting: Callable[[], int] = lambda: 0
         """Returns the number of open long polls and streams."""
         database.on_commit = self._count_commit
@@ -114,7 +115,7 @@ class ServerMetrics:
 
     async def families(self) -> list[Metric]:
         """The server's own metrics. Raises `StoreError`."""
-        stats = await self._database.read(queue_stats)
+        stored = await self._database.read(gauges)
         async with self._lock:
             await self._count_events()
         store = self._database.name
@@ -124,7 +125,7 @@ class ServerMetrics:
             "tugline_store_commit_operations": {store: self._batch},
             "tugline_waiting": self.waiting(),
         }
-        return families(_METRICS, _gauges(stats) | self._event_counts.values() | measured)
+        return families(_METRICS, stored | self._event_counts.values() | measured)
 
     async def _count_events(self) -> None:
         """Count the events since the last scrape; on the first one, since the start."""
@@ -138,20 +139,3 @@ class ServerMetrics:
                 self._event_counts.add(event)
             at = page[-1].position if page else latest
         self._read = at
-
-
-def _gauges(stats: QueueStats) -> dict[str, Values]:
-    counts = stats.counts
-    callbacks = {"pending": stats.pending_deliveries, "dead": counts.dead_deliveries}
-    return {
-        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | counts.sessions,
-        "tugline_queue": stats.queued,
-        "tugline_tasks_open": counts.tasks_open,
-        "tugline_nodes": dict.fromkeys((one.value for one in NodeState), 0) | stats.nodes,
-        "tugline_slots": counts.slots,
-        "tugline_results_unread": stats.unread,
-        "tugline_callbacks": callbacks,
-        "tugline_position": counts.position,
-        "tugline_weights_version": counts.version,
-        "tugline_weights_paused": counts.paused,
-    }

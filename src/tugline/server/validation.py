@@ -179,13 +179,11 @@ def decode_trajectory(data: bytes) -> Trajectory:
     try:
         size = zstandard.frame_content_size(data)
         if size > MAX_TRAJECTORY:
-            msg = f"a result has {size} bytes, {MAX_TRAJECTORY} are taken"
-            raise Invalid(msg)
+            raise Invalid(f"a result has {size} bytes, {MAX_TRAJECTORY} are taken")
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_TRAJECTORY)
         return decode(plain, Trajectory)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
-        msg = f"not a trajectory, encoded and compressed with zstd: {error}"
-        raise Invalid(msg) from error
+        raise Invalid(f"not a trajectory, encoded and compressed with zstd: {error}") from error
 
 
 async def _run(work: Callable[[], T], *, in_thread: bool) -> T:
@@ -195,5 +193,4 @@ async def _run(work: Callable[[], T], *, in_thread: bool) -> T:
 # --------------------------------------------------------------------------- errors
 def _refuse(field: str, value: str, must: str) -> NoReturn:
     text = value if len(value) <= 80 else f"{value[:60]}..."
-    msg = f"{field} is {text}, must be {must}"
-    raise Invalid(msg, field=field)
+    raise Invalid(f"{field} is {text}, must be {must}", field=field)

@@ -5,15 +5,17 @@ than once, with the same ``webhook-id``, and in any order. Each host has a sende
 that does not answer delays no other, and is tried less and less often. A delivery that is given up
 stays in the outbox as DEAD, with an event, until it is retried by hand.
 
-Whoever submits a task chooses where the server sends to. `hosts` restricts that; redirects are
-never followed, and no answer is read beyond its headers.
+Whoever submits a task chooses where the server sends to: to public addresses, or to `hosts` only,
+wherever those are. Redirects are never followed, and no answer is read beyond its headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import errno
 import hashlib
+import ipaddress
 import random
 import socket
 import time
@@ -22,12 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from tugline import log
 from tugline.errors import Invalid, Missing, StoreError
-from tugline.protocol import Delivery, EventKind, WebhookBody
+from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
+from tugline.sandbox.network import AllowList
 from tugline.server.store import events, results, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, Subscription
@@ -35,6 +39,7 @@ from tugline.signing import sign
 from tugline.types import Task
 
 _log = log.get("webhooks")
+_MUST_BE_PUBLIC = "must be public or named in server.callback_hosts"
 
 
 class WebhookRetries(NamedTuple):
@@ -71,16 +76,12 @@ class _Try(NamedTuple):
     after_s: float = 0.0
     """Pause that the receiver asked for."""
 
-    @property
-    def is_final(self) -> bool:
-        """Whether it need not be retried."""
-        return self.final or not self.error
-
 
 class WebhookSender:
     """Sends due deliveries while `run` runs. Without a `secret` nothing is signed.
 
-    `hosts` names allowed receivers, with their port if it matters; None allows all.
+    `hosts` names allowed receivers, with their port if it matters, `"*"` all; None allows those at
+    a public address.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class WebhookSender:
         """Raises `Invalid` for a task whose callback would never be sent."""
         if task.callback is not None and not is_allowed(task.callback.url, self._hosts):
             known = ", ".join(sorted(self._hosts or ()))
-            msg = f"callback.url is {task.callback.url!r}, must go to one of: {known}"
-            raise Invalid(msg, field="callback.url")
+            must = f"must go to one of: {known}" if known else _MUST_BE_PUBLIC
+            raise Invalid(f"callback.url is {task.callback.url!r}, {must}", field="callback.url")
 
     # ------------------------------------------------------------------ scheduling
     async def _watch(self) -> None:
@@ -134,7 +135,7 @@ class WebhookSender:
 
     def _start(self, waiting: dict[str, float], subscription: Subscription) -> float:
         """Start a sender for each host with due deliveries; returns seconds until the next look."""
-        now = time.time()
+        now = self._database.clock()
         idle = {host: at for host, at in waiting.items() if host not in self._senders}
         for host in [host for host, at in idle.items() if at <= now]:
             sender = asyncio.create_task(self._send_all(host))
@@ -157,7 +158,7 @@ class WebhookSender:
         http = await asyncio.to_thread(import_module, "aiohttp")
         self._client = self._client or http.ClientSession(
             timeout=http.ClientTimeout(total=self._retries.timeout_s),
-            connector=http.TCPConnector(limit=0, resolver=_Resolver()),
+            connector=http.TCPConnector(limit=0, resolver=_Resolver(self._hosts is None)),
             cookie_jar=http.DummyCookieJar(),
             headers={"User-Agent": "tugline", "Content-Type": "application/json"},
         )
@@ -166,7 +167,9 @@ class WebhookSender:
             while claimed := await self._claim(host):
                 tries = await asyncio.gather(*map(send, claimed))
                 await self._database.write(_record, tries, self._retries)
-                failures = 0 if any(each.is_final for each in tries) else failures + 1
+                failures = (
+                    0 if any(each.final or not each.error for each in tries) else failures + 1
+                )
                 if failures:  # a long list must not become a storm
                     _log.info("receiver fails", host=host, error=tries[0].error)
                     await asyncio.sleep(min(self._retries.pause(failures), self._retries.rest_s))
@@ -217,11 +220,23 @@ class WebhookSender:
 
 
 def is_allowed(url: str, hosts: frozenset[str] | None) -> bool:
-    """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``."""
+    """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``.
+
+    Without `hosts`, whether it is an address that is public, or a name, which is resolved later.
+    """
     if hosts is None:
-        return True
+        host = urlsplit(url).hostname or ""
+        return host != "localhost" and is_public(host)
     host = events.host_of(url)
-    return host in hosts or host.rpartition(":")[0] in hosts
+    return "*" in hosts or host in hosts or host.rpartition(":")[0] in hosts
+
+
+def is_public(host: str) -> bool:
+    """Whether `host` is no private, link-local or loopback address; also for a name."""
+    try:
+        return AllowList(()).permits(ipaddress.ip_address(host), 0)
+    except ValueError:
+        return True
 
 
 def _encode_body(tx: Tx, delivery: Delivery, name: str) -> bytes:
@@ -249,19 +264,21 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
     for each in tries:
         count = each.delivery.tries + 1
         if not each.error:
-            events.mark_delivered(tx, each.delivery.id)
+            state = DeliveryState.DELIVERED
         elif each.final or count >= retries.tries:
-            events.mark_dead(tx, each.delivery.id, each.error)
+            state = DeliveryState.DEAD
         else:
-            pause = max(retries.pause(count), each.after_s)
-            events.mark_failed(tx, each.delivery.id, each.error, pause)
+            state = DeliveryState.PENDING
+        pause_s = max(retries.pause(count), each.after_s)
+        events.settle(tx, each.delivery.id, state, each.error, pause_s)
 
 
 # --------------------------------------------------------------------------- HTTP
 class _Resolver:
     """Resolves names in threads of its own, so a slow name server blocks nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, public_only: bool) -> None:  # noqa: FBT001 - named by its class
+        self._public_only = public_only
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
 
     async def resolve(
@@ -270,6 +287,9 @@ class _Resolver:
         """Addresses of `host`. Raises `OSError`."""
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
+        if self._public_only and not all(is_public(str(one[4][0])) for one in found):
+            msg = f"{host!r} has a private address, {_MUST_BE_PUBLIC}"
+            raise OSError(errno.EACCES, msg)
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
             {

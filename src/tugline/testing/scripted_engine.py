@@ -18,10 +18,8 @@ import msgspec
 import numpy as np
 
 from tugline.errors import EngineError, RequestError, UsageError
-from tugline.inference.base import CutError, EngineStats, GenerateRequest, Mode, SampledChunk, check
+from tugline.inference.base import CutError, EngineStats, GenerateRequest, SampledChunk, check
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
-
-_POLL_S = 0.005
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -65,20 +63,10 @@ class ScriptedEngine:
         self._reply = reply
         self._eos_ids = frozenset(eos_ids)
         self._running: dict[int, tuple[GenerateRequest, asyncio.Event]] = {}
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._frozen = False
         self._prompt = self._sampled = 0
         self._finished = dict.fromkeys(Finish, 0)
 
     down = False
-
-    @property
-    def paused(self) -> bool:
-        """Whether new requests are held."""
-        return not self._open.is_set()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; nothing is ever reused or busy."""
@@ -92,7 +80,6 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Answer according to the script."""
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        await self._open.wait()
         reply = self._reply(request.prompt_ids, request.id)
         self.calls.append(request)
         if reply.status is not None:
@@ -100,7 +87,6 @@ class ScriptedEngine:
             raise EngineError(msg, status=reply.status, retry_after=reply.retry_after_s)
         aborted = asyncio.Event()
         self._running[id(request)] = (request, aborted)
-        self._idle.clear()
         self._prompt += len(request.prompt_ids)
         finish = Finish.ABORT
         try:
@@ -110,28 +96,12 @@ class ScriptedEngine:
                     yield chunk
         finally:
             del self._running[id(request)]
-            if not self._running:
-                self._idle.set()
             self._finished[finish] += 1
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
         """Refuse: there is no model."""
         msg = "prompt_logprobs=0 cannot be served: a scripted engine has no model to ask"
         raise RequestError(msg, param="prompt_logprobs")
-
-    async def pause(self, mode: Mode) -> None:
-        """Hold new requests; those that run freeze, end, or are waited for."""
-        self._open.clear()
-        if mode == "abort":
-            await self.abort([])
-        self._frozen = mode == "keep"
-        if mode == "wait":
-            await self._idle.wait()
-
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        self._frozen = False
-        self._open.set()
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End running requests by id, all when `ids` is empty."""
@@ -156,8 +126,7 @@ class ScriptedEngine:
             end = min(start + size, len(ids))
             await self._pass_time(reply.delay_s * (end - start), aborted)
             if reply.cut_after is not None and end > reply.cut_after:
-                msg = f"scripted fault: cut after {reply.cut_after} tokens"
-                raise CutError(msg)
+                raise CutError(f"scripted fault: cut after {reply.cut_after} tokens")
             if aborted.is_set():
                 yield SampledChunk(ids[:0], logprobs[:0], (), Finish.ABORT)
                 return
@@ -178,16 +147,12 @@ class ScriptedEngine:
         if seconds:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(aborted.wait(), seconds)
-        while self._frozen and not aborted.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(aborted.wait(), _POLL_S)
 
 
 def _ending(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
     """`ids` up to the first stop or the limit. Raises `UsageError` for an empty script."""
     if not ids:
-        msg = "Reply.ids is empty: a model always samples at least one token"
-        raise UsageError(msg)
+        raise UsageError("Reply.ids is empty: a model always samples at least one token")
     for index, token in enumerate(ids[:limit]):
         if token in stops:
             return np.array(ids[: index + 1], np.int32), Finish.STOP

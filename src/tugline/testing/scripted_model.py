@@ -23,7 +23,6 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import tugline
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -185,7 +184,7 @@ def make_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    package = Path(tugline.__file__).parent
+    package = Path(__file__).parents[1]
     texts = (path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, "scripted")

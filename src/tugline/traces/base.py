@@ -23,6 +23,7 @@ from tugline.types import (
     Distribution,
     Ids,
     Ledger,
+    Mode,
     PluginSpec,
     Reason,
     Span,
@@ -167,9 +168,10 @@ def count_calls(
     for call in calls:
         counted = count_spans(spans[call.number])
         reason = dropped.get(call.number, Reason.OVER_LENGTH)
+        text_only = call.stop is None or call.mode is Mode.TEXT
         lost = {
             reason: len(call.sampled_ids) - counted.sampled,
-            Reason.NO_TOKEN_IDS: call.unreported_tokens,
+            Reason.NO_TOKEN_IDS if text_only else Reason.BEHIND_STOP: call.unreported_tokens,
         }
         ledgers[call.number] = msgspec.structs.replace(
             counted,
@@ -198,6 +200,20 @@ def sum_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
         masked.update(one.masked)
         dropped.update(one.dropped)
     return Ledger(sampled=sampled, trained=trained, masked=dict(masked), dropped=dict(dropped))
+
+
+def leave_out(
+    ledger: Ledger, *, masked: Mapping[Reason, int], dropped: Mapping[Reason, int]
+) -> Ledger:
+    """Count trained tokens as masked or dropped instead, so many by reason."""
+    lost = sum(masked.values()) + sum(dropped.values())
+    whole = sum_ledgers([ledger, Ledger(masked=dict(masked), dropped=dict(dropped))])
+    return Ledger(
+        sampled=whole.sampled,
+        trained=whole.trained - lost,
+        masked={reason: count for reason, count in whole.masked.items() if count},
+        dropped={reason: count for reason, count in whole.dropped.items() if count},
+    )
 
 
 def count_session(

@@ -14,7 +14,7 @@ import numpy as np
 
 from tugline.traces import base
 from tugline.traces.lineage import Answer, build_chains
-from tugline.types import Call, Distribution, Ids, Logprobs, Mask, Reason, Span, Trace, TraceKind
+from tugline.types import Call, Ids, Logprobs, Mask, Span, Trace, TraceKind
 
 
 class PerRequest(base.Builder):
@@ -74,17 +74,12 @@ def merge_prefixes(
 
 # --------------------------------------------------------------------------- prefix trees
 class TreeSource(msgspec.Struct, frozen=True):
-    """The call and policy version that sampled a token."""
+    """Where sampled tokens come from."""
 
-    session: str
-    trace: int
-    """Index in `Tree.branches` of the trace that holds the answer."""
-    call: int
-    version: int
-    masked: Reason | None = None
-    """Why it is not trained; None if it is."""
-    distribution: Distribution = Distribution()
-    engine: str = ""
+    branch: int
+    """Index in `Tree.branches` of the trace that holds them."""
+    span: Span
+    """Their span in that trace."""
 
 
 class TreeNode(msgspec.Struct, frozen=True):
@@ -149,7 +144,7 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         A trace that another trace of its session extends is part of that one's view.
         """
         view_of = self._choose_views()
-        of_source = np.array([view_of[source.trace] for source in self.sources], np.int32)
+        of_source = np.array([view_of[source.branch] for source in self.sources], np.int32)
         traces: dict[str, list[Trace]] = {}
         index: dict[int, int] = {}
         for first, branch in enumerate(view_of):
@@ -204,9 +199,8 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         edges = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
         for start, end in pairwise(edges):
             if source[start] >= 0:
-                one = self.sources[source[start]]
-                sampled = (one.version, one.masked, one.distribution, one.engine)
-                yield Span(one.call, start, end, *sampled)
+                span = self.sources[source[start]].span
+                yield msgspec.structs.replace(span, start=start, end=end)
 
 
 # --------------------------------------------------------------------------- building
@@ -287,14 +281,13 @@ def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
             source = np.full(len(trace.ids), -1, np.int32)
             for span in trace.spans:
                 source[span.start : span.end] = len(sources)
-                sampled = (span.version, span.masked, span.distribution, span.engine)
-                sources.append(TreeSource(session, len(leaves), span.call, *sampled))
+                sources.append(TreeSource(len(leaves), span))
             root = roots.setdefault(trace.images, _GrowingNode(_NO_IDS, _NO_LOGPROBS, _NO_IDS))
             leaf = root.insert(trace.ids, trace.logprobs, source)
             leaves.append((session, first, trace, leaf))
     growing, nodes = _number_nodes(roots.values())
     source = np.concatenate([_NO_IDS, *(node.source for node in growing)], dtype=np.int32)
-    trained = np.array([*(one.masked is None for one in sources), False], np.bool_)
+    trained = np.array([*(one.span.masked is None for one in sources), False], np.bool_)
     return Tree(
         ids=np.concatenate([_NO_IDS, *(node.ids for node in growing)], dtype=np.int32),
         mask=trained[source],

@@ -120,11 +120,6 @@ class Chain:
         self.images = [images]
         """Digests of the images in each call's prompt, in order."""
 
-    def append(self, call: Call, images: tuple[str, ...]) -> None:
-        """Add a call that extends this chain."""
-        self.calls.append(call)
-        self.images.append(images)
-
     def is_extended_by(self, call: Call, images: tuple[str, ...]) -> bool:
         """Whether the prompt of `call` begins, id for id, with everything in this chain.
 
@@ -210,7 +205,8 @@ class _Chains:
             chain = Chain(call, *self._classify(call), images)
             self.all.append(chain)
         else:
-            chain.append(call, images)
+            chain.calls.append(call)
+            chain.images.append(images)
         self._chain_of[call.number] = chain
         self._by_number[call.number] = call
         if call.kind is not TraceKind.SIDE:
@@ -234,7 +230,8 @@ class _Chains:
         parent = None if call.parent is None else self._by_number.get(call.parent)
         if call.kind is TraceKind.SUBAGENT and (parent is None or parent.thread != call.thread):
             return TraceKind.SUBAGENT, self._find_starter(call)
-        if parent is not None and call.branch is Branch.COMPACTED:
+        summary = call.kind is TraceKind.COMPACTION or call.branch is Branch.COMPACTED
+        if parent is not None and summary:
             return TraceKind.COMPACTION, parent.number
         if parent is not None:
             return TraceKind.BRANCH, parent.number
@@ -246,10 +243,10 @@ class _Chains:
 
     def _find_starter(self, call: Call) -> int | None:
         """Return the latest call of the thread that started this sub-agent; None if unknown."""
-        if call.parent_thread is not None:
-            return self._latest_of_thread.get(call.parent_thread)
-        latest = self._latest_of_thread.items()
-        return max((number for thread, number in latest if thread != call.thread), default=None)
+        latest = self._latest_of_thread
+        if call.parent_thread is not None or (call.thread is not None and None in latest):
+            return latest.get(call.parent_thread)
+        return max((latest[thread] for thread in latest if thread != call.thread), default=None)
 
     def _collect_images(self, call: Call) -> tuple[str, ...]:
         """Return the digests of the images in the prompt of `call`, in order."""
@@ -263,8 +260,7 @@ def check_calls(calls: Iterable[Call]) -> list[Call]:
     ordered = sorted(calls, key=lambda call: call.number)
     for one, other in pairwise(ordered):
         if one.number == other.number:
-            msg = f"session {one.session}: call {one.number} is there twice"
-            raise CaptureError(msg)
+            raise CaptureError(f"session {one.session}: call {one.number} is there twice")
     for call in ordered:
         if call.mode is Mode.TEXT:
             continue
@@ -273,8 +269,7 @@ def check_calls(calls: Iterable[Call]) -> list[Call]:
             msg = f"{where}: prompt_ids is empty; the engine must report the ids of its prompt"
             raise CaptureError(msg)
         if len(call.logprobs) != sampled:
-            msg = f"{where}: {sampled} sampled_ids but {len(call.logprobs)} logprobs"
-            raise CaptureError(msg)
+            raise CaptureError(f"{where}: {sampled} sampled_ids but {len(call.logprobs)} logprobs")
         if not versions_cover(call):
             msg = f"{where}: versions {call.versions} must cover its {sampled} tokens in order"
             raise CaptureError(msg)

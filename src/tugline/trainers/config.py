@@ -1,5 +1,6 @@
 """Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -149,9 +150,18 @@ class TrainConfig(Config, frozen=True, kw_only=True):
         return self.lora is not None and self.lora.publish == "adapter"
 
 
-def read_config(path: Path, default_model: Path) -> TrainConfig:
-    """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
+def read_config(
+    path: Path, default_model: Path, *, server: str | None = None, engines: Sequence[str] = ()
+) -> TrainConfig:
+    """Read the file at `path` with its paths made absolute. Raises `ConfigError`.
+
+    `server` and `engines` replace the addresses of the file.
+    """
     config = load(path, TrainConfig)
+    urls = tuple(engines) or config.engine.urls
+    config = replace(
+        config, server=server or config.server, engine=replace(config.engine, urls=urls)
+    )
     folder = path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
     engine = config.engine

@@ -18,13 +18,11 @@ import numpy.typing as npt
 from tugline.errors import UsageError
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import RESULTS
-from tugline.types import Failure
+from tugline.types import Failure, is_pass
 
-PASS = 1.0
 """Least reward of a solved task."""
 _Z = 1.96
 """Of 95 % intervals."""
-_ROUNDING = 1e-6
 Rates = npt.NDArray[np.float64]
 """One estimate per task, shape ``(tasks,)``."""
 
@@ -39,7 +37,7 @@ class Attempt(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether it solved the task."""
-        return self.reward is not None and self.reward >= PASS - _ROUNDING
+        return self.reward is not None and is_pass(self.reward)
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -147,8 +145,7 @@ def compare(now: Iterable[Attempt], earlier: Iterable[Attempt]) -> Comparison:
     counts, before = _count(now), _count(earlier)
     shared = [task for task in counts if task in before]
     if not shared:
-        msg = "the two runs have no rewarded task in common: run the same task set"
-        raise UsageError(msg)
+        raise UsageError("the two runs have no rewarded task in common: run the same task set")
     first, second = (_rates([found[task] for task in shared], 1) for found in (counts, before))
     gaps = first - second
     size = len(gaps) + 2

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from tugline.errors import EngineError
 from tugline.launch.local import LocalServer
-from tugline.launch.server import folder_lock
+from tugline.launch.server import folder_lock, freeze_gc
 from tugline.recording import file as recordings
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
@@ -46,11 +46,13 @@ from tugline.trainers.models import (
     open_replicas,
     open_server,
     write_model,
+    write_model_folder,
 )
 from tugline.trainers.publish import Probe, Publication
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import (
     CHECKPOINTS,
+    MODEL,
     TrainState,
     TrainSummary,
     VersionScore,
@@ -59,7 +61,6 @@ from tugline.trainers.state import (
     store_config,
 )
 from tugline.types import Call, Task, Trajectory
-from tugline.web.serve import freeze_gc
 
 WEIGHTS = "weights"
 """Weights on their way to engines elsewhere."""
@@ -158,6 +159,7 @@ class TrainingLoop:
             shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)
             self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)
+        await asyncio.to_thread(self._write_result)
         self.state = replace(self.state, elapsed_s=self._elapsed_s())
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
@@ -269,6 +271,11 @@ class TrainingLoop:
             checkpoint.update(path, version=state.version, extra=extra)
         else:
             self._trainer.save(folder, state.step, state.version, extra, self._schedule.keep)
+
+    def _write_result(self) -> None:
+        """Write the trained model as a folder that every engine can serve."""
+        source, weights = self._config.model or Path(), self._trainer.weights()
+        write_model_folder(weights, self._models.served, source, self._folder / MODEL)
 
     async def _publish(self, probe: Probe | None) -> Publication:
         """Bring the trainer's weights to every replica."""

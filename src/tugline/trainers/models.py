@@ -9,6 +9,7 @@ server of this process has one node; one elsewhere has any number, and outlives 
 import asyncio
 import contextlib
 import copy
+import shutil
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -277,6 +278,19 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], model: PreTrai
     unique = {name: weights[name] for name in first.values()}
     checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
     model.config.save_pretrained(folder)
+
+
+def write_model_folder(
+    weights: dict[str, torch.Tensor], model: PreTrainedModel, source: Path, folder: Path
+) -> None:
+    """Make a whole model folder of weights and the tokenizer and other files of `source`."""
+    draft = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
+    shutil.copytree(source, draft, ignore=ignored)
+    write_weights(draft, weights, model)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)
 
 
 # --------------------------------------------------------------------------- the server

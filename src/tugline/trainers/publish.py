@@ -18,10 +18,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import aiohttp
 import msgspec
 import numpy as np
 
+from tugline.chat.dialects.base import decode_object
 from tugline.client.api import Client
 from tugline.errors import EngineError, UsageError
 from tugline.protocol import Barrier, PauseMode
@@ -66,21 +66,13 @@ class RemoteWeightUpdater(EngineHttp, ABC):
     async def _post(self, path: str, body: object = None) -> dict[str, Any]:
         """Post to a route and return its reply. Raises `EngineError` unless it reports success."""
         data = msgspec.json.encode({} if body is None else body)
-        headers, timeout = {"content-type": "application/json"}, aiohttp.ClientTimeout(_TIMEOUT_S)
-        try:
-            async with self.client.post(
-                self.url + path, data=data, headers=headers, timeout=timeout
-            ) as response:
-                status, text = response.status, await response.read()
-            reply = msgspec.json.decode(text) if text.startswith(b"{") else {}
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-            msg = f"the engine at {self.url} did not answer {path}: {error or type(error).__name__}"
-            raise EngineError(msg) from error
+        status, text = await self.post(path, data, _TIMEOUT_S)
+        reply = decode_object(text.decode("utf-8", "replace")) or {}
         if status != 200 or reply.get("success") is False:
             detail = text[:200].decode("utf-8", "replace")
             msg = f"the engine at {self.url} answered {path} with {status}: {detail}"
             raise EngineError(msg, status=status)
-        return dict(reply)
+        return reply
 
 
 class VllmWeightUpdater(RemoteWeightUpdater):
@@ -268,11 +260,10 @@ class Publisher:
         known = np.isfinite(scored)
         share = measure_arrival(probe.before[known], probe.after[known], scored[known])
         if share is not None and share < _ARRIVED:
-            msg = (
+            raise EngineError(
                 f"the replica {url} took version {version}, but its logprobs show {share:.0%} of"
                 " the update: does it read the folder that the trainer writes?"
             )
-            raise EngineError(msg)
         return float(np.abs(scored - probe.after)[known].max(initial=0.0)), share
 
 
@@ -301,5 +292,4 @@ def measure_arrival(before: Logprobs, after: Logprobs, scored: Logprobs) -> floa
 
 def _raise_if_incomplete(barrier: Barrier, state: str, within_s: float) -> None:
     if barrier.missing:
-        msg = f"nodes not {state} within {within_s:g} s: {', '.join(barrier.missing)}"
-        raise EngineError(msg)
+        raise EngineError(f"nodes not {state} within {within_s:g} s: {', '.join(barrier.missing)}")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ import numpy as np
 import torch
 from msgspec import Meta
 from msgspec.structs import replace
-from transformers import PreTrainedModel
 
 from tugline.chat.dialects.base import HttpRequest, ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
@@ -43,13 +41,11 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.update import Update, Updater
-from tugline.trainers.models import merge_adapter, prepare, write_weights
+from tugline.trainers.models import merge_adapter, prepare, write_model_folder
 from tugline.trainers.sinks import Sinks
-from tugline.trainers.state import CHECKPOINTS, load_newest, store_config
+from tugline.trainers.state import CHECKPOINTS, MODEL, load_newest, store_config
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
-MODEL = "model"
-"""Folder of the trained model, below that of the run."""
 TRACES = "traces.parquet"
 CONVERSATIONS = "conversations.jsonl"
 """Files of a folder of `tugline generate`."""
@@ -160,8 +156,7 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
         msg = f"{file} is read with pyarrow, which needs: pip install 'tugline[export]'"
         raise UsageError(msg) from error
     except (OSError, ValueError) as error:
-        msg = f"{file} is no set of conversations or traces: {error}"
-        raise UsageError(msg) from error
+        raise UsageError(f"{file} is no set of conversations or traces: {error}") from error
 
 
 def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mask]:
@@ -262,7 +257,7 @@ def train(
             sinks.close()
         weights = merge_adapter(policy)
         if folder:
-            _write_model(weights, model, config.model, folder / MODEL)
+            write_model_folder(weights, model, config.model, folder / MODEL)
         return run.state
 
 
@@ -287,8 +282,7 @@ def _read_data(
     counts = f"{len(trained)} conversations to train, {len(heldout)} held out;"
     counts += f" left out: {dict(left_out) or '-'}"
     if not trained:
-        msg = f"data: nothing is left to train on: {counts}"
-        raise UsageError(msg)
+        raise UsageError(f"data: nothing is left to train on: {counts}")
     report(counts)
     return trained, heldout
 
@@ -357,16 +351,3 @@ class _SftRun:
             loss = self._trainer.measure(self._heldout)
             self.state = replace(self.state, heldout={**self.state.heldout, step: loss})
             sinks.log(step, {"sft/heldout_loss": loss})
-
-
-def _write_model(
-    weights: dict[str, torch.Tensor], model: PreTrainedModel, source: Path, folder: Path
-) -> None:
-    """Make a whole model folder of weights and the tokenizer and other files of `source`."""
-    draft = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    ignored = shutil.ignore_patterns("*.safetensors", "*.bin", "*.index.json", "optimizer.pt")
-    shutil.copytree(source, draft, ignore=ignored)
-    write_weights(draft, weights, model)
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)

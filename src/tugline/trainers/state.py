@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tugline.atomic import write_file
 from tugline.config import Config, load
 from tugline.errors import UsageError
+from tugline.launch.settings import EngineSettings
 from tugline.trainers.config import Schedule
 from tugline.trainers.evaluation import Comparison, Evaluation
 from tugline.trainers.grpo import checkpoint
@@ -18,6 +19,8 @@ from tugline.types import Ledger
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+MODEL = "model"
+"""Folder of the trained model, below that of the run."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -68,7 +71,7 @@ class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
 def store_config(folder: Path, config: Config) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
-    Only where figures go, how long to train, and the devices may change.
+    Only where figures go, how long to train, the devices, and addresses may change.
     """
     path = folder / CONFIG
     if path.exists():
@@ -77,7 +80,7 @@ def store_config(folder: Path, config: Config) -> None:
             name
             for name in config.__struct_fields__
             if name not in {"metrics", "out", "device", "fsdp"}
-            and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
+            and _comparable(name, getattr(stored, name)) != _comparable(name, getattr(config, name))
         ]
         if changed:
             msg = f"{folder} has another {', '.join(changed)} (see {CONFIG}); choose another --out"
@@ -93,8 +96,12 @@ def name_run(folder: Path) -> str:
     return path.read_text()
 
 
-def _comparable(section: object) -> object:
+def _comparable(name: str, section: object) -> object:
     """Return a section without what may differ in a resumed run."""
+    if isinstance(section, EngineSettings):
+        return replace(section, urls=("elsewhere",) if section.urls else ())
+    if name == "server":
+        return section is None
     return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
 
 

@@ -46,8 +46,7 @@ def _to_wire(value: object) -> object:
         for code, dtype in _DTYPES.items():
             if value.dtype == dtype:
                 return code.encode() + np.ascontiguousarray(value).tobytes()
-    msg = f"cannot encode {type(value).__name__}"
-    raise NotImplementedError(msg)
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
 
 def _from_wire(kind: Any, value: object) -> object:
@@ -55,8 +54,7 @@ def _from_wire(kind: Any, value: object) -> object:
     dtype = get_args(get_args(kind)[1])[0]
     code = value[:1] if isinstance(value, bytes) else b""
     if not isinstance(value, bytes) or _DTYPES.get(code.decode("latin-1")) is not dtype:
-        msg = f"expected an array of {dtype.__name__}"
-        raise ValueError(msg)
+        raise ValueError(f"expected an array of {dtype.__name__}")
     return np.frombuffer(value, dtype=dtype, offset=1)
 
 

@@ -215,7 +215,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     sampled_ids: Ids
     logprobs: Logprobs
     unreported_tokens: int = 0
-    """Sampled tokens that the engine counted without reporting their ids (text mode)."""
+    """Sampled tokens without ids: the engine only counted them (text mode), or they were cut off
+    behind a stop string."""
     unreported_prompt_tokens: int = 0
     """Tokens of the prompt that the engine counted without reporting their ids (text mode)."""
     versions: tuple[VersionSpan, ...]

@@ -9,7 +9,7 @@ from tugline.types.trace import Ledger, Trace
 
 
 class Status(StrEnum):
-    """State of a session. `TRANSITIONS` lists allowed successors, `TERMINAL` the final states."""
+    """State of a session; `TERMINAL` has the final ones. A lost lease leads back to QUEUED."""
 
     QUEUED = "queued"
     INIT = "init"
@@ -24,17 +24,7 @@ class Status(StrEnum):
 
 
 TERMINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
-_ENDS = frozenset({Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
-TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.QUEUED: frozenset({Status.INIT}) | _ENDS,
-    Status.INIT: frozenset({Status.READY, Status.QUEUED}) | _ENDS,
-    Status.READY: frozenset({Status.RUN, Status.QUEUED}) | _ENDS,
-    Status.RUN: frozenset({Status.BUILD, Status.QUEUED}) | _ENDS,
-    Status.BUILD: frozenset({Status.EVAL, Status.QUEUED}) | _ENDS,
-    Status.EVAL: frozenset({Status.COMPLETED, Status.QUEUED}) | _ENDS,
-    **{status: frozenset() for status in TERMINAL},
-}
-"""A lost lease returns any running state to QUEUED."""
+_ROUNDING = 1e-6
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +139,11 @@ HANDLING: dict[Cause, Handling] = {
     Cause.TASK: Handling(Boundary.RUNTIME, 0),
 }
 """One row per cause. An evaluation is repeated once by itself before it counts as failed."""
+
+
+def is_pass(reward: float) -> bool:
+    """Whether a reward means that the task was solved: 1, but for rounding."""
+    return reward >= 1.0 - _ROUNDING
 
 
 class Failure(msgspec.Struct, frozen=True):

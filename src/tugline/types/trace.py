@@ -33,6 +33,8 @@ class Reason(StrEnum):
     """No forward pass reproduces its logprob; see `Distribution.forward_temperature`."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine reported text only."""
+    BEHIND_STOP = "behind_stop"
+    """Behind a stop string that the client asked for, and no part of the answer."""
     SIDE_CALL = "side_call"
     """A title, a routing decision or a summary beside the task."""
     CONSTRAINED = "constrained"

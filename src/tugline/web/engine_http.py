@@ -1,7 +1,6 @@
 """Plain HTTP to one inference engine: which models it serves, and what it reports of itself."""
 
 import asyncio
-import contextlib
 from typing import Any, Self
 
 import aiohttp
@@ -11,6 +10,9 @@ from tugline.errors import EngineError, UsageError
 
 ANSWER_TIMEOUT_S = 120.0
 """For one whole answer: the first of a fresh engine may take half a minute."""
+
+_AWAY = frozenset({502, 503, 504})
+"""Statuses of an engine that is loading, or of a proxy whose engine is down."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -42,26 +44,40 @@ def authorize(key: str) -> dict[str, str]:
 async def fetch_card(
     client: aiohttp.ClientSession, url: str, model: str | None, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> ModelCard:
-    """The model of this name, or the first. Raises `EngineError` or `UsageError`."""
+    """The model of this name, or the first. Raises `EngineError` or `UsageError`.
+
+    A server that lists no models is believed to serve the one of this name.
+    """
+    status: int | None = None
+    where = f"{url}/v1/models"
     try:
-        async with asyncio.timeout(timeout_s), client.get(f"{url}/v1/models") as response:
+        async with asyncio.timeout(timeout_s), client.get(where) as response:
             if response.status == 401:
                 msg = f"the engine at {url} refuses the API key, or wants one: engine.api_key_env"
                 msg += " (--api-key-env) must name an environment variable with one that it accepts"
                 raise UsageError(msg)
+            status = None if response.status in _AWAY else response.status
+            if model is not None and response.status == 404:
+                return ModelCard(model)
             response.raise_for_status()
             cards = msgspec.json.decode(await response.read(), type=_Models).data
+    except aiohttp.ClientResponseError as error:
+        msg = f"no usable engine: {where} answers {error.status} {error.message}"
+        raise EngineError(msg, status=status) from error
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
         reason = str(error) or type(error).__name__
-        msg = f"no usable engine at {url}/v1/models: {reason}; start it or correct its address"
-        raise EngineError(msg) from error
+        msg = f"no usable engine at {where}: {reason}; start it or correct its address"
+        raise EngineError(msg, status=status) from error
     for card in cards:
         if model in {None, card.id}:
             windows = [one.max_model_len for one in cards if one.id in {card.id, card.parent}]
             return ModelCard(card.id, max(n or 0 for n in windows), card.owned_by)
-    names = ", ".join(card.id for card in cards) or "none"
-    msg = f"the engine at {url} serves no model {model!r}; it serves {names}"
-    raise UsageError(msg)
+    if not cards and model is not None:
+        return ModelCard(model)
+    if not cards:
+        raise UsageError(f"the engine lists no models at {where}: name the one it serves (--model)")
+    names = ", ".join(card.id for card in cards)
+    raise UsageError(f"the engine at {url} serves no model {model!r}; it serves {names}")
 
 
 class EngineHttp:
@@ -88,20 +104,28 @@ class EngineHttp:
     def client(self) -> aiohttp.ClientSession:
         """The pool. Raises `EngineError` outside the block."""
         if self._client is None:
-            msg = "the engine's connections are not open; enter it with `async with`"
-            raise EngineError(msg)
+            raise EngineError("the engine's connections are not open; enter it with `async with`")
         return self._client
 
     async def card(self, model: str | None) -> ModelCard:
         """See `fetch_card`."""
         return await fetch_card(self.client, self.url, model)
 
-    def post(
-        self, path: str, body: bytes
-    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send JSON; raises aiohttp's errors."""
+    async def post(
+        self, path: str, body: bytes, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """Send JSON; returns status and body. Raises `EngineError` if there is no answer."""
+        timeout = aiohttp.ClientTimeout(timeout_s, connect=10)
         headers = {"content-type": "application/json"}
-        return self.client.post(self.url + path, data=body, headers=headers)
+        try:
+            async with self.client.post(
+                self.url + path, data=body, headers=headers, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            msg = f"the engine at {self.url} did not answer {path}: {reason}"
+            raise EngineError(msg) from error
 
     async def get(self, path: str) -> bytes:
         """A body; empty unless the status is 200."""

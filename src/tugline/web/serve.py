@@ -7,25 +7,18 @@ of a model call.
 
 import asyncio
 import contextlib
-import gc
+import resource
 import socket
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 import zstandard
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
-
-try:
-    import uvloop
-except ImportError:  # not on every platform
-    uvloop = None  # type: ignore[assignment]
-
-T = TypeVar("T")
 
 STOP_S = 5.0
 """How long open responses may take to finish when a server stops."""
@@ -133,20 +126,13 @@ _TOO_LARGE = (
 )
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a server's main coroutine, on uvloop where there is one: it halves the cost of a call."""
-    return asyncio.run(main) if uvloop is None else uvloop.run(main)
-
-
-def freeze_gc() -> None:
-    """Exclude all objects made so far from garbage collection; call once a server has started.
-
-    Modules, templates and vocabularies live for good, and scanning them would stop every stream
-    for some 80 ms. Session state lives long and has few cycles, so it is scanned less often.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system lets it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # macOS says more than it gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -172,7 +158,7 @@ async def serve(
     config = uvicorn.Config(
         app,
         interface="asgi3",  # a bound method would be taken for the old protocol
-        lifespan="on",
+        lifespan="off",
         access_log=False,
         log_level="warning",
         log_config=None,  # `log` formats its messages
@@ -190,8 +176,7 @@ async def serve(
         while not server.started:
             if task.done():
                 task.result()
-                msg = f"the server on {host} stopped while starting"
-                raise UsageError(msg)
+                raise UsageError(f"the server on {host} stopped while starting")
             await asyncio.sleep(0.005)
         bound = sock.getsockname()[1]
         yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
@@ -257,8 +242,7 @@ class HttpRequest:
             async with asyncio.timeout(timeout_s):
                 await self._read(limit, keep)
         except TimeoutError as error:
-            msg = f"the request body did not arrive within {timeout_s:.0f} s"
-            raise _Timeout(msg) from error
+            raise _Timeout(f"the request body did not arrive within {timeout_s:.0f} s") from error
         except (TooLarge, EngineError):
             with contextlib.suppress(TimeoutError, TooLarge):
                 async with asyncio.timeout(_DRAIN_S):
@@ -284,8 +268,7 @@ class HttpRequest:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
-                msg = "the client hung up before its request was complete"
-                raise ClientGone(msg)
+                raise ClientGone("the client hung up before its request was complete")
             part: bytes = message.get("body", b"")
             size += len(part)
             self._more = message.get("more_body", False)
@@ -299,6 +282,8 @@ class Http(HttpRequest):
 
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive)
+        self.started = False
+        """Whether the headers were sent."""
         self._send = send
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -320,20 +305,28 @@ class Http(HttpRequest):
         self._complete = True
         await self._send_body(data)
 
+    @contextlib.asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Leave the block as soon as the client hangs up."""
+        task = asyncio.current_task()
+        watch = asyncio.create_task(self.wait_disconnected())
+        watch.add_done_callback(lambda _: task.cancel() if task and self.disconnected else None)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.disconnected:
+                raise
+        finally:
+            watch.cancel()
+
     async def _send_body(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self.started = True
         named = {"content-type": "application/json", **headers}
         encoded = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
-
-
-async def lifespan(receive: Receive, send: Send) -> None:
-    """Acknowledge start-up and shutdown."""
-    for stage in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{stage}.complete"})
 
 
 def _too_large(size: int, limit: int) -> TooLarge:
@@ -352,14 +345,12 @@ def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
             inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
             data = inflater.decompress(raw, limit + 1)
             if len(data) <= limit and not inflater.eof:
-                msg = f"the {encoding} body ends in the middle"
-                raise RequestError(msg)
+                raise RequestError(f"the {encoding} body ends in the middle")
         else:
             msg = f"content-encoding {encoding!r} is unknown; use gzip, deflate, zstd or none"
             raise _Encoding(msg)
     except (zlib.error, zstandard.ZstdError) as error:
-        msg = f"the body is not valid {encoding}: {error}"
-        raise RequestError(msg) from error
+        raise RequestError(f"the body is not valid {encoding}: {error}") from error
     if len(data) > limit:
         raise _too_large(len(data), limit)
     return data

@@ -24,6 +24,7 @@ from chat.dialects.wires import (
 )
 from tugline.chat.dialects import DIALECTS
 from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
@@ -172,6 +173,31 @@ def test_the_cache_changes_nothing(wire: Wire, histories: list[list[Message]]) -
     for history in histories:
         body = wire.write([*history, Message(Role.USER, "Go on.")])
         assert wire.parse(body, cache) == wire.parse(body)
+
+
+def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
+    """A list that comes twice, white space, items that end elsewhere: what JSON says, counts."""
+
+    def said(text: str, cache: ParseCache) -> list[str]:
+        body = HttpRequest("POST", "v1", "/chat/completions", "", {}, text.encode())
+        return [message.content for message in OpenAIChat().parse(body, cache).messages]
+
+    def user(*texts: str) -> str:
+        return ",".join(f'{{"role":"user","content":"{text}"}}' for text in texts)
+
+    front = f'{{"messages":[{user("a", "b")}'
+    for text, contents in (
+        (f"{front}]}}", ["a", "b"]),
+        (f"{front} ,\n {user('c')}]}}", ["a", "b", "c"]),
+        (f'{front},{user("c")}],"messages":[{user("c")}]}}', ["c"]),
+        (f'{front},{user("c")}],"messages":[{user("c", "d")}]}}', ["c", "d"]),
+        (f'{front},{user("e")}],"model":"m"}}', ["a", "b", "e"]),
+        (f"{front}]}}", ["a", "b"]),
+    ):
+        for before in (front + "]}", f"{front},{user('c')}]}}", text):
+            cache = ParseCache()
+            assert said(before, cache)[-1] in "bcde"
+            assert said(text, cache) == said(text, ParseCache()) == contents
 
 
 NAMED, MUST = ToolChoice(ChoiceMode.NAMED, ("read",)), ToolChoice(ChoiceMode.REQUIRED)
@@ -550,12 +576,12 @@ REFUSED = "invalid_request_error"
         (ANTHROPIC, EngineError("no", status=503, retry_after=2), 529, "overloaded_error", None),
         (ANTHROPIC, EngineError("no", status=422), 500, "api_error", "false"),
         (ANTHROPIC, TuglineError("no"), 500, "api_error", None),
-        (GOOGLE, NO, 400, "INVALID_ARGUMENT", None),
-        (GOOGLE, BudgetExhausted("no"), 400, "INVALID_ARGUMENT", None),
-        (GOOGLE, Unauthorized("no"), 401, "UNAUTHENTICATED", None),
+        (GOOGLE, NO, 400, "INVALID_ARGUMENT", "false"),
+        (GOOGLE, BudgetExhausted("no"), 400, "INVALID_ARGUMENT", "false"),
+        (GOOGLE, Unauthorized("no"), 401, "UNAUTHENTICATED", "false"),
         (GOOGLE, EngineError("no"), 503, "UNAVAILABLE", None),
         (GOOGLE, EngineError("no", status=503, retry_after=2), 503, "UNAVAILABLE", None),
-        (GOOGLE, EngineError("no", status=422), 500, "INTERNAL", None),
+        (GOOGLE, EngineError("no", status=422), 500, "INTERNAL", "false"),
         (GOOGLE, TuglineError("no"), 500, "INTERNAL", None),
         *(
             (wire, *row)

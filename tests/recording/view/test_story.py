@@ -11,9 +11,9 @@ import pytest
 from recording.view.synthetic import START, Script, encode, small, whole
 from tugline.errors import ConfigError, UsageError
 from tugline.recording.file import read
+from tugline.recording.records import RecordedEvent
 from tugline.recording.view.session_view import (
     SessionView,
-    TimelineEvent,
     TraceTokens,
     TraceView,
     TurnDetail,
@@ -168,6 +168,6 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
 def test_every_field_of_the_json_is_documented() -> None:
     """Whoever reads the object finds each of its keys in docs/view.md."""
     page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
-    shapes = (SessionView, TurnView, TurnDetail, TimelineEvent, TraceView, TraceTokens)
+    shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView, TraceTokens)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiodocker.containers import DockerContainer, DockerContainers
@@ -15,8 +16,8 @@ from containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
-from tugline.sandbox.container_engine import ContainerEngine
-from tugline.sandbox.container_images import BUILT, build_name
+from tugline.sandbox.container_engine import ContainerEngine, Docker, DockerError
+from tugline.sandbox.container_images import BUILT, build_name, find_image
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
@@ -57,6 +58,45 @@ async def refused(runtime: Container, tmp_path: Path, workspace: Workspace) -> s
         ):
             pass
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../info?", "a/../../../version", "a b", "x?all=1", "./a"])
+async def test_a_name_reaches_nothing_else_of_the_engine(
+    podman: str, tmp_path: Path, name: str
+) -> None:
+    """It is a part of a URL; what is no name is refused before it is asked for."""
+    said = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
+    assert said == f"image {name!r}: that is no name of an image"
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+async def test_an_engine_that_stumbles_is_asked_again(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman answers 500 for an image while it writes its storage; twice is borne."""
+    asked = []
+
+    async def inspect(name: str) -> dict[str, object]:
+        asked.append(name)
+        if len(asked) <= failures:
+            raise DockerError(500, "locating item named manifest")
+        return {"Id": "abc"}
+
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    docker = cast("Docker", SimpleNamespace(images=SimpleNamespace(inspect=inspect)))
+    if failures == 3:
+        with pytest.raises(DockerError, match="manifest"):
+            await find_image(docker, "debian:12")
+    else:
+        found = await find_image(docker, "debian:12")
+        assert found is not None
+        assert found.id == "abc"
+    assert pauses == [0.2, 1.0][:failures]
 
 
 async def test_missing_image_is_named(podman: str, tmp_path: Path) -> None:

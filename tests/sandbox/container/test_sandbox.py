@@ -16,14 +16,13 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
-from tugline.plugins import make
+from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
-from tugline.sandbox.base import Runtime, SandboxSpec
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
 from tugline.sandbox.container_engine import ContainerEngine
 from tugline.sandbox.container_images import build_name
-from tugline.types import Cause, PluginSpec, Workspace
+from tugline.types import Cause, Workspace
 
 pytestmark = pytest.mark.podman
 
@@ -282,21 +281,6 @@ async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
     finally:
         unbuilt(podman, build_name(context))
     assert left(podman, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"memory_mb": 0}, "memory_mb is 0, must be an integer >= 6"),
-        ({"engine": "tcp://host:1"}, "engine is 'tcp://host:1', not podman, docker or"),
-        ({"pull": "always"}, "pull is 'always', must be one of missing, never"),
-        ({"cpus": "2"}, "cpus is '2', must be a number"),
-    ],
-)
-def test_wrong_options_are_told(options: dict[str, object], words: str) -> None:
-    """A wrong option is named with its value and what would be right."""
-    with pytest.raises(ConfigError, match=words):
-        make("runtime", PluginSpec("container", options), Runtime)
 
 
 async def test_workspace_that_cannot_be(podman: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import msgspec
 import pytest
 import zstandard
 
-from served import TASK, TOKENS, Served, result
+from recording.view.synthetic import small
+from served import TASK, TOKENS, Served, result, spoil
 from tugline.errors import StoreError
 from tugline.protocol import Problem, Results
 from tugline.server.http.answers import PROBLEMS
@@ -99,22 +101,38 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     accept = {"accept": "application/json"}
     plain = await server.ask("GET", f"/v1/sessions/{sid}/trajectory", headers=accept)
     assert plain.json["reward"]["value"] == 1.0
+    accept = {"accept": "application/x-msgpack"}
+    loose = await server.ask("GET", f"/v1/sessions/{sid}/trajectory", headers=accept)
+    assert loose.body == zstandard.decompress(data)
 
 
-async def test_a_consumer_goes_on_where_it_acknowledged(server: Served) -> None:
-    """The cursor of a page is what is acknowledged, and never goes back."""
-    await server.finish(samples=3)
-    ask = "/v1/results?consumer=trainer&limit=2"
-    first = (await server.ask("GET", ask)).json
-    assert [one["sample"] for one in first["items"]] == [0, 1]
-    assert (await server.ask("GET", ask)).json == first, "not acknowledged: told again"
-    ack = "/v1/results/ack?consumer=trainer"
-    await server.ask("POST", ack, json={"cursor": first["cursor"]})
-    rest = (await server.ask("GET", ask)).json
-    assert [one["sample"] for one in rest["items"]] == [2]
-    kept = await server.ask("POST", ack, json={"cursor": 0})
-    assert kept.json["acked"] == first["cursor"]
-    assert [one["name"] for one in (await server.ask("GET", "/v1/consumers")).json] == ["trainer"]
+async def test_a_result_names_the_version_that_it_was_leased_under(server: Served) -> None:
+    """The weights that were served when it began, whatever was announced since."""
+    await server.ask("POST", "/v1/weights", json={"version": 3})
+    await server.submit()
+    node = await server.join()
+    done = (await server.lease(node, 0, 0.0)).control.generation
+    (work,) = (await server.lease(node, applied=done)).work
+    await server.commit(node, work.session.id, work.session.epoch, result("t-0", "t"))
+    assert (await server.ask("GET", "/v1/sessions/t-0/result")).json["version"] == 3
+
+
+async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_path: Path) -> None:
+    """The turns and texts of the last lease, before there is a result; 204 for one elsewhere."""
+    await server.submit(samples=2)
+    (work, _) = (await server.lease(await server.join())).work
+    folder = tmp_path / "nodes" / "n" / "recordings"
+    folder.mkdir(parents=True)
+    small(folder).rename(folder / f"{work.session.id}.{work.session.epoch}.rec")
+    told = await server.ask("GET", f"/v1/sessions/{work.session.id}/recording", "read")
+    assert (told.status, told.headers["content-type"]) == (200, "application/gzip")
+    block = gzip.decompress(told.body)
+    shown = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])
+    assert [turn["call"] for turn in shown["session"]["turns"]] == [0, 1, 2, 3, 4, 5]
+    assert shown["session"]["recording"] == f"{work.session.id}.{work.session.epoch}.rec"
+    other = {"t-0", "t-1"} - {work.session.id}
+    missing = await server.ask("GET", f"/v1/sessions/{other.pop()}/recording")
+    assert missing.status == 204
 
 
 async def test_whole_groups_are_told_with_their_results(server: Served) -> None:
@@ -147,23 +165,13 @@ async def _frames(got: aiohttp.ClientResponse) -> AsyncIterator[tuple[Results, l
         yield page, [await part() for _ in page.items]
 
 
-def _spoil(folder: Path, damaged: str, lost: str) -> str:
-    """Change one bit of a session's result and remove that of another; the name of the first."""
-    next(folder.rglob(f"{lost}.*")).unlink()
-    path = next(folder.rglob(f"{damaged}.*"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return path.name
-
-
 async def test_the_binary_stream_has_the_trajectories_in_it(server: Served, tmp_path: Path) -> None:
     """Frames as documented: a `Results`, then each item's bytes; none for what never ran.
 
     Nor for a result of which one bit is damaged, and for one whose file is lost.
     """
     await server.finish(samples=4)
-    damaged = _spoil(tmp_path, "t-1", "t-3")
+    damaged = spoil(tmp_path, "t-1", "t-3")
     answer = await server.ask("GET", "/v1/sessions/t-1/trajectory", "read")
     assert (answer.status, damaged in answer.json["detail"]) == (404, True)
     await server.submit(id="u")

@@ -133,16 +133,6 @@ async def test_an_agent_that_posts_its_own_reward_is_refused(server: Served) -> 
     assert (await server.ask("GET", "/v1/status", None, headers=headers)).status == 401
 
 
-async def test_the_token_of_a_replaced_node_is_no_longer_good(server: Served) -> None:
-    """A node that comes again by its name takes its predecessor's place, and its rights."""
-    old = await server.join("n")
-    new = await server.join("n")
-    how = {"capacity": 1, "wait_s": 0}
-    told = await server.ask("POST", f"/v1/nodes/{old.node}/lease", old.token, json=how)
-    assert told.status in {401, 409}
-    assert (await server.lease(new, wait_s=0)).work == ()
-
-
 def test_tokens_must_be_tokens() -> None:
     """An empty token would open the server to everybody, two equal ones would blur the roles."""
     for bad in (("", "b", "c"), ("a", "a", "c"), ("a b", "b", "c"), ("ä", "b", "c")):

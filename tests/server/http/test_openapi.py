@@ -45,7 +45,9 @@ MODES = [
 @asynccontextmanager
 async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
     """A server with one of everything; its address, its node, the node's token, a session."""
-    async with serve(STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0) as server:
+    async with serve(
+        STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=["*"]
+    ) as server:
         await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
         node = await server.join()
         done, _ = (await server.lease(node, 2)).work
@@ -93,7 +95,7 @@ def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str,
     roles = DOCUMENT["paths"][case.path][case.method.lower()]["x-roles"]
     tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": token}
     if real and "id" in case.path_parameters:
-        ids = {"tasks": "t", "sessions": session, "nodes": node}
+        ids = {"tasks": "t", "sessions": session, "nodes": node, "consumers": "trainer"}
         case.path_parameters["id"] = ids[case.path.split("/")[2]]
     if case.path.endswith(("lease", "pause")) and isinstance(case.body, dict):
         case.body.setdefault("within_s" if case.path.endswith("pause") else "wait_s", 0.01)

@@ -30,7 +30,7 @@ from tugline.chat.model_call import (
     ToolChoice,
 )
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
-from tugline.types import Role, Sampling, Tool, TraceKind
+from tugline.types import Sampling, Tool, TraceKind
 
 _HIDE_THINKING = b"quiet"
 _CHOICES = {
@@ -48,7 +48,6 @@ _ERRORS = {
     500: "api_error",
     529: "overloaded_error",
 }
-_FAILED, _OVERLOADED = 500, 529
 _PREVIOUS = "thread.previous_message_id"
 
 
@@ -89,7 +88,7 @@ class _MessagesBody(msgspec.Struct):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: Raw = base.ABSENT
     tools: Raw = base.ABSENT
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -124,7 +123,7 @@ class Anthropic(base.Dialect):
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
-        body = base.decode(request.body, _decoder, "the request body")
+        body = cache.decode_body(request.body, _decoder, "messages")
         _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
@@ -134,10 +133,6 @@ class Anthropic(base.Dialect):
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)
             messages = (*before, *messages)
-        if messages[-1].role is Role.ASSISTANT and not counting:
-            place = f"messages[{len(body.messages) - 1}]"
-            msg = f"{place} begins the answer (role 'assistant'); the last message must be a user's"
-            raise RequestError(msg, param=place)
         choice = body.tool_choice or _ToolChoiceBody("auto")
         return Request(
             model=body.model,
@@ -206,17 +201,12 @@ class Anthropic(base.Dialect):
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
         request_id, text = f"req_{uuid.uuid4().hex}", str(error)
-        headers = {"request-id": request_id}
-        status = _FAILED
+        headers = {"request-id": request_id, **base.retry_headers(error)}
+        status = 500
         if isinstance(error, RequestError):
             status = error.status
-            headers["x-should-retry"] = "false"
-        elif base.is_refused_by_engine(error):
-            headers["x-should-retry"] = "false"
-        elif isinstance(error, EngineError):
-            status = _OVERLOADED
-            if error.retry_after is not None:
-                headers["retry-after"] = f"{error.retry_after:.0f}"
+        elif isinstance(error, EngineError) and not base.is_refused_by_engine(error):
+            status = 529
         if isinstance(error, ContextOverflow):
             known = error.prompt is not None and error.window is not None
             counts = f"{error.prompt} tokens > {error.window} maximum" if known else text
@@ -225,11 +215,8 @@ class Anthropic(base.Dialect):
         fields["message"] = text
         if isinstance(error, RequestError) and error.param == _PREVIOUS:
             fields["details"] = {"error_code": "thread_not_found"}  # the SDK sends it all again
-        return (
-            status,
-            headers,
-            base.encode({"type": "error", "error": fields, "request_id": request_id}),
-        )
+        body = {"type": "error", "error": fields, "request_id": request_id}
+        return status, headers, base.encode(body)
 
 
 # --------------------------------------------------------------------------- the envelope
@@ -264,18 +251,18 @@ def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 
-def _parse_tool(item: Any, where: str) -> Tool:
+def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
     name = base.require(item, "name", str, where)
     kind = item.get("type")
     strict = item.get("strict") is True
     if isinstance(kind, str) and kind.rpartition("_")[0] in base.CLIENT_TOOLS:
         tool = base.CLIENT_TOOLS[kind.rpartition("_")[0]]
-        return msgspec.structs.replace(tool, name=name, strict=strict)
+        return (msgspec.structs.replace(tool, name=name, strict=strict),)
     if kind is not None and kind != "custom":
         advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
         raise base.unsupported(kind, f"{where}.type", advice)
     schema = base.require(item, "input_schema", dict, where)
-    return Tool(name, base.optional_text(item, "description") or "", schema, strict=strict)
+    return (Tool(name, base.optional_text(item, "description") or "", schema, strict=strict),)
 
 
 def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:

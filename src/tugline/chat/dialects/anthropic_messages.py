@@ -12,7 +12,15 @@ from typing import Any
 from msgspec import Raw
 
 from tugline.chat.dialects import base
-from tugline.chat.model_call import Piece, ReasoningDelta, Response, TextDelta, Usage, join_messages
+from tugline.chat.model_call import (
+    ContentBuilder,
+    Piece,
+    ReasoningDelta,
+    Response,
+    TextDelta,
+    Usage,
+    join_messages,
+)
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
 from tugline.web.sse import encode_event
@@ -218,7 +226,7 @@ def _list_blocks(content: Any, where: str) -> list[Any]:
 
 def _parse_system(content: Any, where: str) -> str:
     """A system prompt without Claude Code's billing block, which differs in every request."""
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     for i, block in enumerate(_list_blocks(content, where)):
         place = f"{where}[{i}]"
         if base.require(block, "type", str, place) != "text":
@@ -231,13 +239,13 @@ def _parse_system(content: Any, where: str) -> str:
 
 def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
     """Tool results and the content between them, in the order given."""
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
         if base.require(block, "type", str, place) == "tool_result":
             if not builder.empty:
                 yield builder.build(Role.USER)
-                builder = base.ContentBuilder()
+                builder = ContentBuilder()
             yield _parse_result(block, place)
         else:
             _add_block(builder, block, place)
@@ -246,7 +254,7 @@ def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
 
 
 def _parse_result(block: dict[str, Any], where: str) -> Message:
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     place = f"{where}.content"
     for i, part in enumerate(_list_blocks(block.get("content") or [], place)):
         _add_block(builder, part, f"{place}[{i}]")
@@ -254,7 +262,7 @@ def _parse_result(block: dict[str, Any], where: str) -> Message:
     return builder.build(Role.TOOL, call_id, failed=block.get("is_error") is True)
 
 
-def _add_block(builder: base.ContentBuilder, block: Any, where: str) -> None:
+def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
     """Add a block of a user, or of a tool result."""
     kind = base.require(block, "type", str, where)
     source = block.get("source")

@@ -9,20 +9,22 @@ dialect's name. A field that changes the response and cannot be honoured is refu
 
 from __future__ import annotations
 
-import io
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from importlib import resources
+from operator import itemgetter
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
 from tugline.chat.model_call import Piece, Request, Response, ThreadInfo, Usage
+from tugline.chat.tokens import BodyItems, count_shared, offset
 from tugline.errors import EngineError, RequestError, TuglineError, Unsupported
-from tugline.types import Image, Message, Role, Tool, TraceKind
+from tugline.types import Message, Tool, TraceKind
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -152,17 +154,26 @@ def is_refused_by_engine(error: TuglineError) -> bool:
     return isinstance(error, EngineError) and 400 <= (error.status or 0) < 429
 
 
+def retry_headers(error: TuglineError) -> dict[str, str]:
+    """Headers that say whether to try again, and when."""
+    if isinstance(error, RequestError) or is_refused_by_engine(error):
+        return {"x-should-retry": "false"}
+    if isinstance(error, EngineError) and error.retry_after is not None:
+        return {"retry-after": f"{error.retry_after:.0f}"}
+    return {}
+
+
 # --------------------------------------------------------------------------- incremental parsing
 Step = Callable[[list[Message], Any, int], None]
 """Append the messages of one decoded item, or replace the last message that it extends.
 
 It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
 """
-_CACHED, _MAX_ITEMS = 4, 10_000
+_CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
 _ANY = msgspec.json.Decoder()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Parsed:
     """One parsed request: its raw items and, after each item, the state of the messages."""
 
@@ -172,20 +183,22 @@ class _Parsed:
     """After each item: the number of messages, and the last of them."""
 
     def count_shared(self, items: Sequence[msgspec.Raw]) -> int:
-        for index, (old, new) in enumerate(zip(self.items, items, strict=False)):
-            if old != new:
-                return index
-        return min(len(self.items), len(items))
+        if self.items == items[: len(self.items)]:  # compares no content of the same objects
+            return len(self.items)
+        return count_shared(self.items, items)
 
 
 class ParseCache:
     """Caches the last requests of one session, so that parsing costs what is new in each (I7).
 
-    Several are kept, for agents that take turns. Items are compared byte for byte.
+    Several are kept, for agents that take turns. Bodies and items are compared byte for byte.
     """
 
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
+        self._bodies: list[BodyItems] = []
+        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(b""), 0
+        """The last body that was compared, the one most alike, and the items in common."""
         self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
@@ -197,6 +210,41 @@ class ParseCache:
             raise invalid(name, place, "is not kept by this session; send the whole conversation")
         return kept
 
+    def known_bytes(self, data: bytes) -> int:
+        """How many leading bytes an earlier body has as well, up to the end of an item."""
+        if self._nearest[0] is not data:
+            counts = [(known.count_shared(data), known) for known in self._bodies]
+            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems(b"")))
+            self._nearest = data, best, count
+        return self._nearest[1].ends[self._nearest[2] - 1] if self._nearest[2] else 0
+
+    def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[S], name: str) -> S:
+        """Decode a request whose list `name` is its conversation: only what is new is scanned.
+
+        Items that it shares with an earlier request are the same objects. Raises `RequestError`.
+        """
+        end = self.known_bytes(data)
+        _, best, count = self._nearest
+        made = BodyItems(data, best.start, best.ends[:count], best.items[:count])
+        body = None
+        if count:
+            text, shift = data[: best.start] + data[end + 1 :], end + 1 - best.start
+            with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
+                body = decoder.decode(text)
+        new = getattr(body, name, None) or [ABSENT]
+        if body is None or text[best.start : offset(new[0], text)].strip():
+            body, text, shift = decode(data, decoder, "the request body"), data, 0
+            new = getattr(body, name)
+            if not isinstance(new, list) or not new:
+                return body
+            made = BodyItems(data, offset(new[0], data))
+        made.add(new, text, shift)
+        setattr(body, name, list(made.items))
+        gone = best if count and best.ends[-1] - end < _NEARBY else None
+        self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
+        self._nearest = data, made, count
+        return body
+
     def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
         """Fold raw JSON `items` into messages, beginning where they differ from a known request.
 
@@ -204,15 +252,12 @@ class ParseCache:
         """
         if len(items) > _MAX_ITEMS:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
-        best, shared = None, 0
-        for known in self._requests:
-            count = known.count_shared(items)
-            if count > shared:
-                best, shared = known, count
+        counts = [(known.count_shared(items), known) for known in self._requests]
+        shared, best = max(counts, key=itemgetter(0), default=(0, None))
         messages: list[Message] = []
         ends: list[tuple[int, Message | None]] = []
         prefix: list[msgspec.Raw] = []
-        if best is not None:
+        if best is not None and shared:
             prefix, ends = best.items[:shared], best.ends[:shared]
             count, last = ends[-1]
             messages = best.messages[:count]
@@ -221,20 +266,16 @@ class ParseCache:
         for index in range(shared, len(items)):
             step(messages, decode(items[index], _ANY, f"message {index} of the request"), index)
             ends.append((len(messages), messages[-1] if messages else None))
-        new = [msgspec.Raw(bytes(item)) for item in items[shared:]]
+        new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
         if best is not None and shared == len(best.items):
             self._requests.remove(best)
-        self._requests = [_Parsed(prefix + new, messages, ends), *self._requests][:_CACHED]
+        self._requests = [_Parsed([*prefix, *new], messages, ends), *self._requests][:_CACHED]
         return tuple(messages)
 
-    def parse_tools(self, raw: bytes, parse: Callable[[Any, str], Tool]) -> tuple[Tool, ...]:
-        """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
-        return self.parse_tool_groups(raw, lambda item, where: (parse(item, where),))
-
-    def parse_tool_groups(
+    def parse_tools(
         self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
     ) -> tuple[Tool, ...]:
-        """The same, where one item may declare several tools."""
+        """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
         raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
         known = self._tools.get(raw)
         if known is None:
@@ -263,10 +304,8 @@ def decoder_with_refusals(
 ) -> msgspec.json.Decoder[S]:
     """A decoder of `body` that also reads the fields that `check_refusals` looks at."""
     fields = [(name, Any, None) for name in refusals]
-    return cast(
-        "msgspec.json.Decoder[S]",
-        msgspec.json.Decoder(msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)),
-    )
+    made = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
+    return cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(made))
 
 
 def check_refusals(body: msgspec.Struct, refusals: Mapping[str, tuple[Any, ...]]) -> None:
@@ -288,8 +327,7 @@ def decode(
     except msgspec.ValidationError as error:
         raise _name_field(str(error), data, where, prefix) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        msg = f"{where} is not valid JSON: {error}"
-        raise RequestError(msg) from error
+        raise RequestError(f"{where} is not valid JSON: {error}") from error
 
 
 def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
@@ -310,18 +348,15 @@ def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -
 
 def decode_object(text: str) -> dict[str, Any] | None:
     """Decode a JSON object; None for anything else."""
-    try:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def require(item: Any, field: str, kind: type[T], where: str) -> T:
     """``item[field]``, which must be there and of this kind."""
-    if not isinstance(item, dict):
-        raise invalid(item, where, "must be an object")
-    value = item.get(field)
+    value = require_object(item, where).get(field)
     if isinstance(value, kind) and (not isinstance(value, bool) or kind is bool):
         return value
     place = f"{where}.{field}".lstrip(".")
@@ -361,40 +396,3 @@ def session_thread(headers: Mapping[str, str]) -> ThreadInfo:
     """The thread as opencode names it in every dialect."""
     parent = headers.get("x-parent-session-id")
     return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)
-
-
-# --------------------------------------------------------------------------- content
-class ContentBuilder:
-    """Text parts joined, and the images between them.
-
-    A new line separates two texts without white space between them: clients that send one text in
-    several parts mean several things.
-    """
-
-    def __init__(self) -> None:
-        self.images: list[Image] = []
-        self.empty = True
-        self._text, self._last = io.StringIO(), ""
-
-    @property
-    def text(self) -> str:
-        """All text so far."""
-        return self._text.getvalue()
-
-    def add_text(self, text: str) -> None:
-        """Append one text part."""
-        if text and self._last and not (self._last.isspace() or text[0].isspace()):
-            self._text.write("\n")
-        self._text.write(text)
-        self._last = text[-1:] or self._last
-        self.empty = False
-
-    def add_image(self, url: str, detail: str | None = None) -> None:
-        """Put an image behind the text so far."""
-        self.images.append(Image(url, self._text.tell(), detail))
-        self.empty = False
-
-    def build(self, role: Role, call_id: str | None = None, *, failed: bool = False) -> Message:
-        """Build a message of this content; `call_id` is of the call that it answers."""
-        images = tuple(self.images)
-        return Message(role, self.text, tool_call_id=call_id, images=images, failed=failed)

@@ -28,7 +28,7 @@ from tugline.chat.model_call import (
     Usage,
 )
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
-from tugline.types import Finish, Role, Sampling, ToolCall
+from tugline.types import Finish, Sampling, ToolCall
 from tugline.web.sse import encode_event
 
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
@@ -52,7 +52,6 @@ _FIELDS = {
     "top_k": "generationConfig.topK",
 }
 """This API's names of the neutral fields."""
-_INTERNAL, _UNAVAILABLE = 500, 503
 _REFUSED = (
     "presencePenalty", "frequencyPenalty", "responseLogprobs", "logprobs", "speechConfig",
     "imageConfig",
@@ -84,7 +83,7 @@ class _Config(msgspec.Struct, rename="camel"):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[float, Meta(ge=0)] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stop_sequences: list[str] | None = None
     candidate_count: Annotated[int, Meta(ge=1, le=8)] | None = None
     seed: int | None = None
@@ -130,13 +129,11 @@ class Google(base.Dialect):
         """See `Dialect.parse`."""
         route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
-        counting = method == "countTokens"
-        body = base.decode(request.body, _body, "the request body")
-        if counting and body.generate_content_request != base.ABSENT:
+        body = cache.decode_body(request.body, _body, "contents")
+        if method == "countTokens" and body.generate_content_request != base.ABSENT:
             body = base.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
-            msg = "contents=[] must hold at least one content"
-            raise RequestError(msg, param="contents")
+            raise RequestError("contents=[] must hold at least one content", param="contents")
         if body.cached_content or body.cached_snake:
             advice = ": nothing is cached here; send the whole prompt"
             raise base.unsupported(
@@ -144,10 +141,6 @@ class Google(base.Dialect):
             )
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], google_messages.fold_content)
-        if messages[-1].role is Role.ASSISTANT and not counting:
-            place = f"contents[{len(body.contents) - 1}]"
-            msg = f"{place} begins the answer (role 'model'); the last content must be a user's"
-            raise RequestError(msg, param=place)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         choice = base.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
         thinking = google_messages.to_camel(config.thinking_config or {})
@@ -155,7 +148,7 @@ class Google(base.Dialect):
         return Request(
             model=model,
             messages=messages,
-            tools=cache.parse_tool_groups(body.tools, google_messages.parse_tools),
+            tools=cache.parse_tools(body.tools, google_messages.parse_tools),
             sampling=Sampling(
                 temperature=config.temperature,
                 top_p=config.top_p,
@@ -217,8 +210,7 @@ class Google(base.Dialect):
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object with its ``google.rpc`` status."""
-        status, headers = _find_status(error)
-        return status, headers, base.encode(_build_error(error))
+        return _find_status(error), base.retry_headers(error), base.encode(_build_error(error))
 
 
 class ContentStream(base.Stream):
@@ -305,18 +297,14 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, int]:
     return usage | {name: count for name, count in optional.items() if count}
 
 
-def _find_status(error: TuglineError) -> tuple[int, dict[str, str]]:
+def _find_status(error: TuglineError) -> int:
     if isinstance(error, RequestError):
-        return error.status, {}
-    if not isinstance(error, EngineError) or base.is_refused_by_engine(error):
-        return _INTERNAL, {}
-    if error.retry_after is None:
-        return _UNAVAILABLE, {}
-    return _UNAVAILABLE, {"retry-after": f"{error.retry_after:.0f}"}
+        return error.status
+    return 503 if isinstance(error, EngineError) and not base.is_refused_by_engine(error) else 500
 
 
 def _build_error(error: TuglineError) -> dict[str, Any]:
-    status, _ = _find_status(error)
+    status = _find_status(error)
     text, details = str(error), []
     if isinstance(error, ContextOverflow) and error.prompt is not None:
         text = (

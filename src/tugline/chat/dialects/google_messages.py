@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Raw
 
 from tugline.chat.dialects import base
-from tugline.chat.model_call import ChoiceMode, ToolChoice, join_messages
+from tugline.chat.model_call import ChoiceMode, ContentBuilder, ToolChoice, join_messages
 from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
 
@@ -119,7 +119,7 @@ def _parse_system(item: Any) -> str:
     """A system prompt: text, one part, or a content whose parts are text."""
     if isinstance(item, str):
         return item
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     part = isinstance(item, dict) and "text" in item
     for kind, fields, place in _parse_parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
@@ -130,12 +130,12 @@ def _parse_system(item: Any) -> str:
 
 def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
     """Append function responses and the content between them, in the order given."""
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     for kind, part, where in parts:
         if kind == "functionResponse":
             if not builder.empty:
                 messages.append(builder.build(Role.USER))
-                builder = base.ContentBuilder()
+                builder = ContentBuilder()
             messages.append(_parse_result(messages, part[kind], f"{where}.{kind}"))
         else:
             _add_part(builder, kind, part, where)
@@ -143,7 +143,7 @@ def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
         messages.append(builder.build(Role.USER))
 
 
-def _add_part(builder: base.ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
+def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
     if kind == "text":
         builder.add_text(base.require(part, "text", str, where))
         return
@@ -168,7 +168,7 @@ def _add_part(builder: base.ContentBuilder, kind: str, part: dict[str, Any], whe
 def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Message:
     name = base.require(value, "name", str, where)
     response = {} if value.get("response") is None else base.require(value, "response", dict, where)
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     builder.add_text(_find_output(response))
     for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
         _add_part(builder, kind, part, place)
@@ -302,7 +302,6 @@ def parse_tool_choice(config: Any) -> ToolChoice:
     names = base.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
     for name in names:
         if not isinstance(name, str):
-            msg = f"{place} has {name!r:.60}; it must hold names"
-            raise RequestError(msg, param=place)
+            raise RequestError(f"{place} has {name!r:.60}; it must hold names", param=place)
     named = mode is ChoiceMode.REQUIRED and len(names) == 1
     return ToolChoice(ChoiceMode.NAMED if named else mode, names)

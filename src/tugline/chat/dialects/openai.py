@@ -12,7 +12,14 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects import base
-from tugline.chat.model_call import ChoiceMode, Constraint, ConstraintKind, ThreadInfo, ToolChoice
+from tugline.chat.model_call import (
+    ChoiceMode,
+    Constraint,
+    ConstraintKind,
+    ContentBuilder,
+    ThreadInfo,
+    ToolChoice,
+)
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Sampling, Tool, ToolCall, ToolKind, TraceKind
 
@@ -22,6 +29,27 @@ CUSTOM_INPUT: dict[str, Any] = {
     "required": ["input"],
 }
 """Parameters of a custom tool as the model sees it."""
+
+_OF_ENGINES = (
+    "chat_template_kwargs",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+OF_ENGINES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_OF_ENGINES, ()),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+}
+"""What vLLM and SGLang add to both APIs and would change the response, for `check_refusals`."""
 
 _THREADS = ("session-id", "session_id", "x-session-id", "x-session-affinity")
 _PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
@@ -50,18 +78,14 @@ class OpenAIDialect(base.Dialect):
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """Engine faults may be tried again, refusals may not."""
-        headers: dict[str, str] = {}
         status = 500
         if isinstance(error, RequestError):
             status = error.status
         elif isinstance(error, EngineError):
             status = 503 if error.status == 503 or error.retry_after is not None else 502
             status = 429 if error.status == 429 else status
-            if error.retry_after is not None:
-                headers["retry-after"] = f"{error.retry_after:.0f}"
-        if isinstance(error, RequestError) or base.is_refused_by_engine(error):
-            headers["x-should-retry"] = "false"
-        return status, headers, base.encode({"error": build_error(error, self.fields)})
+        body = base.encode({"error": build_error(error, self.fields)})
+        return status, base.retry_headers(error), body
 
 
 def build_error(error: TuglineError, names: Mapping[str, str]) -> dict[str, Any]:
@@ -118,13 +142,13 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 def parse_content(
     content: Any, where: str, texts: Mapping[str, str], image: str, advice: str
-) -> base.ContentBuilder:
+) -> ContentBuilder:
     """Text, or a list of parts.
 
     `texts` are the types of text parts with the field of their text, `image` is the type of image
     parts, and `advice` says what is right.
     """
-    builder = base.ContentBuilder()
+    builder = ContentBuilder()
     if isinstance(content, str):
         builder.add_text(content)
         return builder
@@ -178,8 +202,7 @@ def parse_custom(item: Any, where: str) -> Tool:
 def _parse_name(item: Any, where: str) -> str:
     name = base.require(item, "name", str, where)
     if not name:
-        msg = f"{where}.name must not be empty"
-        raise RequestError(msg, param=f"{where}.name")
+        raise RequestError(f"{where}.name must not be empty", param=f"{where}.name")
     return name
 
 
@@ -254,8 +277,7 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):
         place = f"{field}.json_schema.schema" if field == "response_format" else f"{field}.schema"
-        msg = f"{place} must be a JSON schema, an object"
-        raise RequestError(msg, param=place)
+        raise RequestError(f"{place} must be a JSON schema, an object", param=place)
     return Constraint(ConstraintKind.JSON_SCHEMA, schema.decode(), named.name)
 
 

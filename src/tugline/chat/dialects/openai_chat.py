@@ -14,25 +14,24 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects import base, openai
-from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
+from tugline.chat.model_call import (
+    ContentBuilder,
+    Piece,
+    ReasoningDelta,
+    Request,
+    Response,
+    TextDelta,
+    Usage,
+)
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
 from tugline.web.sse import DONE, encode_event
-
-_OF_ENGINES = (
-    "chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words",
-    "allowed_token_ids", "prompt_logprobs",
-)  # fmt: skip
-"""Fields that vLLM and SGLang add to the API, and that change the response."""
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -40,7 +39,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    **dict.fromkeys(_OF_ENGINES, ()),
+    **openai.OF_ENGINES,
 }
 """Fields that change the response, and their values that ask for nothing unusual."""
 
@@ -49,7 +48,7 @@ _REASONING = ("reasoning_content", "reasoning", "reasoning_text")
 _ROLES = frozenset(Role)
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class _StreamOptions(msgspec.Struct):
@@ -86,23 +85,20 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = base.decode(request.body, _decoder, "the request body")
+        body = cache.decode_body(request.body, _decoder, "messages")
         base.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
         return Request(
-            model=body.model,
-            messages=cache.fold(body.messages, _fold_message),
-            tools=tools,
+            model=body.model, messages=cache.fold(body.messages, _fold_message), tools=tools,
             sampling=body.build_sampling(body.max_tokens if limit is None else limit, body.stop),
             stream=bool(body.stream),
             usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
-            n=body.n or 1,
-            tool_choice=openai.parse_tool_choice(body.tool_choice, tools),
+            n=body.n or 1, tool_choice=openai.parse_tool_choice(body.tool_choice, tools),
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.parse_constraint(body.response_format, "response_format"),
             thread=openai.find_thread(request.headers),
-        )
+        )  # fmt: skip
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``chat.completion`` object with one choice for each response."""
@@ -260,9 +256,9 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
     )
 
 
-def _parse_content(content: Any, where: str) -> base.ContentBuilder:
+def _parse_content(content: Any, where: str) -> ContentBuilder:
     if content is None:
-        return base.ContentBuilder()
+        return ContentBuilder()
     return openai.parse_content(content, where, _TEXTS, "image_url", "text or image_url")
 
 
@@ -287,10 +283,10 @@ def _parse_call(call: Any, where: str) -> ToolCall:
     return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
-def _parse_tool(item: Any, where: str) -> Tool:
+def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
     kind = base.require(item, "type", str, where)
     if kind == "function":
-        return openai.parse_function(base.require(item, kind, dict, where), f"{where}.function")
+        return (openai.parse_function(base.require(item, kind, dict, where), f"{where}.{kind}"),)
     if kind == "custom":
-        return openai.parse_custom(base.require(item, kind, dict, where), f"{where}.custom")
+        return (openai.parse_custom(base.require(item, kind, dict, where), f"{where}.{kind}"),)
     raise base.unsupported(kind, f"{where}.type", "; it must be function or custom")

@@ -40,6 +40,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    **openai.OF_ENGINES,
 }
 """Fields that need a store or change the response, and their values that ask for nothing."""
 
@@ -60,7 +61,7 @@ class _ResponsesBody(openai.SamplingFields, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: int | None = None
     stop: str | list[str] | None = None
     text: Raw = base.ABSENT
@@ -120,7 +121,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = base.decode(request.body, _decoder, "the request body")
+        body = cache.decode_body(request.body, _decoder, "input")
         base.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
@@ -128,7 +129,7 @@ class OpenAIResponses(openai.OpenAIDialect):
         compact = request.path == "/responses/compact"
         items, first = _list_items(body, compact=compact)
         all_tools = list_tools(body.tools, items, request.body)
-        tools = () if compact else cache.parse_tool_groups(all_tools, parse_tools)
+        tools = () if compact else cache.parse_tools(all_tools, parse_tools)
         text = base.decode(body.text, _text, "text", "text.")
         thread = openai.find_thread(request.headers)
         if compact:
@@ -173,8 +174,7 @@ def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]
     """All items as JSON, and the index of ``input[0]``: instructions come before, as an item."""
     items = [_encode_item("user", body.input)] if isinstance(body.input, str) else body.input
     if not items:
-        msg = "input must be text or a list of at least one item"
-        raise RequestError(msg, param="input")
+        raise RequestError("input must be text or a list of at least one item", param="input")
     before = [_encode_item("system", body.instructions)] if body.instructions else []
     after = [_encode_item("user", _SUMMARISE)] if compact else []
     return [*before, *items, *after], len(before)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import base, openai
-from tugline.chat.model_call import join_messages
+from tugline.chat.model_call import ContentBuilder, decode_arguments, join_messages
 from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall
 
@@ -82,6 +82,8 @@ class ItemFolder:
         if message is None:
             return
         both = messages and messages[-1].role is message.role is Role.ASSISTANT
+        if both and _holds_call(messages[-1], message):  # referred to, and sent as well
+            return
         if both and self._is_same_turn(item, index):
             messages[-1] = join_messages(messages[-1], message)
         else:
@@ -105,6 +107,16 @@ class ItemFolder:
             if before.get("id") == item.get("id") and before.get("type") == "local_shell_call":
                 return before.get("call_id")
         return item.get("id")
+
+
+def _holds_call(answer: Message, message: Message) -> bool:
+    """Whether the one tool call of `message` is in `answer`, however its JSON is written."""
+    held = [
+        (call.id, call.name, decode_arguments(call.arguments))
+        for one in (answer, message)
+        for call in one.tool_calls
+    ]
+    return bool(message.tool_calls) and held[-1] in held[:-1]
 
 
 def _find_turn(item: Any) -> str | None:
@@ -185,7 +197,7 @@ def _parse_output(item: Any, where: str) -> Message:
     return content.build(Role.TOOL, base.require(item, "call_id", str, where))
 
 
-def _parse_content(content: Any, where: str) -> base.ContentBuilder:
+def _parse_content(content: Any, where: str) -> ContentBuilder:
     advice = "input_text, output_text, refusal or input_image with an image_url"
     return openai.parse_content(content, where, _TEXTS, "input_image", advice)
 

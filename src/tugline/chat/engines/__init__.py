@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tugline.chat.engines.base import EngineFormat
-from tugline.chat.engines.chat import ObservedChat, TextChat
-from tugline.chat.engines.generate import Embedded
+from tugline.chat.engines.chat import ObservedChat, TextChat, VllmChat
+from tugline.chat.engines.generate import Embedded, VllmCompletions, VllmGenerate
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
-from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
 from tugline.types import LogprobMeaning, Mode
 
 

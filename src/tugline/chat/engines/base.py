@@ -8,32 +8,17 @@ itself; in the other two it passes on the engine's own text, reasoning and tool 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
-from tugline.chat.model_call import Constraint, Request, ToolChoice
+from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
-from tugline.types import (
-    Call,
-    Finish,
-    Ids,
-    LogprobMeaning,
-    Logprobs,
-    Message,
-    Mode,
-    Sampling,
-    Tool,
-    VersionSpan,
-)
+from tugline.types import Call, Finish, LogprobMeaning, Mode, Sampling, VersionSpan
 
-NO_IDS: Ids = np.empty(0, np.int32)
-NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Sent explicitly, because a model's own defaults replace what a request leaves out."""
 
@@ -42,7 +27,7 @@ class Feature(StrEnum):
     """What an engine can do besides sampling."""
 
     STRUCTURED = "structured"
-    """Constrained decoding (`EngineRequest.constraint`)."""
+    """Constrained decoding (`Request.constraint`)."""
     IMAGES = "images"
     BAN = "ban"
     """Never sample given ids (`EngineRequest.banned`)."""
@@ -51,26 +36,21 @@ class Feature(StrEnum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to sample. Exactly one of `prompt` and `messages` is given."""
+    """What to sample for one request of a harness."""
 
+    request: Request
+    """Its messages and tools are sent where the engine renders them."""
     model: str
     sampling: Sampling
     """Enforced; ``top_k`` 0 or None is off. ``stop`` matters in observed and text mode only."""
     request_id: str
     """Unique; names the request in an abort."""
-    stream: bool = True
     prompt: TokenSequence | None = None
+    """In exact mode."""
     stop_ids: tuple[int, ...] = ()
     """Sampled and then final, in exact mode."""
     banned: tuple[int, ...] = ()
     """Ids that may not be sampled, in exact mode."""
-    constraint: Constraint | None = None
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
-    parallel: bool = True
-    request: Request | None = None
-    """The harness's request, for replay; it is not sent to an engine."""
 
 
 class Post(msgspec.Struct, frozen=True):
@@ -78,7 +58,6 @@ class Post(msgspec.Struct, frozen=True):
 
     path: str
     body: bytes
-    headers: dict[str, str] = {}
 
 
 class CallDelta(msgspec.Struct, frozen=True):
@@ -90,11 +69,14 @@ class CallDelta(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens sampled under one policy version, and what else came with them."""
+class Delta(msgspec.Struct, kw_only=True):
+    """Tokens sampled under one policy version, and what else came with them.
 
-    ids: Ids = NO_IDS
-    logprobs: Logprobs = NO_LOGPROBS
+    Reasoning comes before text, and text before calls.
+    """
+
+    ids: list[int] = []
+    logprobs: list[float] = []
     version: int | None = None
     """None where the engine does not report it; the gateway then uses the announced one."""
     spans: tuple[VersionSpan, ...] = ()
@@ -106,7 +88,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Observed mode: the prompt's ids as raw JSON array, as the engine wrote it."""
     text: str = ""
     reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    calls: list[CallDelta] = []
     stop: str | None = None
     """Observed and text mode: the stop string that matched."""
     unreported_tokens: int = 0
@@ -141,33 +123,7 @@ class ReportedSpan(msgspec.Struct):
 R = TypeVar("R", bound=EngineReply)
 
 
-@dataclass(slots=True)
-class DeltaBuilder:
-    """Collects one `Delta`, in which reasoning comes before text, and text before calls."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    version: int | None = None
-    spans: tuple[VersionSpan, ...] = ()
-    finish: Finish | None = None
-    prompt: bytes | None = None
-    text: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    stop: str | None = None
-    unreported_tokens: int = 0
-    prompt_count: int = 0
-
-    def build(self) -> Delta:
-        """Build the immutable form."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        fields["ids"] = np.asarray(self.ids, np.int32)
-        fields["logprobs"] = np.asarray(self.logprobs, np.float32)
-        fields["calls"] = tuple(self.calls)
-        return Delta(**fields)
-
-
-_EMPTY = DeltaBuilder()
+_EMPTY = Delta()
 
 
 class Reader(ABC, Generic[R]):
@@ -178,7 +134,7 @@ class Reader(ABC, Generic[R]):
     def __init__(self) -> None:
         self.count = 0
         """Tokens read so far."""
-        self.deltas: list[DeltaBuilder] = []
+        self.deltas: list[Delta] = []
         """Collected from the current chunk; `add` extends the last or appends another one."""
 
     @abstractmethod
@@ -192,30 +148,28 @@ class Reader(ABC, Generic[R]):
         one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
         missing, naming the engine flag to add.
         """
-        return self.add_all(map(self.decode, payloads))
+        return self.add_all([self.decode(payload) for payload in payloads])
 
     def read_body(self, body: bytes) -> list[Delta]:
         """Read a reply that was not streamed. Raises `EngineError` if there is no answer in it."""
         deltas = self.read_events([body])
         if not deltas:
-            msg = "the engine answered without a choice"
-            raise EngineError(msg)
+            raise EngineError("the engine answered without a choice")
         return deltas
 
     def add_all(self, replies: Iterable[R]) -> list[Delta]:
         """Add replies; returns what they amount to."""
-        self.deltas = [DeltaBuilder()]
+        self.deltas = [Delta()]
         for reply in replies:
             self.add(reply)
-        return [delta.build() for delta in self.deltas if delta != _EMPTY]
+        return [delta for delta in self.deltas if delta != _EMPTY]
 
     def decode(self, payload: bytes) -> R:
         """Decode a reply. Raises `EngineError` if it cannot be read or reports a failure."""
         try:
             reply = self.decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            msg = f"the engine sent a reply that cannot be read: {error}"
-            raise EngineError(msg) from error
+            raise EngineError(f"the engine sent a reply that cannot be read: {error}") from error
         if reply.error is not None:
             code = reply.error.code
             raise parse_engine_error(code if isinstance(code, int) else 500, payload, None)
@@ -241,12 +195,12 @@ class EngineFormat(ABC):
         self.logprob_meaning = logprob_meaning or self.default_meaning
 
     @abstractmethod
-    def build_request(self, request: EngineRequest) -> Post:
+    def build_request(self, ask: EngineRequest) -> Post:
         """Build the HTTP request. Raises `Unsupported` for what the engine would ignore."""
 
     @abstractmethod
-    def make_reader(self, request: EngineRequest) -> Reader[Any]:
-        """Make a reader for the reply to `request`."""
+    def make_reader(self) -> Reader[Any]:
+        """Make a reader for one reply."""
 
     def build_abort(self, request_id: str) -> Post | None:
         """Ask the engine to end a request and reply with what it has; None if it cannot."""
@@ -254,10 +208,6 @@ class EngineFormat(ABC):
             return None
         body = {"request_ids": [self.abort_id.format(request_id)]}
         return Post(self.abort_path, msgspec.json.encode(body))
-
-    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
-        """Parse an error reply: `ContextOverflow` for a prompt too long, else `EngineError`."""
-        return parse_engine_error(status, body, retry_after)
 
 
 # --------------------------------------------------------------------------- parts of a reply

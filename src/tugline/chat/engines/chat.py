@@ -14,8 +14,8 @@ import msgspec
 
 from tugline.chat import model_call
 from tugline.chat.engines import base
-from tugline.chat.engines.generate import build_structured
-from tugline.errors import EngineError, Unsupported
+from tugline.chat.engines.generate import Logprobs, build_structured
+from tugline.errors import EngineError
 from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
 OPENAI_FEATURES = frozenset(
@@ -31,11 +31,11 @@ class ChatFormat(base.EngineFormat):
     """Field for the reasoning of past messages; None leaves it out."""
     advice = "it must know `return_token_ids` (vLLM from 0.10.2 on)"
 
-    def build_request(self, request: base.EngineRequest) -> base.Post:
+    def build_request(self, ask: base.EngineRequest) -> base.Post:
         """Build the conversation and the fields of the server's own."""
-        sampling = request.sampling
+        request, sampling = ask.request, ask.sampling
         body: dict[str, Any] = {
-            "model": request.model,
+            "model": ask.model,
             "messages": [
                 model_call.serialize_message(message, reasoning_field=self.reasoning_field)
                 for message in request.messages
@@ -48,25 +48,38 @@ class ChatFormat(base.EngineFormat):
             "stream": request.stream,
             "stream_options": {"include_usage": True} if request.stream else None,
             **_build_tools(request.tools, request.tool_choice, parallel=request.parallel),
-            **self.build_fields(request),
+            **self.build_fields(ask),
         }
         fields = {name: value for name, value in body.items() if value is not None}
         return base.Post("/v1/chat/completions", msgspec.json.encode(fields))
 
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the fields that not every server knows."""
-        constraint = request.constraint
+        constraint = ask.request.constraint
         return base.NEUTRAL | {
             "logprobs": True,
             "return_token_ids": True,
-            "request_id": request.request_id,
-            "top_k": request.sampling.top_k or 0,
+            "request_id": ask.request_id,
+            "top_k": ask.sampling.top_k or 0,
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }
 
-    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
+    def make_reader(self) -> base.Reader[Any]:
         """Make a reader."""
         return ObservedReader(f"{self.name} sent text without token ids; {self.advice}")
+
+
+class VllmChat(ChatFormat):
+    """Observed mode; forced tool calls and structured output need the server's parsers.
+
+    Aborts work where the server has its development routes.
+    """
+
+    name = "vllm"
+    features = OPENAI_FEATURES
+    abort_path = "/abort_requests"
+    abort_id = "chatcmpl-{}"
+    default_meaning = LogprobMeaning.RAW
 
 
 class ObservedChat(ChatFormat):
@@ -87,11 +100,11 @@ class TextChat(ChatFormat):
     reasoning_field = None
     default_meaning = LogprobMeaning.RAW
 
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Ask for structured output."""
-        return {"response_format": build_response_format(request.constraint)}
+        return {"response_format": build_response_format(ask.request.constraint)}
 
-    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
+    def make_reader(self) -> base.Reader[Any]:
         """Make a reader."""
         return TextReader()
 
@@ -117,19 +130,14 @@ def _build_tools(
 
 
 def build_response_format(constraint: model_call.Constraint | None) -> dict[str, Any] | None:
-    """Structured output as in the OpenAI API. Raises `Unsupported` for a grammar."""
+    """Structured output as in the OpenAI API."""
     if constraint is None:
         return None
     if constraint.kind is model_call.ConstraintKind.JSON_OBJECT:
         return {"type": "json_object"}
-    if constraint.kind is model_call.ConstraintKind.JSON_SCHEMA:
-        schema = {
-            "name": constraint.name or "answer",
-            "schema": msgspec.json.decode(constraint.schema),
-        }
-        return {"type": "json_schema", "json_schema": schema}
-    msg = f"this engine cannot hold an answer to a {constraint.kind}; json_schema it can"
-    raise Unsupported(msg)
+    schema = msgspec.json.decode(constraint.schema)
+    named = {"name": constraint.name or "answer", "schema": schema}
+    return {"type": "json_schema", "json_schema": named}
 
 
 # --------------------------------------------------------------------------- replies
@@ -151,14 +159,6 @@ class _ChatMessage(msgspec.Struct):
     tool_calls: list[_ChatToolCall] | None = None
 
 
-class _ChatLogprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _ChatLogprobs(msgspec.Struct):
-    content: list[_ChatLogprob] | None = None
-
-
 class ChatChoice(msgspec.Struct):
     """A response, or what an event adds to it."""
 
@@ -166,7 +166,7 @@ class ChatChoice(msgspec.Struct):
     message: _ChatMessage | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    logprobs: _ChatLogprobs | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
@@ -203,7 +203,7 @@ class ChatReader(base.Reader[ChatReply]):
     decoder = msgspec.json.Decoder(ChatReply)
 
     @abstractmethod
-    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Add tokens; `spoke` is whether the event had text, reasoning or calls.
 
         Raises `EngineError` where ids are missing.
@@ -217,7 +217,7 @@ class ChatReader(base.Reader[ChatReply]):
             last = self.deltas[-1]
             reasoning, calls = message.reasoning or message.reasoning_content, message.tool_calls
             if (reasoning and (last.text or last.calls)) or (message.content and last.calls):
-                last = base.DeltaBuilder()
+                last = base.Delta()
                 self.deltas.append(last)
             last.reasoning += reasoning or ""
             last.text += message.content or ""
@@ -237,7 +237,7 @@ class ObservedReader(ChatReader):
         super().__init__()
         self._error = error
 
-    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Text without any token is of no use."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
@@ -253,7 +253,7 @@ class ObservedReader(ChatReader):
 class TextReader(ChatReader):
     """No ids at all: tokens are only counted."""
 
-    def add_tokens(self, reply: ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Count an event with text as one token until the server reports the true number."""
         delta.unreported_tokens += spoke
         self.count += spoke
@@ -274,8 +274,7 @@ def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:
 
 def read_logprobs(choice: ChatChoice) -> list[float]:
     """The log probability of each sampled token."""
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    return [item.logprob for item in content or ()]
+    return [] if choice.logprobs is None else choice.logprobs.values()
 
 
 def read_array(value: msgspec.Raw) -> bytes | None:

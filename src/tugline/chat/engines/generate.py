@@ -2,7 +2,10 @@
 
 `TokenFormat` and `TokenReader` serve every engine that takes ids; a subclass names the route, the
 fields of its body, and where its reply has the ids, the log probability of each, and the weight
-versions. The route ``/inference/v1/generate``, which the embedded engine and vLLM share, is here.
+versions. Here are ``/inference/v1/generate``, which the embedded engine and vLLM (with
+``--enable-scale-out``) share, and vLLM's ``/v1/completions``, whose weight versions are those
+announced to the gateway. vLLM's log probabilities are the model's own, before temperature, unless
+it was started with ``--logprobs-mode processed_logprobs``.
 """
 
 from abc import abstractmethod
@@ -13,7 +16,7 @@ import msgspec
 from tugline.chat.engines import base
 from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError
-from tugline.types import Finish, Mode, VersionSpan
+from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
 
 class TokenFormat(base.EngineFormat):
@@ -24,23 +27,20 @@ class TokenFormat(base.EngineFormat):
     prompt_field: bytes
 
     @abstractmethod
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
 
-    def build_request(self, request: base.EngineRequest) -> base.Post:
+    def build_request(self, ask: base.EngineRequest) -> base.Post:
         """Join the prompt's ready-made digits with the settings."""
-        if request.prompt is None:
-            msg = f"{self.name} takes token ids; the prompt was not rendered"
-            raise EngineError(msg)
-        fields = msgspec.json.encode(self.build_fields(request))
+        if ask.prompt is None:
+            raise EngineError(f"{self.name} takes token ids; the prompt was not rendered")
+        fields = msgspec.json.encode(self.build_fields(ask))
         before = b'{"' + self.prompt_field + b'":['
-        return base.Post(self.path, request.prompt.to_json(before, b"]," + fields[1:]))
+        return base.Post(self.path, ask.prompt.to_json(before, b"]," + fields[1:]))
 
 
 class TokenReader(base.Reader[base.R]):
     """Reads token-out replies."""
-
-    advice = "ask it for the logprob of every sampled token"
 
     def add_tokens(
         self,
@@ -52,12 +52,12 @@ class TokenReader(base.Reader[base.R]):
     ) -> None:
         """Add tokens of one version; `spans` override the version of the whole reply so far."""
         if len(ids) != len(logprobs):
-            msg = f"engine sent {len(ids)} token ids, {len(logprobs)} logprobs; {self.advice}"
+            msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
             raise EngineError(msg)
         last = self.deltas[-1]
         changed = spans or (version is not None and version != last.version)
         if last.finish or last.spans or (changed and last.ids):
-            last = base.DeltaBuilder()
+            last = base.Delta()
             self.deltas.append(last)
         last.ids += ids
         last.logprobs += logprobs
@@ -74,16 +74,16 @@ class Generate(TokenFormat):
     path = "/inference/v1/generate"
     prompt_field = b"token_ids"
 
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
-            "model": request.model,
-            "sampling_params": build_sampling(request),
-            "stream": request.stream,
-            "request_id": request.request_id,
+            "model": ask.model,
+            "sampling_params": build_sampling(ask),
+            "stream": ask.request.stream,
+            "request_id": ask.request_id,
         }
 
-    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
+    def make_reader(self) -> base.Reader[Any]:
         """Make a reader."""
         return _GenerateReader()
 
@@ -95,23 +95,36 @@ class Embedded(Generate):
     abort_path = "/abort_requests"
 
 
-def build_sampling(request: base.EngineRequest) -> dict[str, Any]:
+_VLLM_FEATURES = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
+
+
+class VllmGenerate(Generate):
+    """Exact mode with weight versions; the server needs ``--enable-scale-out``."""
+
+    name = "vllm"
+    features = _VLLM_FEATURES
+    abort_path = "/inference/v1/abort_requests"
+    abort_id = "generate-tokens-{}"
+    default_meaning = LogprobMeaning.RAW
+
+
+def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
     """Build the sampling settings as vLLM names them."""
-    sampling = request.sampling
+    sampling, constraint = ask.sampling, ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
-        "stop_token_ids": request.stop_ids,
+        "stop_token_ids": ask.stop_ids,
         "logprobs": 0,
     }
     if sampling.seed is not None:
         params["seed"] = sampling.seed
-    if request.banned:
-        params["logit_bias"] = build_bans(request.banned)
-    if request.constraint is not None:
-        params["structured_outputs"] = build_structured(request.constraint)
+    if ask.banned:
+        params["logit_bias"] = build_bans(ask.banned)
+    if constraint is not None:
+        params["structured_outputs"] = build_structured(constraint)
     return params
 
 
@@ -124,22 +137,26 @@ def build_structured(constraint: Constraint) -> dict[str, Any]:
     """Build vLLM's field for constrained decoding."""
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return {"json_object": True}
-    if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return {"json": msgspec.json.decode(constraint.schema)}
-    return {str(constraint.kind): constraint.schema}
+    return {"json": msgspec.json.decode(constraint.schema)}
 
 
 class _Logprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_Logprob] = []
+class Logprobs(msgspec.Struct, gc=False):
+    """Of the sampled tokens, in OpenAI's shape."""
+
+    content: list[_Logprob] | None = None
+
+    def values(self) -> list[float]:
+        """The log probability of each token."""
+        return [item.logprob for item in self.content or ()]
 
 
 class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] = []
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[base.ReportedSpan] | None = None
 
@@ -158,8 +175,7 @@ class _GenerateReader(TokenReader[_Reply]):
         if not reply.choices:
             return
         choice = reply.choices[0]
-        content = choice.logprobs.content if choice.logprobs is not None else []
-        logprobs = [item.logprob for item in content]
+        logprobs = [] if choice.logprobs is None else choice.logprobs.values()
         finish = base.parse_finish(choice.finish_reason)
         spans = base.parse_spans(choice.weight_versions)
         start = self.count
@@ -174,3 +190,64 @@ class _GenerateReader(TokenReader[_Reply]):
                 self.add_tokens(
                     choice.token_ids[part], logprobs[part], finish if last else None, span.version
                 )
+
+
+# --------------------------------------------------------------------------- /v1/completions
+class VllmCompletions(TokenFormat):
+    """Exact mode without ``--enable-scale-out``; replies do not say their weight versions.
+
+    Aborts work where the server has its development routes.
+    """
+
+    name = "vllm"
+    features = _VLLM_FEATURES
+    path = "/v1/completions"
+    prompt_field = b"prompt"
+    abort_path = "/abort_requests"
+    abort_id = "cmpl-{}-0"
+    default_meaning = LogprobMeaning.RAW
+
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
+        """Build the body without its prompt."""
+        return {
+            **build_sampling(ask),
+            "model": ask.model,
+            "stream": ask.request.stream,
+            "return_token_ids": True,
+            "request_id": ask.request_id,
+        }
+
+    def make_reader(self) -> base.Reader[Any]:
+        """Make a reader."""
+        return _CompletionsReader()
+
+
+class _CompletionLogprobs(msgspec.Struct):
+    token_logprobs: list[float] = []
+
+
+class _CompletionChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class _CompletionReply(base.EngineReply):
+    choices: list[_CompletionChoice] = msgspec.field(default_factory=list)
+
+
+class _CompletionsReader(TokenReader[_CompletionReply]):
+    """Reads ids and logprobs; text and the echoed prompt are skipped."""
+
+    decoder = msgspec.json.Decoder(_CompletionReply)
+
+    def add(self, reply: _CompletionReply) -> None:
+        """Add the first choice."""
+        for choice in reply.choices[:1]:
+            ids = choice.token_ids or []
+            finish = base.parse_finish(choice.finish_reason)
+            if finish is not None and not ids and not self.count:
+                msg = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
+                raise EngineError(msg)
+            logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+            self.add_tokens(ids, logprobs, finish)

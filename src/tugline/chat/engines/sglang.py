@@ -13,7 +13,6 @@ import msgspec
 
 from tugline.chat.engines import base, chat
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
-from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish
 
@@ -36,47 +35,36 @@ class SglangGenerate(_Sglang, TokenFormat):
     path = "/generate"
     prompt_field = b"input_ids"
 
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
         return {
-            "sampling_params": _build_sampling(request),
+            "sampling_params": _build_sampling(ask),
             "return_logprob": True,
-            "rid": request.request_id,
-            "stream": request.stream,
+            "rid": ask.request_id,
+            "stream": ask.request.stream,
         }
 
-    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
+    def make_reader(self) -> base.Reader[Any]:
         """Make a reader."""
         return _SglangReader()
 
 
-def _build_sampling(request: base.EngineRequest) -> dict[str, Any]:
-    sampling = request.sampling
+def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
+    sampling = ask.sampling
     params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "stop_token_ids": list(request.stop_ids),
+        "stop_token_ids": list(ask.stop_ids),
         "sampling_seed": sampling.seed,
         "skip_special_tokens": False,
     }
-    if request.banned:
-        params["logit_bias"] = build_bans(request.banned)
-    if request.constraint is not None:
-        params |= _build_structured(request.constraint)
+    if ask.banned:
+        params["logit_bias"] = build_bans(ask.banned)
+    if ask.request.constraint is not None:
+        params["json_schema"] = ask.request.constraint.schema or '{"type":"object"}'
     return {name: value for name, value in params.items() if value is not None}
-
-
-def _build_structured(constraint: Constraint) -> dict[str, str]:
-    if constraint.kind is ConstraintKind.JSON_OBJECT:
-        return {"json_schema": '{"type":"object"}'}
-    if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return {"json_schema": constraint.schema}
-    if constraint.kind is ConstraintKind.REGEX:
-        return {"regex": constraint.schema}
-    msg = "sglang cannot hold an answer to a Lark grammar; a JSON schema or a regex it can"
-    raise Unsupported(msg)
 
 
 class _Pair(msgspec.Struct, array_like=True, gc=False):
@@ -143,22 +131,22 @@ class SglangChat(_Sglang, chat.ChatFormat):
     features = chat.OPENAI_FEATURES
     reasoning_field = "reasoning_content"
 
-    def build_fields(self, request: base.EngineRequest) -> dict[str, Any]:
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
-        if request.tools and not request.parallel:
+        if ask.request.tools and not ask.request.parallel:
             msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
             raise Unsupported(msg, param="parallel_tool_calls")
         return base.NEUTRAL | {
             "logprobs": True,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
-            "rid": request.request_id,
+            "rid": ask.request_id,
             "skip_special_tokens": False,  # else reasoning whose marks are special never ends
-            "top_k": request.sampling.top_k or -1,
-            "response_format": chat.build_response_format(request.constraint),
+            "top_k": ask.sampling.top_k or -1,
+            "response_format": chat.build_response_format(ask.request.constraint),
         }
 
-    def make_reader(self, request: base.EngineRequest) -> base.Reader[Any]:
+    def make_reader(self) -> base.Reader[Any]:
         """Make a reader."""
         return _ChatReader()
 
@@ -172,7 +160,7 @@ class _ChatReader(chat.ChatReader):
         self._finish: Finish | None = None
         self._has_ids = False
 
-    def add_tokens(self, reply: chat.ChatReply, delta: base.DeltaBuilder, *, spoke: bool) -> None:
+    def add_tokens(self, reply: chat.ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Count tokens until their ids come; then take the count back."""
         for choice in reply.choices[:1]:
             new = chat.read_logprobs(choice)
@@ -194,7 +182,7 @@ class _ChatReader(chat.ChatReader):
         elif reply.usage is not None and not self._has_ids:
             self._finish_without_ids(delta)
 
-    def _finish_without_ids(self, delta: base.DeltaBuilder) -> None:
+    def _finish_without_ids(self, delta: base.Delta) -> None:
         """The reply is over. An aborted one has no ids, by SGLang's own design."""
         if self._finish is not Finish.ABORT:
             msg = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"

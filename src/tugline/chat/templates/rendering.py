@@ -340,8 +340,7 @@ class Rendering:
 
 def _check_name(field: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
-        msg = f"{field}={name!r} is unknown; it must be one of {', '.join(known)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{field}={name!r} is unknown; it must be one of {', '.join(known)}")
 
 
 def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
@@ -356,8 +355,7 @@ def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
 def _serialize_message(message: Message) -> JsonObject:
     """One message as the library takes it. Raises `Unsupported` for images."""
     if message.images:
-        msg = "this model's template has no place for images"
-        raise Unsupported(msg, param="messages")
+        raise Unsupported("this model's template has no place for images", param="messages")
     return serialize_message(message, arguments=decode_arguments)
 
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -73,8 +72,7 @@ class Scorer:
             request = self._score_sglang if self.card.owned_by == "sglang" else self._score_openai
             values = await request(sent, start, temperature)
             if len(values) != len(sent) - start:
-                msg = f"the engine scored {len(values)} of {len(sent) - start} ids"
-                raise EngineError(msg)
+                raise EngineError(f"the engine scored {len(values)} of {len(sent) - start} ids")
             logprobs[: len(values)] = values
         return logprobs
 
@@ -105,14 +103,9 @@ class Scorer:
 
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
         data = TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:])
-        try:
-            async with self.engine.post(path, data) as response:
-                raw = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            msg = f"the engine at {self.engine.url} was lost: {error or type(error).__name__}"
-            raise EngineError(msg) from error
-        if response.status != 200:
-            raise parse_engine_error(response.status, raw, None)
+        status, raw = await self.engine.post(path, data)
+        if status != 200:
+            raise parse_engine_error(status, raw, None)
         return raw
 
 

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tugline.chat.model_call import (
-    ChoiceMode,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-    ToolChoice,
-    decode_arguments,
-)
+from tugline.chat.model_call import ChoiceMode, ToolChoice, decode_arguments, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -28,7 +21,7 @@ from tugline.errors import ConfigError
 from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header
 from tugline.traces.lineage import extends
-from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role, ToolCall
+from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 
@@ -65,8 +58,7 @@ class TextVerifier:
         if not answered:
             return {}
         if header is None:
-            msg = "the recording has no header, so its tokenizer is not known"
-            raise ConfigError(msg)
+            raise ConfigError("the recording has no header, so its tokenizer is not known")
         known = {call.number: call for call in calls}
         tokenizer = self._load_tokenizer(recording, header)
         rendering = self._make_rendering(header, tokenizer) if header.template else None
@@ -86,8 +78,7 @@ class TextVerifier:
         if known is None:
             known = load_tokenizer(recording, header)
             if known is None:
-                msg = "no tokenizer is kept beside the recording; give --tokenizer"
-                raise ConfigError(msg)
+                raise ConfigError("no tokenizer is kept beside the recording; give --tokenizer")
             self._tokenizers[header.tokenizer] = known
         return known
 
@@ -158,17 +149,8 @@ def _decode(rendering: Rendering, call: Call, start: _PromptStart) -> Message:
     decoder.feed(start.resumed)
     pieces = decoder.feed(call.sampled_ids)
     if call.outcome is CallOutcome.CLIENT_GONE:
-        return _join(pieces)
+        return join_pieces(pieces) or Message(Role.ASSISTANT)
     return decoder.finish()[1]
-
-
-def _join(pieces: Sequence[Piece]) -> Message:
-    return Message(
-        Role.ASSISTANT,
-        "".join(one.text for one in pieces if isinstance(one, TextDelta)),
-        tool_calls=tuple(one for one in pieces if isinstance(one, ToolCall)),
-        reasoning="".join(one.text for one in pieces if isinstance(one, ReasoningDelta)) or None,
-    )
 
 
 def _normalize(message: Message | None) -> tuple[str, str, list[tuple[str, Any]]] | None:

@@ -12,13 +12,22 @@ import html
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from tugline.recording.view.session_view import SessionView, TokenText, ViewedSession, add_detail
-from tugline.types import Image, Message, Trace
+from tugline.recording.file import read
+from tugline.recording.folder import load_tokenizer
+from tugline.recording.view.session_view import (
+    SessionView,
+    TokenText,
+    ViewedSession,
+    add_detail,
+    view_session,
+)
+from tugline.types import Image, Message
 
 _SCRIPTS = (
     "data",
@@ -61,13 +70,7 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
 
 def render_page(session: ViewedSession, texts: TokenText) -> str:
     """Render the page of a session."""
-    view = msgspec.structs.replace(
-        session.view,
-        turns=tuple(
-            add_detail(turn, msgspec.structs.replace(call, messages=_slim(call.messages)))
-            for turn, call in zip(session.view.turns, session.calls, strict=True)
-        ),
-    )
+    view = session.view
     folder = files("tugline.recording.view") / "page"
     name = view.header.session.id if view.header else view.recording
     parts = {
@@ -76,13 +79,28 @@ def render_page(session: ViewedSession, texts: TokenText) -> str:
         "script": "\n".join(
             (folder / f"{script}.js").read_text(encoding="utf-8") for script in _SCRIPTS
         ),
-        "data": base64.b64encode(_encode_block(view, session.traces, texts)).decode(),
+        "data": base64.b64encode(_encode_block(session, texts)).decode(),
     }
     page = (folder / "page.html").read_text(encoding="utf-8")
     return _PLACEHOLDER.sub(lambda placeholder: parts[placeholder[1]], page)
 
 
-def _encode_block(view: SessionView, traces: Sequence[Trace], texts: TokenText) -> bytes:
+def pack_recording(path: Path) -> bytes:
+    """Read a recording, however far it got, and encode what a page shows of it."""
+    recording = read(path, salvage=True, bodies=False)
+    tokenizer = load_tokenizer(path, recording.header) if recording.header else None
+    return _encode_block(view_session(Path(path.name), recording), TokenText(tokenizer))
+
+
+def _encode_block(session: ViewedSession, texts: TokenText) -> bytes:
+    traces = session.traces
+    view = msgspec.structs.replace(
+        session.view,
+        turns=tuple(
+            add_detail(turn, msgspec.structs.replace(call, messages=_slim(call.messages)))
+            for turn, call in zip(session.view.turns, session.calls, strict=True)
+        ),
+    )
     arrays: list[np.ndarray[Any, Any]] = []
     ids = np.unique(np.concatenate([_NO_IDS, *(trace.ids for trace in traces)]))
     tokens: list[ArraySlice] = []

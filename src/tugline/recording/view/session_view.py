@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError
 from tugline.recording.file import Recording
-from tugline.recording.records import Header, RecordedEvent, RecordedEventKind, RecordedResult
+from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.traces.base import Built, count_calls, make_builder
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
@@ -91,15 +91,6 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     detail: TurnDetail | UnsetType = UNSET
 
 
-class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event between the turns; `at` in seconds since the session began."""
-
-    kind: RecordedEventKind
-    at: float
-    call: int | None
-    detail: str
-
-
 class TraceTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A trace token by token; null where nothing was sampled. Only with ``--full``."""
 
@@ -144,7 +135,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     result: RecordedResult | None
     """As recorded; null if there is none yet."""
     turns: tuple[TurnView, ...]
-    events: tuple[TimelineEvent, ...]
+    events: tuple[RecordedEvent, ...]
+    """Between the turns; `at` in seconds since the session began."""
     builder: str
     build_error: str
     """Why there are no traces; empty if there are."""
@@ -179,7 +171,10 @@ def view_session(path: Path, recording: Recording, builder: str | None = None) -
         header=header,
         result=recording.result,
         turns=_view_turns(calls, built, start),
-        events=_view_events(recording.events, start),
+        events=tuple(
+            replace(event, at=event.at - start)
+            for event in sorted(recording.events, key=lambda event: event.at)
+        ),
         builder=spec.name,
         build_error=build_error,
         traces=tuple(_view_trace(index, trace) for index, trace in enumerate(built.traces)),
@@ -195,13 +190,6 @@ def _build(spec: PluginSpec, calls: Sequence[Call]) -> tuple[Built, str]:
     except CaptureError as error:
         sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
         return Built((), Ledger(sampled=sampled)), str(error)
-
-
-def _view_events(events: Sequence[RecordedEvent], start: float) -> tuple[TimelineEvent, ...]:
-    return tuple(
-        TimelineEvent(kind=event.kind, at=event.at - start, call=event.call, detail=event.detail)
-        for event in sorted(events, key=lambda event: event.at)
-    )
 
 
 # --------------------------------------------------------------------------- turns

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tugline.log import NEWLINE, visible
-from tugline.recording.records import RecordedResult
+from tugline.recording.records import RecordedEvent, RecordedResult
 from tugline.recording.view.session_view import (
-    TimelineEvent,
     TokenText,
     TraceView,
     TurnView,
@@ -61,7 +60,7 @@ class Terminal:
     def print_session(self) -> None:
         """Print the whole session."""
         self._print_header()
-        moments: list[TurnView | TimelineEvent] = [
+        moments: list[TurnView | RecordedEvent] = [
             *self.session.view.turns,
             *self.session.view.events,
         ]
@@ -102,7 +101,7 @@ class Terminal:
                 self.print_line((f"{name:<12}", "dim"), (text, "red" if name in alarms else ""))
 
     # ----------------------------------------------------------------------- turns
-    def _print_table(self, moments: Sequence[TurnView | TimelineEvent]) -> None:
+    def _print_table(self, moments: Sequence[TurnView | RecordedEvent]) -> None:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for title in _TITLES:
             table.add_column(title, justify="left" if title in _LEFT else "right")
@@ -272,7 +271,7 @@ _TITLES = (
 )
 
 
-def _make_event_row(event: TimelineEvent) -> _Row:
+def _make_event_row(event: RecordedEvent) -> _Row:
     which = "" if event.call is None else f"in call {event.call}"
     cells = ("~", event.kind.value, which, *[""] * 5, f"{event.at:.2f}", "", "")
     return tuple((cell, "magenta") for cell in (*cells, visible(event.detail)))

@@ -118,10 +118,8 @@ class Waits:
                 future.cancel()
             await asyncio.gather(working, *ends, return_exceptions=True)
         if self._stopped.is_set():
-            msg = "the server is shutting down; ask again in a moment"
-            raise Refusal(msg, "stopping")
-        msg = "the client hung up before it was answered"
-        raise errors.ClientGone(msg)
+            raise Refusal("the server is shutting down; ask again in a moment", "stopping")
+        raise errors.ClientGone("the client hung up before it was answered")
 
     async def forward(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         """`pieces` until the server shuts down, which ends a stream like any other."""

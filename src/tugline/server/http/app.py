@@ -1,5 +1,7 @@
 """ASGI application of the control plane: route, authorize, decode, call, answer.
 
+Browsers get the console, whose files need no token; what it asks the API for does.
+
 `serve_api` runs the application so that long answers end before the server waits for its
 connections. Every error is answered as a problem.
 """
@@ -9,11 +11,12 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tugline import log
@@ -28,25 +31,34 @@ from tugline.server.http.route import (
     ApiCall,
     Caller,
     Nothing,
+    PlainCall,
     Route,
     Tokens,
     identify,
 )
 from tugline.server.metrics import ServerMetrics
-from tugline.web.serve import HttpRequest, lifespan, serve
+from tugline.web.serve import HttpRequest, serve
 
 THREAD_BYTES = 256 << 10
 """Size from which JSON is decoded in a thread."""
 
+BODY_S = 120.0
 _BINARY = {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain"}
 _PATTERNS = {"{id}": r"([A-Za-z0-9._-]{1,160})", "{number}": r"([0-9]{1,18})"}
+_CONSOLE = Path(__file__).parents[1] / "console"
+_PAGE = re.compile(r"/|/(training|sessions|groups|compare|failures|tasks|nodes).*|/(assets/[^/]+)")
+"""Addresses of the console; what it shows at one that is no asset, it finds out itself."""
+_CONSOLE_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+}
 _log = log.get("server.http")
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 @results.ROUTES.add("GET", "/openapi.json", READERS)
-async def get_document(_call: ApiCall[Nothing, Nothing]) -> Response:
+async def get_document(_call: PlainCall) -> Response:
     """Get this document."""
     return Response(await asyncio.to_thread(openapi.document, ROUTES), media_type=JSON)
 
@@ -58,20 +70,14 @@ ROUTES = (*tasks.ROUTES, *results.ROUTES)
 class Api:
     """The application. Call `waits.stop` before its sockets are closed: it ends long answers.
 
-    A body must arrive within `body_s`; streams send something every `keep_alive_s`.
+    A body must arrive within `BODY_S`.
     """
 
     def __init__(
-        self,
-        control: ControlPlane,
-        tokens: Tokens,
-        metrics: ServerMetrics | None = None,
-        *,
-        body_s: float = 120.0,
-        keep_alive_s: float = 15.0,
+        self, control: ControlPlane, tokens: Tokens, metrics: ServerMetrics | None = None
     ) -> None:
-        self.waits = Waits(keep_alive_s)
-        self._control, self._tokens, self._body_s = control, tokens, body_s
+        self.waits = Waits()
+        self._control, self._tokens = control, tokens
         self._metrics = metrics or ServerMetrics(control.database)
         self._metrics.waiting = lambda: self.waits.open
         self._paths: dict[re.Pattern[str], dict[str, Route]] = {}
@@ -83,14 +89,15 @@ class Api:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "lifespan":
-            await lifespan(receive, send)
-            return
         request, began, name = HttpRequest(scope, receive), time.perf_counter(), "unknown"
         try:
-            route, ident = self._find(request, scope["raw_path"].decode("latin-1"))
-            name = route.name
-            response = await self._call(route, request, ident)
+            path = scope["raw_path"].decode("latin-1")
+            if request.method == "GET" and (page := _PAGE.fullmatch(path)):
+                name, response = "console", _open_console(page[2])
+            else:
+                route, ident = self._find(request, path)
+                name = route.name
+                response = await self._call(route, request, ident)
         except ClientGone:
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
@@ -110,8 +117,7 @@ class Api:
                 known = tuple(sorted(routes))
                 msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        msg = f"nothing is at {path[:200]}; /openapi.json lists what there is"
-        raise Refusal(msg, "no-route")
+        raise Refusal(f"nothing is at {path[:200]}; /openapi.json lists what there is", "no-route")
 
     async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
         """Authorize and decode a request, and run its handler."""
@@ -141,20 +147,27 @@ class Api:
         """The decoded body, bounded in size and time."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
-            msg = f"Content-Encoding is {encoding[:40]!r}, must be identity"
-            raise Refusal(msg, "media-type")
-        data = await request.body(route.max_body, self._body_s)
+            raise Refusal(f"Content-Encoding is {encoding[:40]!r}, must be identity", "media-type")
+        data = await request.body(route.max_body, BODY_S)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         binary = route.body is bytes
         if kind not in _BINARY | {""} if binary else data and kind != JSON:
             must = "application/octet-stream" if binary else JSON
-            msg = f"Content-Type is {kind[:80]!r}, must be {must}"
-            raise Refusal(msg, "media-type")
+            raise Refusal(f"Content-Type is {kind[:80]!r}, must be {must}", "media-type")
         if binary:
             return data
         if len(data) > THREAD_BYTES:
             return await asyncio.to_thread(decode_json, data, route.body)
         return decode_json(data, route.body)
+
+
+def _open_console(asset: str | None) -> Response:
+    """A file of the console, or its page. Names of assets change with their content."""
+    file = _CONSOLE / (asset or "index.html")
+    if not file.is_file():
+        raise Refusal(f"the console has no {asset}", "no-route")
+    kept = "public, max-age=31536000, immutable" if asset else "no-cache"
+    return FileResponse(file, headers={**_CONSOLE_HEADERS, "cache-control": kept})
 
 
 # --------------------------------------------------------------------------- decoding
@@ -166,13 +179,11 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     try:
         values = msgspec.json.decode(data or b"{}")
     except RecursionError as error:
-        msg = "the body is nested too deeply"
-        raise Refusal(msg, "malformed") from error
+        raise Refusal("the body is nested too deeply", "malformed") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = str(error).removeprefix("JSON is malformed: ")
         at = "" if "(byte" in reason else f" (byte {len(data)})"
-        msg = f"the body is not valid JSON: {reason}{at}"
-        raise Refusal(msg, "malformed") from error
+        raise Refusal(f"the body is not valid JSON: {reason}{at}", "malformed") from error
     if getattr(kind, "__origin__", None) is list and isinstance(values, dict):
         values = [values]
     return decode(values, kind)
@@ -188,24 +199,20 @@ def decode_query(query: str, kind: type[S]) -> S:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=2000)
     except ValueError as error:
-        msg = f"the query cannot be parsed: {error}"
-        raise Refusal(msg, "malformed") from error
+        raise Refusal(f"the query cannot be parsed: {error}", "malformed") from error
     for name, value in pairs:
         if "\0" in value:
-            msg = f"{name} holds a zero byte"
-            raise Invalid(msg, field=name)
+            raise Invalid(f"{name} holds a zero byte", field=name)
         if name in repeated:
             values.setdefault(name, []).append(value)
         elif name in values:
-            msg = f"{name} is given twice, must be given once"
-            raise Invalid(msg, field=name)
+            raise Invalid(f"{name} is given twice, must be given once", field=name)
         else:
             values[name] = value
     decoded = decode(values, kind, strict=False)
     for name, value in values.items():
         if getattr(decoded, name) is None:  # msgspec takes the text "null" for None
-            msg = f"{name} is {value!r}; leave it out instead"
-            raise Invalid(msg, field=name)
+            raise Invalid(f"{name} is {value!r}; leave it out instead", field=name)
     return decoded
 
 

@@ -122,9 +122,11 @@ def _answers(route: Route, summary: str) -> Json:
         if media == JSON:
             schema = {} if route.answer is Response else _schema(route.answer)
         content[media.partition(";")[0]] = {"schema": schema}
-    return {
+    answers: Json = {
         str(status): {"description": summary + ".", "content": content} for status in route.statuses
     }
+    answers.get("204", {}).pop("content", None)  # such an answer is empty
+    return answers
 
 
 def _problems(route: Route) -> Json:

@@ -8,10 +8,9 @@ items, where a length of 0 says that the session never ran, or that its trajecto
 """
 
 from collections.abc import AsyncGenerator
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from tugline import log
@@ -21,8 +20,11 @@ from tugline.protocol import (
     Consumer,
     Counts,
     Delivery,
-    DeliveryState,
+    DeliveryQuery,
     Event,
+    EventQuery,
+    Name,
+    ResultQuery,
     Results,
     ResultView,
 )
@@ -35,27 +37,10 @@ ROUTES = route.Routes()
 _log = log.get("server")
 
 
-class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which results."""
-
-    consumer: route.Name | None = None
-    """Start after what this consumer has acknowledged."""
-    after: route.Position | None = None
-    """Start after this position instead."""
-    limit: route.Limit = 100
-    wait_s: route.Wait = 0.0
-    task: Annotated[tuple[route.Name, ...], Meta(max_length=1000)] = ()
-    """Only those of these tasks."""
-    groups: bool = False
-    """Whole groups, once they are released."""
-    follow: bool = True
-    """A stream continues when there are no more results yet."""
-
-
 class AckQuery(msgspec.Struct, frozen=True):
     """Whose position."""
 
-    consumer: route.Name
+    consumer: Name
     """Name of the consumer, which it chooses itself."""
 
 
@@ -64,38 +49,21 @@ async def list_results(call: route.ApiCall[ResultQuery, route.Nothing]) -> Resul
     """List results after a cursor: a page, lines, or frames with the trajectories."""
     media, query = call.accept(route.JSON, route.NDJSON, route.MSGPACK), call.query
     if media == route.JSON:
-        page = _read_results(call, query.after, query.wait_s, query.consumer)
+        page = call.control.results(query)
         return await (call.attend(page) if query.wait_s else page)
-    first = await _read_results(call, query.after, 0.0, query.consumer)
+    first = await call.control.results(replace(query, wait_s=0.0))
     pieces = _lines(call, first) if media == route.NDJSON else _frames(call, first)
     return call.stream(pieces, media)
-
-
-async def _read_results(
-    call: route.ApiCall[ResultQuery, route.Nothing],
-    after: int | None,
-    wait_s: float,
-    consumer: str | None = None,
-) -> Results:
-    query = call.query
-    return await call.control.results(
-        consumer=consumer,
-        after=after,
-        limit=query.limit,
-        wait_s=wait_s,
-        tasks=query.task or None,
-        groups=query.groups,
-    )
 
 
 async def _pages(
     call: route.ApiCall[ResultQuery, route.Nothing], page: Results
 ) -> AsyncGenerator[Results]:
     """`page` and what follows; empty ones keep a quiet stream alive."""
-    wait_s = call.waits.keep_alive_s if call.query.follow else 0.0
-    while page.items or page.groups or call.query.follow:
+    query = replace(call.query, wait_s=call.waits.keep_alive_s if call.query.follow else 0.0)
+    while page.items or page.groups or query.follow:
         yield page
-        page = await _read_results(call, page.cursor, wait_s)
+        page = await call.control.results(replace(query, after=page.cursor))
 
 
 async def _lines(
@@ -134,51 +102,30 @@ async def acknowledge(call: route.ApiCall[AckQuery, Ack]) -> Consumer:
 
 
 @ROUTES.add("GET", "/v1/consumers", route.READERS)
-async def list_consumers(call: route.ApiCall[route.Nothing, route.Nothing]) -> list[Consumer]:
+async def list_consumers(call: route.PlainCall) -> list[Consumer]:
     """List consumers and their positions."""
     return await call.db.read(results.list_consumers)
 
 
+@ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS)
+async def delete_consumer(call: route.PlainCall) -> None:
+    """Forget a consumer, so that retention no longer waits for it."""
+    await call.db.write(results.delete_consumer, call.id)
+
+
 # --------------------------------------------------------------------------- events
-class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events."""
-
-    after: route.Position | None = None
-    """Start after this position; a page starts at the first event, a stream with new ones."""
-    limit: route.Limit = 100
-    wait_s: route.Wait = 0.0
-    task: route.Name | None = None
-    """Only those of this task."""
-
-
-class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which deliveries."""
-
-    state: DeliveryState | None = None
-    """Only those in this state."""
-    after: route.Position = 0
-    """Start after this id."""
-    limit: route.Limit = 100
-
-
 @ROUTES.add("GET", "/v1/events", route.READERS, media=(route.JSON, route.SSE))
 async def list_events(call: route.ApiCall[EventQuery, route.Nothing]) -> list[Event] | Response:
     """List events after a position: a page, or server-sent events."""
     query = call.query
     if call.accept(route.JSON, route.SSE) == route.JSON:
-        page = _read_events(call, query.after or 0, query.wait_s)
+        page = call.control.events(query)
         return await (call.attend(page) if query.wait_s else page)
     after = _parse_last_event_id(call)
     if after is None:
         after = await call.db.read(events.latest)
-    return call.stream(_stream(call, await _read_events(call, after), after), route.SSE)
-
-
-async def _read_events(
-    call: route.ApiCall[EventQuery, route.Nothing], after: int, wait_s: float = 0.0
-) -> list[Event]:
-    query = call.query
-    return await call.control.events(after=after, limit=query.limit, wait_s=wait_s, task=query.task)
+    query = replace(query, after=after, wait_s=0.0)
+    return call.stream(_stream(call, await call.control.events(query), after), route.SSE)
 
 
 def _parse_last_event_id(call: route.ApiCall[EventQuery, route.Nothing]) -> int | None:
@@ -200,7 +147,8 @@ async def _stream(
             data = msgspec.json.encode(event)
             yield encode_event(data, event.kind, event.position)
             after = event.position
-        page = await _read_events(call, after, call.waits.keep_alive_s)
+        query = replace(call.query, after=after, wait_s=call.waits.keep_alive_s)
+        page = await call.control.events(query)
         if not page:
             yield b": keep-alive\n\n"
 
@@ -209,30 +157,30 @@ async def _stream(
 @ROUTES.add("GET", "/v1/deliveries", route.READERS)
 async def list_deliveries(call: route.ApiCall[DeliveryQuery, route.Nothing]) -> list[Delivery]:
     """List webhook deliveries and their states."""
-    return await call.db.read(events.list_deliveries, **msgspec.structs.asdict(call.query))
+    return await call.db.read(events.list_deliveries, call.query)
 
 
 @ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS)
-async def retry_delivery(call: route.ApiCall[route.Nothing, route.Nothing]) -> Delivery:
+async def retry_delivery(call: route.PlainCall) -> Delivery:
     """Send a webhook delivery again."""
     return await call.db.write(events.retry_delivery, int(call.id))
 
 
 # --------------------------------------------------------------------------- the server
 @ROUTES.add("GET", "/v1/status", route.READERS)
-async def get_status(call: route.ApiCall[route.Nothing, route.Nothing]) -> Counts:
+async def get_status(call: route.PlainCall) -> Counts:
     """Count sessions, tasks and nodes."""
     return await call.db.read(stats.counts)
 
 
 @ROUTES.add("GET", "/healthz", route.PUBLIC)
-async def check_health(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
+async def check_health(call: route.PlainCall) -> Response:
     """Check whether the server can work."""
     await call.db.read(nodes.control)
     return Response(b'{"status":"ok"}', media_type=route.JSON)
 
 
 @ROUTES.add("GET", "/metrics", route.READERS, media=(route.TEXT,))
-async def get_metrics(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
+async def get_metrics(call: route.PlainCall) -> Response:
     """Get the metrics for Prometheus."""
     return Response(await call.metrics.page(), media_type=route.TEXT)

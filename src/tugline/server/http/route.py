@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
 from starlette.responses import Response, StreamingResponse
 
 from tugline.errors import UsageError
@@ -32,16 +31,9 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 MSGPACK = "application/x-msgpack"
 ZSTD = "application/zstd"
+GZIP = "application/gzip"
 SSE = "text/event-stream"
 TEXT = "text/plain; charset=utf-8"
-
-MAX_WAIT_S = 60.0
-
-Limit = Annotated[int, Meta(ge=1, le=1000, description="Maximum number of items.")]
-Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S, description="Seconds to wait for new items.")]
-Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
-Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
 
 # --------------------------------------------------------------------------- who may
@@ -82,11 +74,9 @@ class Tokens(msgspec.Struct, frozen=True):
         for name in self.__struct_fields__:
             token = getattr(self, name)
             if not token or not token.isascii() or any(c.isspace() for c in token):
-                msg = f"the {name} token must be ASCII without spaces, and not empty"
-                raise UsageError(msg)
+                raise UsageError(f"the {name} token must be ASCII without spaces, and not empty")
         if len({self.client, self.join, self.read}) < 3:
-            msg = "the client, join and read tokens must differ from each other"
-            raise UsageError(msg)
+            raise UsageError("the client, join and read tokens must differ from each other")
 
     def __repr__(self) -> str:
         return "Tokens(...)"
@@ -99,15 +89,13 @@ async def identify(
     scheme, _, token = (header or "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
-        message = "send the header 'Authorization: Bearer TOKEN'"
-        raise Refusal(message, "unauthorized")
+        raise Refusal("send the header 'Authorization: Bearer TOKEN'", "unauthorized")
     for role in (ApiRole.CLIENT, ApiRole.READ, ApiRole.JOIN):
         if hmac.compare_digest(getattr(tokens, role).encode(), token.encode()):
             return Caller(role)
     node = await find_node(token)
     if node is None:
-        message = "this token is unknown, or of a node that is gone"
-        raise Refusal(message, "unauthorized")
+        raise Refusal("this token is unknown, or of a node that is gone", "unauthorized")
     return Caller(ApiRole.NODE, node)
 
 
@@ -155,11 +143,12 @@ class ApiCall(Generic[Q, B]):
         raise Refusal(msg, "not-acceptable", known=media)
 
 
+PlainCall = ApiCall[Nothing, Nothing]
+"""A request without query and body."""
 Handler = Callable[[ApiCall[Any, Any]], Awaitable[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """One method of one path."""
 
     method: str
@@ -169,31 +158,19 @@ class Route:
     """Who may use it; empty: everybody."""
     handler: Handler
     """The first line of its docstring is the summary."""
+    query: Any
+    body: Any
+    """`Nothing`: no body; bytes: a binary one."""
+    answer: Any
+    """NoneType: 204; `Response`: as `media` says."""
     media: tuple[str, ...] = (JSON,)
     """Of the answer."""
-    statuses: tuple[int, ...] = ()
-    """Of successful answers, the default first; empty: 200, or 204 for no answer."""
+    statuses: tuple[int, ...] = (200,)
+    """Of successful answers, the default first."""
     problems: tuple[str, ...] = ()
     """Besides those that every route may answer."""
     max_body: int = 1 << 20
     """Bytes."""
-    query: Any = field(init=False)
-    body: Any = field(init=False)
-    """`Nothing`: no body; bytes: a binary one."""
-    answer: Any = field(init=False)
-    """NoneType: 204; `Response`: as `media` says."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(self.handler)
-        answer = hints.pop("return")
-        (call,) = hints.values()
-        query, body = get_args(call)
-        if isinstance(answer, UnionType):
-            answer = next(kind for kind in get_args(answer) if kind is not Response)
-        statuses = self.statuses or (204 if answer is NoneType else 200,)
-        derived = {"query": query, "body": body, "answer": answer, "statuses": statuses}
-        for name, kind in derived.items():
-            object.__setattr__(self, name, kind)
 
     @property
     def name(self) -> str:
@@ -210,7 +187,14 @@ class Routes(list[Route]):
         """Decorate the handler of a route; `settings` are fields of `Route`."""
 
         def register(handler: Handler) -> Handler:
-            self.append(Route(method, path, roles, handler, **settings))
+            hints = get_type_hints(handler)
+            answer = hints.pop("return")
+            (call,) = hints.values()
+            query, body = get_args(call)
+            if isinstance(answer, UnionType):
+                answer = next(kind for kind in get_args(answer) if kind is not Response)
+            settings.setdefault("statuses", (204 if answer is NoneType else 200,))
+            self.append(Route(method, path, roles, handler, query, body, answer, **settings))
             return handler
 
         return register

@@ -17,11 +17,13 @@ from starlette.responses import Response
 from tugline import protocol
 from tugline.errors import FencedError, Invalid
 from tugline.protocol.nodes import Epoch
+from tugline.recording.folder import file_name
+from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
 from tugline.server.http.answers import Refusal
 from tugline.server.store import nodes, results, sessions, tasks
 from tugline.server.validation import decode_trajectory
-from tugline.types import Status, Task
+from tugline.types import Task, encode
 
 MAX_BATCH = 1000
 """Tasks of one request."""
@@ -33,19 +35,6 @@ MAX_CHUNK = 4 << 20
 MAX_HELD = 16 << 20
 """Bytes of a request that lists what a node holds."""
 ROUTES = route.Routes()
-
-
-class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tasks to list."""
-
-    state: protocol.TaskState | None = None
-    """Only open ones, or only released ones."""
-    tenant: Annotated[str, Meta(max_length=64)] | None = None
-    """Only those of this tenant."""
-    tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
-    """``key=value``."""
-    after: route.Cursor | None = None
-    limit: route.Limit = 100
 
 
 class CancelQuery(msgspec.Struct, frozen=True):
@@ -68,27 +57,26 @@ async def submit(
 ) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
-        msg = f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}"
-        raise Invalid(msg)
+        raise Invalid(f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}")
     accepted = await call.control.submit(call.body)
     status = 201 if any(each.new for each in accepted) else 200
     return Response(msgspec.json.encode(accepted), status, media_type=route.JSON)
 
 
 @ROUTES.add("GET", "/v1/tasks", route.READERS)
-async def list_tasks(call: route.ApiCall[TaskQuery, route.Nothing]) -> protocol.Page:
+async def list_tasks(call: route.ApiCall[protocol.TaskQuery, route.Nothing]) -> protocol.Page:
     """List tasks, in the order of submission."""
-    return await call.db.read(tasks.page, **msgspec.structs.asdict(call.query))
+    return await call.db.read(tasks.page, call.query)
 
 
 @ROUTES.add("GET", "/v1/tasks/{id}", route.READERS)
-async def get_task(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.TaskView:
+async def get_task(call: route.PlainCall) -> protocol.TaskView:
     """Get the current state of a task."""
     return await call.db.read(tasks.view, call.id)
 
 
 @ROUTES.add("GET", "/v1/tasks/{id}/body", route.READERS)
-async def get_body(call: route.ApiCall[route.Nothing, route.Nothing]) -> Task:
+async def get_body(call: route.PlainCall) -> Task:
     """Get a task as it was submitted."""
     return await call.db.read(tasks.body, call.id)
 
@@ -99,23 +87,10 @@ async def cancel_task(call: route.ApiCall[CancelQuery, route.Nothing]) -> protoc
     return await call.db.write(results.cancel_task, call.id, call.query.by)
 
 
-class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sessions to list."""
-
-    task: route.Name | None = None
-    """Only those of this task."""
-    status: Status | None = None
-    """Only those in this state."""
-    node: Annotated[str, Meta(max_length=160)] | None = None
-    """Only those that this node holds."""
-    after: route.Cursor | None = None
-    limit: route.Limit = 100
-
-
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which part of a log, and whether to follow it."""
 
-    offset: route.Position = 0
+    offset: protocol.Position = 0
     """Byte to start at."""
     tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     """Start this many bytes before the end instead."""
@@ -132,25 +107,19 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 class BodyChunk(Lease, frozen=True, kw_only=True):
     """Place of a piece of a log."""
 
-    offset: route.Position
+    offset: protocol.Position
     """Byte of the log at which it begins."""
-
-
-class Length(msgspec.Struct, frozen=True):
-    """Length of a log in bytes, where the next piece starts."""
-
-    length: int
 
 
 # --------------------------------------------------------------------------- sessions
 @ROUTES.add("GET", "/v1/sessions", route.READERS)
-async def list_sessions(call: route.ApiCall[SessionQuery, route.Nothing]) -> protocol.Page:
-    """List sessions, in the order of submission."""
-    return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
+async def list_sessions(call: route.ApiCall[protocol.SessionQuery, route.Nothing]) -> protocol.Page:
+    """List sessions in the order of submission, and the results of those that have ended."""
+    return await call.db.read(sessions.page, call.query)
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}", route.READERS)
-async def get_session(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.SessionView:
+async def get_session(call: route.PlainCall) -> protocol.SessionView:
     """Get the current state of a session."""
     return await call.db.read(sessions.get_view, call.id)
 
@@ -181,22 +150,43 @@ async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/result", route.READERS)
-async def get_result(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.ResultView:
+async def get_result(call: route.PlainCall) -> protocol.ResultView:
     """Get a result without its tokens."""
     return await call.db.read(results.get, call.id)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS, media=(route.ZSTD, route.JSON))
-async def get_trajectory(call: route.ApiCall[route.Nothing, route.Nothing]) -> Response:
-    """Get a trajectory: packed as it is stored, or as JSON."""
-    media = call.accept(route.ZSTD, route.JSON)
+_TRAJECTORY = (route.ZSTD, route.JSON, route.MSGPACK)
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS, media=_TRAJECTORY)
+async def get_trajectory(call: route.PlainCall) -> Response:
+    """Get a trajectory: packed as it is stored, the same without zstd, or as JSON."""
+    media = call.accept(*_TRAJECTORY)
     data = await call.control.trajectory(call.id)
-    body = await asyncio.to_thread(_to_json, data) if media == route.JSON else data
+    body = data if media == route.ZSTD else await asyncio.to_thread(_unpack, data, media)
     return Response(body, media_type=media)
 
 
-def _to_json(data: bytes) -> bytes:
-    return msgspec.json.encode(decode_trajectory(data), enc_hook=np.ndarray.tolist)
+def _unpack(data: bytes, media: str) -> bytes:
+    trajectory = decode_trajectory(data)
+    if media == route.MSGPACK:
+        return encode(trajectory)
+    return msgspec.json.encode(trajectory, enc_hook=np.ndarray.tolist)
+
+
+@ROUTES.add(
+    "GET", "/v1/sessions/{id}/recording", route.READERS, media=(route.GZIP,), statuses=(200, 204)
+)
+async def get_recording(call: route.PlainCall) -> Response:
+    """Get what a session's recording shows so far: gzip of JSON and arrays; 204 if it is elsewhere.
+
+    Nodes that keep their files in the server's folder, as that of `tugline up`, have it there.
+    """
+    session = (await call.db.read(sessions.get, call.id)).session()
+    found = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
+    if found is None:
+        return Response(status_code=204)
+    return Response(await asyncio.to_thread(pack_recording, found), media_type=route.GZIP)
 
 
 # --------------------------------------------------------------------------- for nodes
@@ -215,18 +205,19 @@ async def release(call: route.ApiCall[route.Nothing, protocol.Release]) -> None:
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, max_body=MAX_CHUNK)
-async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> Length:
+async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> protocol.LogLength:
     """Append to a session's log."""
     await _check_holder(call)
     chunk = call.query
-    return Length(await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body))
+    return protocol.LogLength(
+        await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body)
+    )
 
 
 async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
     holder = (await call.db.read(sessions.get, call.id)).node
     if holder not in {None, call.caller.node}:
-        msg = f"session {call.id} is held by another node now"
-        raise FencedError(msg)
+        raise FencedError(f"session {call.id} is held by another node now")
 
 
 # --------------------------------------------------------------------------- nodes
@@ -241,7 +232,7 @@ async def register(
 
 
 @ROUTES.add("GET", "/v1/nodes", route.READERS)
-async def list_nodes(call: route.ApiCall[route.Nothing, route.Nothing]) -> list[protocol.NodeView]:
+async def list_nodes(call: route.PlainCall) -> list[protocol.NodeView]:
     """List the nodes."""
     return await call.db.read(nodes.list_views)
 
@@ -263,7 +254,7 @@ async def renew(call: route.ApiCall[route.Nothing, protocol.Renewal]) -> protoco
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/drain", route.NODES | route.CLIENTS)
-async def drain(call: route.ApiCall[route.Nothing, route.Nothing]) -> None:
+async def drain(call: route.PlainCall) -> None:
     """Give a node no more work; it finishes what it holds and leaves."""
     if call.caller.role is route.ApiRole.NODE:
         _check_own(call)
@@ -272,13 +263,12 @@ async def drain(call: route.ApiCall[route.Nothing, route.Nothing]) -> None:
 
 def _check_own(call: route.ApiCall[Any, Any]) -> None:
     if call.caller.node != call.id:
-        msg = "a node may act for itself only"
-        raise Refusal(msg, "forbidden")
+        raise Refusal("a node may act for itself only", "forbidden")
 
 
 # --------------------------------------------------------------------------- weights
 @ROUTES.add("GET", "/v1/weights", route.READERS)
-async def get_weights(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.Control:
+async def get_weights(call: route.PlainCall) -> protocol.Control:
     """Get the version of the weights, and whether model calls are held."""
     return await call.db.read(nodes.control)
 
@@ -298,6 +288,6 @@ async def pause(call: route.ApiCall[route.Nothing, protocol.Pause]) -> protocol.
 
 
 @ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
-async def resume(call: route.ApiCall[route.Nothing, route.Nothing]) -> protocol.Barrier:
+async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Let model calls continue."""
     return await call.attend(call.control.weights.resume())

@@ -23,14 +23,19 @@ def to_struct(kind: type[S], columns: str, row: Row, **changes: object) -> S:
     return msgspec.convert({**dict(zip(columns.split(", "), row, strict=True)), **changes}, kind)
 
 
-def parse_cursor(after: str | None) -> int:
-    """The place that a list continues after. Raises `Invalid`."""
+def parse_cursor(after: str | None, *, newest: bool = False) -> int:
+    """The place that a list continues after, `newest` first or last. Raises `Invalid`."""
     if after is None:
-        return -1
+        return 2**63 - 1 if newest else -1
     if not (after.isascii() and after.isdigit() and len(after) < 19):
-        msg = f"after is {after!r}, must be the `next` of an earlier page"
-        raise Invalid(msg, field="after")
+        raise Invalid(f"after is {after!r}, must be the `next` of an earlier page", field="after")
     return int(after)
+
+
+def match_columns(**columns: str | None) -> tuple[str, dict[str, str]]:
+    """A condition on these columns, and its values; None does not restrict."""
+    given = {name: str(value) for name, value in columns.items() if value is not None}
+    return "".join(f" AND {name} = :{name}" for name in given), given
 
 
 def bind_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
@@ -78,6 +83,11 @@ class Tx(ABC):
             names, values = ", ".join(columns), ", ".join(f":{name}" for name in columns)
             self.many(f"INSERT INTO {table} ({names}) VALUES ({values})", rows)  # noqa: S608 - constants
 
+    def update(self, table: str, row: str, **columns: object) -> None:
+        """Set these columns of the row with this id."""
+        changes = ", ".join(f"{name} = :{name}" for name in columns)
+        self.run(f"UPDATE {table} SET {changes} WHERE id = :row", row=row, **columns)  # noqa: S608 - constants
+
     def notify(self, *topics: str) -> None:
         """Wake subscribers of these topics, on every server, once this transaction is committed."""
         self.topics.update(topics)
@@ -90,6 +100,10 @@ class Connection(Tx):
         """`db` is the driver's own connection."""
         super().__init__()
         self._db = db
+
+    def check_pages(self) -> None:
+        """Raise one of the driver's errors if a page is damaged, where it can tell."""
+        return
 
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
@@ -145,6 +159,8 @@ class Driver(ABC):
     """Where it is, for people, without secrets."""
     blob: str
     """Its column type of bytes."""
+    now: str
+    """The present as an expression of SQL, in Unix seconds."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -182,18 +198,9 @@ class Driver(ABC):
         return
 
 
-_LAYOUT_2 = """
-ALTER TABLE tasks ADD COLUMN retry_s DOUBLE PRECISION NOT NULL DEFAULT 3600;
-ALTER TABLE sessions ADD COLUMN outages INTEGER NOT NULL DEFAULT 0;  -- infrastructure failures
-ALTER TABLE sessions ADD COLUMN failing_since DOUBLE PRECISION;      -- the first of them
-ALTER TABLE sessions ADD COLUMN retry_at DOUBLE PRECISION;           -- not leased before
-CREATE INDEX sessions_waiting ON sessions (retry_at) WHERE retry_at IS NOT NULL;
-ALTER TABLE nodes ADD COLUMN faults INTEGER NOT NULL DEFAULT 0;      -- failures in a row
-ALTER TABLE nodes ADD COLUMN failed_task TEXT NOT NULL DEFAULT '';   -- of the last of them
-ALTER TABLE nodes ADD COLUMN fault TEXT NOT NULL DEFAULT '';         -- reason of its quarantine
-ALTER TABLE nodes ADD COLUMN blocked_until DOUBLE PRECISION;
-"""
-STEPS = ((Path(__file__).parent / "layout_1.sql").read_text(encoding="utf-8"), _LAYOUT_2)
+STEPS = tuple(
+    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in (1, 2, 3)
+)
 """Step n leads from layout n to layout n + 1."""
 
 

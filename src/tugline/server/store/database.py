@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
@@ -79,20 +79,21 @@ class Hub:
                 if not subscribers:
                     del self._topics[topic]
 
-    def notify(self, topics: Iterable[str]) -> None:
-        """Wake all subscribers of `topics`."""
-        for topic in topics:
+    def notify(self, topics: Iterable[str] | None) -> None:
+        """Wake all subscribers of `topics`; None is everybody: something may have been missed."""
+        for topic in tuple(self._topics) if topics is None else topics:
             for subscription in self._topics.get(topic, ()):
                 subscription.notify()
-
-    def notify_all(self) -> None:
-        """Wake everybody: something may have been missed."""
-        self.notify(tuple(self._topics))
 
     @property
     def topics(self) -> frozenset[str]:
         """Topics that somebody is subscribed to."""
         return frozenset(self._topics)
+
+
+def uptime() -> float:
+    """Seconds of a clock that nobody sets, and that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 _READERS = 2
@@ -138,15 +139,19 @@ class Database:
     """A store and its threads; an async context manager. `hub` is notified after each commit.
 
     A write that finds the connection lost is retried for `retry_s` before it fails, a read and the
-    opening, beside a database that is itself being started, for a third of that. `clock` gives
-    `Tx.now`.
+    opening, beside a database that is itself being started, for a third of that.
+
+    `clock` gives `Tx.now`; by default the database's at the opening, which all its servers share,
+    carried on by `uptime`: to set a machine's clock moves no lease.
     """
 
     def __init__(
-        self, driver: Driver, *, retry_s: float = 15.0, clock: Callable[[], float] = time.time
+        self, driver: Driver, *, retry_s: float = 15.0, clock: Callable[[], float] | None = None
     ) -> None:
         self.hub = Hub()
-        self.clock = clock
+        self.clock = clock or self._count_on
+        self._began = 0.0
+        """Unix seconds at which `uptime` was 0."""
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
@@ -171,6 +176,9 @@ class Database:
         self._listening.__enter__()
         self._writer.start()
         self._open = True
+        present = f"SELECT {self._driver.now}"
+        [(now,)] = await self.read(lambda tx: tx.all(present))
+        self._began = now - uptime()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -184,13 +192,13 @@ class Database:
 
         Raises what `op` raises, and `StoreError` if the database cannot be used.
         """
-        return await self._submit(partial(_call, op, args, kwargs), durable=True)
+        return await self._submit(lambda tx: op(tx, *args, **kwargs), durable=True)
 
     async def write_relaxed(
         self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Like `write`, but a power cut may undo it."""
-        return await self._submit(partial(_call, op, args, kwargs), durable=False)
+        return await self._submit(lambda tx: op(tx, *args, **kwargs), durable=False)
 
     async def read(
         self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
@@ -201,8 +209,18 @@ class Database:
         """
         self._check_open()
         return await self._loop.run_in_executor(
-            self._pool, self._read, partial(_call, op, args, kwargs)
+            self._pool, self._read, lambda tx: op(tx, *args, **kwargs)
         )
+
+    def check(self, op: Callable[[Tx], T]) -> T:
+        """Check its pages and read; a server may have it open. Raises `StoreError`."""
+        try:
+            with closing(self._driver.connect(reading=True)) as connection:
+                connection.begin_reading()
+                connection.check_pages()
+                return op(connection)
+        except self._driver.errors as error:
+            raise self._driver.explain(error) from error
 
     async def poll(
         self,
@@ -222,6 +240,9 @@ class Database:
                 if is_ready(value) or wait_s <= 0 or not await subscription.wait(until):
                     return value
 
+    def _count_on(self) -> float:
+        return self._began + uptime()
+
     async def _submit(self, op: Callable[[Tx], T], *, durable: bool) -> T:
         self._check_open()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -234,8 +255,7 @@ class Database:
 
     def _check_open(self) -> None:
         if not self._open:
-            msg = "store: the server is being stopped"
-            raise StoreError(msg)
+            raise StoreError("store: the server is being stopped")
 
     def _retry(self, attempt: Callable[[], T], seconds: float, slot: _Slot | None = None) -> T:
         """Repeat an attempt for so long while the connection, that in `slot`, is lost."""
@@ -339,14 +359,7 @@ class Database:
                 job.future.set_exception(outcome.error)
 
     def _receive(self, topics: Iterable[str] | None) -> None:
-        if topics is None:
-            self._loop.call_soon_threadsafe(self.hub.notify_all)
-        else:
-            self._loop.call_soon_threadsafe(self.hub.notify, topics)
-
-
-def _call(op: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], tx: Tx) -> T:
-    return op(tx, *args, **kwargs)
+        self._loop.call_soon_threadsafe(self.hub.notify, topics)
 
 
 def open_database(url: str, **settings: Any) -> Database:
@@ -361,5 +374,4 @@ def open_database(url: str, **settings: Any) -> Database:
             msg = f"store {url.partition('@')[2] or url!r} needs: pip install 'tugline[postgres]'"
             raise UsageError(msg) from error
         return Database(Postgres(url), **settings)
-    msg = f"store {url!r} must be sqlite:PATH or postgresql://USER:PASSWORD@HOST/NAME"
-    raise UsageError(msg)
+    raise UsageError(f"store {url!r} must be sqlite:PATH or postgresql://USER:PASSWORD@HOST/NAME")

@@ -10,14 +10,14 @@ however long the list is.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tugline.errors import Missing
-from tugline.protocol import Delivery, DeliveryState, Event, EventKind
-from tugline.server.store.base import Tx, to_struct
+from tugline.errors import Invalid, Missing
+from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, Event, EventKind
+from tugline.server.store.base import Tx, match_columns, to_struct
 
 _COLUMNS = "position, kind, created, task, session, node, detail"
 _TRIM = 1000
@@ -38,21 +38,11 @@ class Note(NamedTuple):
     detail: Mapping[str, str | int | float] = MappingProxyType({})
 
 
-def add(
-    tx: Tx,
-    kind: EventKind,
-    *,
-    task: str | None = None,
-    session: str | None = None,
-    node: str | None = None,
-    detail: Mapping[str, str | int | float] = {},
-) -> int:
-    """Record an event; notifies ``events`` and ``task:ID``. Returns its position."""
-    return add_all(tx, kind, [Note(task, session, node, detail)])
+def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
+    """Record an event for each of `notes`; notifies ``events`` and ``task:ID``.
 
-
-def add_all(tx: Tx, kind: EventKind, notes: Sequence[Note]) -> int:
-    """Record an event for each of `notes`; returns the last position."""
+    Returns the last position.
+    """
     [(last,)] = tx.all(
         "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
     )
@@ -73,11 +63,34 @@ def latest(tx: Tx) -> int:
     return int(position)
 
 
+def skip_positions(tx: Tx) -> None:
+    """Go on at the present in milliseconds, beyond what a store that this is a backup of gave out.
+
+    Not in a new store, so its readers know: what they ask for is beyond its latest position.
+    """
+    floor = int(tx.now * 1000)
+    tx.run(
+        "UPDATE positions SET at = :floor WHERE name = 'events' AND at BETWEEN 1 AND :floor",
+        floor=floor,
+    )
+
+
+def check_position(tx: Tx, after: int) -> None:
+    """Raises `Invalid` for a position that this store has never given out."""
+    last = latest(tx)
+    if after > last:
+        msg = (
+            f"after is {after}, the latest position is {last}: the store was replaced or restored"
+            " from a backup; what it has stands from 0 on"
+        )
+        raise Invalid(msg, field="after")
+
+
 def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]:
     """Up to `limit` events after a position, of one task or of all."""
-    where, values = ("", {}) if task is None else ("AND task = :task", {"task": task})
+    where, values = match_columns(task=task)
     rows = tx.all(
-        f"SELECT {_COLUMNS} FROM events WHERE position > :after {where}"  # noqa: S608 - constants
+        f"SELECT {_COLUMNS} FROM events WHERE position > :after{where}"  # noqa: S608 - constants
         " ORDER BY position LIMIT :limit",
         after=after,
         limit=limit,
@@ -139,36 +152,24 @@ def claim_deliveries(tx: Tx, host: str, *, for_s: float, limit: int) -> list[Del
     return [to_struct(Delivery, _DELIVERY, row) for row in rows]
 
 
-def mark_delivered(tx: Tx, delivery: int) -> None:
-    """Record that it arrived."""
-    tx.run(
-        "UPDATE outbox SET state = 'delivered', tries = tries + 1, error = '' WHERE id = :id",
-        id=delivery,
-    )
+def settle(
+    tx: Tx, delivery: int, state: DeliveryState, error: str = "", after_s: float = 0
+) -> None:
+    """Record a try: it arrived, is PENDING again for `after_s`, or is given up, with an event.
 
-
-def mark_failed(tx: Tx, delivery: int, error: str, after_s: float) -> None:
-    """Record a failed try; the next one is due after `after_s`."""
-    tx.run(
-        "UPDATE outbox SET tries = tries + 1, error = :error, next_try = :next_try"
-        " WHERE id = :id AND state = 'pending'",
+    Does nothing if it was settled in the meantime.
+    """
+    rows = tx.all(
+        "UPDATE outbox SET state = :state, tries = tries + 1, error = :error, next_try = :next_try"
+        " WHERE id = :id AND state = 'pending' RETURNING task, host, tries",
         id=delivery,
+        state=state.value,
         error=error[:_MAX_ERROR],
         next_try=tx.now + after_s,
     )
-
-
-def mark_dead(tx: Tx, delivery: int, error: str) -> None:
-    """Give it up, with an event. Does nothing if it was settled in the meantime."""
-    rows = tx.all(
-        "UPDATE outbox SET state = 'dead', tries = tries + 1, error = :error"
-        " WHERE id = :id AND state = 'pending' RETURNING task, host, tries",
-        id=delivery,
-        error=error[:_MAX_ERROR],
-    )
-    for task, host, tries in rows:
+    for task, host, tries in rows if state is DeliveryState.DEAD else ():
         detail = {"delivery": delivery, "host": host, "tries": tries, "error": error[:_MAX_ERROR]}
-        add(tx, EventKind.DEAD, task=task, detail=detail)
+        add(tx, EventKind.DEAD, Note(task, detail=detail))
 
 
 def retry_delivery(tx: Tx, delivery: int) -> Delivery:
@@ -180,21 +181,19 @@ def retry_delivery(tx: Tx, delivery: int) -> Delivery:
         now=tx.now,
     )
     if not rows:
-        msg = f"no delivery {delivery}"
-        raise Missing(msg)
+        raise Missing(f"no delivery {delivery}")
     tx.notify("outbox")
     return to_struct(Delivery, _DELIVERY, rows[0])
 
 
-def list_deliveries(
-    tx: Tx, *, state: DeliveryState | None = None, after: int = 0, limit: int = 100
-) -> list[Delivery]:
-    """Up to `limit` deliveries with an id above `after`, in one state or in any."""
-    where = f"AND state = '{DeliveryState(state)}'" if state is not None else ""
+def list_deliveries(tx: Tx, query: DeliveryQuery) -> list[Delivery]:
+    """Deliveries, by id."""
+    where, values = match_columns(state=query.state)
     rows = tx.all(
-        f"SELECT {_DELIVERY} FROM outbox WHERE id > :after {where} ORDER BY id LIMIT :limit",  # noqa: S608 - constants
-        after=after,
-        limit=limit,
+        f"SELECT {_DELIVERY} FROM outbox WHERE id > :after{where} ORDER BY id LIMIT :limit",  # noqa: S608 - constants
+        after=query.after,
+        limit=query.limit,
+        **values,
     )
     return [to_struct(Delivery, _DELIVERY, row) for row in rows]
 

@@ -120,7 +120,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
-        events.add_all(tx, protocol.EventKind.LEASED, notes)
+        events.add(tx, protocol.EventKind.LEASED, *notes)
     for node, mine in granted.items():
         if mine and live[node]:
             nodes.block(tx, node)
@@ -171,10 +171,8 @@ def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome
 def release(tx: Tx, session: str, release: protocol.Release) -> None:
     """Return a session to the queue. Raises `FencedError` for a lost lease."""
     entry = sessions.get_leased(tx, session, release.epoch)
-    if entry.stop == protocol.StopKind.CANCELLED:
-        finish(tx, entry, CANCELLED)
-    elif entry.stop == protocol.StopKind.STALE:
-        sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
+    if entry.stop is not None:
+        _end_stopped(tx, entry)
     elif release.boundary is None:
         sessions.requeue(tx, entry, release.reason, ())
     else:
@@ -247,10 +245,14 @@ def expire_node(tx: Tx, node: str, reason: str) -> None:
 def end_unstopped(tx: Tx, before: float) -> None:
     """End sessions that were asked to stop before that time and did not."""
     for entry in sessions.select(tx, "stop IS NOT NULL AND stop_at < :before", before=before):
-        if entry.stop == protocol.StopKind.CANCELLED:
-            finish(tx, entry, CANCELLED)
-        else:
-            sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
+        _end_stopped(tx, entry)
+
+
+def _end_stopped(tx: Tx, entry: SessionRow) -> None:
+    if entry.stop == protocol.StopKind.CANCELLED:
+        finish(tx, entry, CANCELLED)
+    else:
+        sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
 
 
 def abort_stale(tx: Tx, version: int) -> None:

@@ -12,6 +12,7 @@ from tugline.errors import Conflict, FencedError
 from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, NodeView, PauseMode
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
+from tugline.server.store.sessions import MAX_PAUSE_S
 
 MAX_FAULTS = 3
 """Failures in a row that put a node in quarantine."""
@@ -40,9 +41,11 @@ def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_
             "deadline": tx.now + lease_s,
         },
     )
-    detail: dict[str, str | int | float] = {"name": registration.name, "slots": registration.slots}
-    events.add(tx, EventKind.JOINED, node=node, detail=detail)
+    joined = events.Note(node=node, detail={"name": registration.name, "slots": registration.slots})
+    events.add(tx, EventKind.JOINED, joined)
     tx.notify("timers", "nodes")
+    if registration.problem:
+        _quarantine(tx, node, registration.problem)
 
 
 def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
@@ -72,8 +75,7 @@ def state(tx: Tx, node: str) -> NodeState:
 
 def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:
     """Extend its lease to `lease_s` from now, and record the applied generation."""
-    deadline = tx.now + lease_s
-    tx.run("UPDATE nodes SET deadline = :deadline WHERE id = :node", node=node, deadline=deadline)
+    tx.update("nodes", node, deadline=tx.now + lease_s, spared=0)
     if tx.run(
         "UPDATE nodes SET applied = :applied WHERE id = :node AND applied < :applied",
         node=node,
@@ -85,25 +87,42 @@ def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:
 def drain(tx: Tx, node: str) -> None:
     """Give it no more work. Raises `FencedError`."""
     if state(tx, node) is NodeState.LIVE:
-        tx.run("UPDATE nodes SET state = 'draining' WHERE id = :node", node=node)
-        events.add(tx, EventKind.DRAINING, node=node)
+        tx.update("nodes", node, state=NodeState.DRAINING.value)
+        events.add(tx, EventKind.DRAINING, events.Note(node=node))
         tx.notify(f"node:{node}")
 
 
 def mark_dead(tx: Tx, node: str, reason: str) -> None:
     """Mark it as gone."""
-    tx.run("UPDATE nodes SET state = 'gone' WHERE id = :node", node=node)
-    events.add(tx, EventKind.LOST, node=node, detail={"reason": reason})
+    tx.update("nodes", node, state=NodeState.GONE.value)
+    events.add(tx, EventKind.LOST, events.Note(node=node, detail={"reason": reason}))
     tx.notify(f"node:{node}", "applied", "nodes")
 
 
-def extend_all(tx: Tx, lease_s: float) -> None:
-    """Restart all deadlines: the server was away, not the nodes."""
+def spare_all(tx: Tx, lease_s: float) -> None:
+    """Spare nodes that could not renew: the server was away, not they.
+
+    A node gets a lease, then half of one each time until it renews: restarts keep no dead node for
+    ever. One that has 2/3 of a lease left, as all have beside a running server, needs nothing.
+    Nothing that a clock ahead of the present one has set lasts longer than what begins now.
+    """
     tx.run(
-        "UPDATE nodes SET deadline = :until WHERE state <> 'gone' AND deadline < :until",
-        until=tx.now + lease_s,
+        "UPDATE nodes SET deadline = :now + :lease_s / (1 << spared), spared = spared + 1"
+        " WHERE state <> 'gone' AND spared < 16 AND deadline < :now + :lease_s * 2 / 3"
+        " AND deadline < :now + :lease_s / (1 << spared)",
+        now=tx.now,
+        lease_s=lease_s,
     )
     tx.run("UPDATE sessions SET stop_at = :now WHERE stop IS NOT NULL", now=tx.now)
+    for table, column, longest_s in (
+        ("nodes", "deadline", lease_s),
+        ("nodes", "blocked_until", MAX_BLOCK_S),
+        ("sessions", "retry_at", MAX_PAUSE_S),
+    ):
+        tx.run(
+            f"UPDATE {table} SET {column} = :until WHERE {column} > :until",  # noqa: S608 - constants
+            until=tx.now + longest_s,
+        )
 
 
 def list_expired(tx: Tx) -> list[str]:
@@ -132,9 +151,13 @@ def note_fault(tx: Tx, node: str, task: str, reason: str) -> None:
         task=task,
     )
     if changed and changed[0][0] >= MAX_FAULTS:
-        tx.run("UPDATE nodes SET fault = :reason WHERE id = :node", node=node, reason=reason[:500])
-        events.add(tx, EventKind.BLOCKED, node=node, detail={"reason": reason[:500]})
-        block(tx, node)
+        _quarantine(tx, node, reason)
+
+
+def _quarantine(tx: Tx, node: str, reason: str) -> None:
+    tx.update("nodes", node, fault=reason[:500], faults=MAX_FAULTS)
+    events.add(tx, EventKind.BLOCKED, events.Note(node=node, detail={"reason": reason[:500]}))
+    block(tx, node)
 
 
 def block(tx: Tx, node: str) -> None:
@@ -144,12 +167,7 @@ def block(tx: Tx, node: str) -> None:
     """
     [(faults,)] = tx.all("SELECT faults FROM nodes WHERE id = :node", node=node)
     until = tx.now + min(BLOCK_S * 2.0 ** (faults - MAX_FAULTS), MAX_BLOCK_S)
-    tx.run(
-        "UPDATE nodes SET faults = :faults, blocked_until = :until WHERE id = :node",
-        node=node,
-        faults=min(faults + 1, 2 * MAX_FAULTS + 10),
-        until=until,
-    )
+    tx.update("nodes", node, faults=min(faults + 1, 2 * MAX_FAULTS + 10), blocked_until=until)
     tx.notify("timers")
 
 
@@ -167,6 +185,13 @@ def end_blocks(tx: Tx) -> None:
     """Let those be tried that were blocked for long enough."""
     if tx.run("UPDATE nodes SET blocked_until = NULL WHERE blocked_until <= :now", now=tx.now):
         tx.notify("work")
+
+
+def bind_tokens(tx: Tx, join: str) -> None:
+    """Revoke the tokens of nodes that joined by another join token than this one."""
+    if tx.run("UPDATE control SET joined_by = :by WHERE joined_by <> :by", by=digest(join)):
+        tx.run("UPDATE nodes SET token = ''")
+        tx.notify("nodes")
 
 
 def find_by_token(tx: Tx, token: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +43,7 @@ class Postgres(Driver):
     """The database at `url`."""
 
     name, blob = "postgresql", "BYTEA"
+    now = "EXTRACT(EPOCH FROM clock_timestamp())::float8"
     errors = (psycopg.Error,)
     mistakes = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError)
 
@@ -53,11 +54,14 @@ class Postgres(Driver):
 
     def prepare(self) -> None:
         """Bring the tables up to date; servers that start at the same time take turns."""
-        connection = self.connect()
-        try:
-            self._migrate(connection)
-        finally:
-            connection.close()
+        with closing(self.connect()) as connection:
+            connection.begin_migration(_MIGRATING)
+            connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
+            layout = (connection.fetch_one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
+            self.migrate(connection, layout)
+            if layout < len(STEPS):
+                connection.run("INSERT INTO layout VALUES (:steps)", steps=len(STEPS))
+            connection.commit()
 
     def connect(self, *, reading: bool = False) -> PostgresConnection:
         """Open a connection, which notices within seconds that the other end is gone."""
@@ -110,15 +114,6 @@ class Postgres(Driver):
             except self.errors as error:
                 _log.warning("not listening to other servers", error=str(self.explain(error)))
                 done.wait(_PAUSE_S)
-
-    def _migrate(self, connection: PostgresConnection) -> None:
-        connection.begin_migration(_MIGRATING)
-        connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
-        layout = (connection.fetch_one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
-        self.migrate(connection, layout)
-        if layout < len(STEPS):
-            connection.run("INSERT INTO layout VALUES (:steps)", steps=len(STEPS))
-        connection.commit()
 
 
 class PostgresConnection(Connection):

@@ -26,6 +26,8 @@ from tugline.server.store.tasks import view, views
 from tugline.types import Failure, Status
 
 _view = msgspec.msgpack.Decoder(ResultView)
+_TOLD = 300
+"""Characters of a failure's message in the event of its result."""
 
 
 class End(NamedTuple):
@@ -49,14 +51,7 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
     """Store the result of a session, and release its task if it was the last."""
     usable = int(end.reward is not None)
     position = _insert(tx, entry, end)
-    tx.run(
-        "UPDATE sessions SET status = :status, usable = :usable, node = NULL, stop = NULL,"
-        " stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
-        id=entry.id,
-        status=end.status.value,
-        usable=usable,
-        now=tx.now,
-    )
+    sessions.end_lease(tx, entry, end.status, usable=usable)
     tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
     [(samples, ended, have, min_usable, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
@@ -83,10 +78,10 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
         "trained": end.trained,
     }
     if end.failure is not None:
-        detail["boundary"] = end.failure.boundary.value
+        detail |= {"boundary": end.failure.boundary.value, "message": end.failure.message[:_TOLD]}
     if end.reward is not None:
         detail["reward"] = end.reward
-    position = events.add(tx, EventKind.RESULT, task=entry.task, session=entry.id, detail=detail)
+    position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))
     listed = ResultView(
         position=position,
         session=entry.id,
@@ -95,6 +90,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
         sample=entry.sample,
         attempt=entry.attempt,
         status=end.status,
+        version=entry.version,
         reward=end.reward,
         failure=end.failure,
         sampled=end.sampled,
@@ -102,6 +98,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
         bytes=end.bytes,
         seconds=dict(end.seconds),
         created=tx.now,
+        node=entry.node,
     )
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
@@ -165,8 +162,8 @@ def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
 
 
 def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
-    position = events.add(tx, EventKind.RELEASED, task=task, detail={"usable": usable})
-    tx.run("UPDATE tasks SET released = :position WHERE id = :task", task=task, position=position)
+    position = events.add(tx, EventKind.RELEASED, events.Note(task, detail={"usable": usable}))
+    tx.update("tasks", task, released=position)
     tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
     tx.notify("releases")
     if callback:
@@ -184,8 +181,7 @@ def get_blob(tx: Tx, session: str) -> tuple[str, str]:
     """Name and digest of its trajectory's blob. Raises `Missing`, also if it never ran."""
     blob, digest, _ = _get(tx, "session", session)
     if not blob:
-        msg = f"session {session!r} never ran: it has no trajectory"
-        raise Missing(msg)
+        raise Missing(f"session {session!r} never ran: it has no trajectory")
     return blob, digest
 
 
@@ -205,9 +201,14 @@ def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
         value=value,
     )
     if row is None:
-        msg = f"{column} {value!r} has no result, or is unknown"
-        raise Missing(msg)
+        raise Missing(f"{column} {value!r} has no result, or is unknown")
     return row[0], row[1], _view.decode(row[2])
+
+
+def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
+    """Name and digest of each session's blob."""
+    rows = tx.all("SELECT session, blob, digest FROM results WHERE blob <> '' ORDER BY position")
+    return {session: (blob, digest) for session, blob, digest in rows}
 
 
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
@@ -296,6 +297,12 @@ def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:
         now=tx.now,
     )
     return next(each for each in list_consumers(tx) if each.name == consumer)
+
+
+def delete_consumer(tx: Tx, consumer: str) -> None:
+    """Forget a consumer's position. Raises `Missing`."""
+    if not tx.run("DELETE FROM consumers WHERE name = :name", name=consumer):
+        raise Missing(f"no consumer {consumer!r}")
 
 
 def list_consumers(tx: Tx) -> list[Consumer]:

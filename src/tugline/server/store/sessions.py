@@ -16,9 +16,17 @@ from typing import NamedTuple
 import msgspec
 
 from tugline.errors import FencedError, Missing
-from tugline.protocol import EventKind, HeldSession, Page, SessionView, StopKind
+from tugline.protocol import (
+    EventKind,
+    HeldSession,
+    Page,
+    ResultView,
+    SessionQuery,
+    SessionView,
+    StopKind,
+)
 from tugline.server.store import events
-from tugline.server.store.base import Row, Tx, parse_cursor
+from tugline.server.store.base import Row, Tx, bind_names, match_columns, parse_cursor
 from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
@@ -63,14 +71,14 @@ class SessionRow(NamedTuple):
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
+_result = msgspec.msgpack.Decoder(ResultView)
 
 
 def get(tx: Tx, session: str) -> SessionRow:
     """One session. Raises `Missing`."""
     found = select(tx, "id = :session", session=session)
     if not found:
-        msg = f"no session {session!r}"
-        raise Missing(msg)
+        raise Missing(f"no session {session!r}")
     return found[0]
 
 
@@ -96,25 +104,29 @@ def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
     ]
 
 
-def page(
-    tx: Tx,
-    *,
-    task: str | None = None,
-    status: Status | None = None,
-    node: str | None = None,
-    after: str | None = None,
-    limit: int = 100,
-) -> Page:
-    """Sessions in order of submission."""
-    values: dict[str, object] = {"after": parse_cursor(after), "limit": limit + 1}
-    where = "place > :after"
-    for column, wanted in (("task", task), ("status", status), ("node", node)):
-        if wanted is not None:
-            values[column] = str(wanted)
-            where += f" AND {column} = :{column}"
-    found = select(tx, f"{where} ORDER BY place LIMIT :limit", **values)
-    more = str(found[limit - 1].place) if len(found) > limit else None
-    return Page(sessions=tuple(entry.view() for entry in found[:limit]), next=more)
+def page(tx: Tx, query: SessionQuery) -> Page:
+    """Sessions in order of submission, or the newest first, and their results."""
+    where, values = match_columns(task=query.task, status=query.status, node=query.node)
+    if query.q:
+        values["q"] = query.q
+        where += " AND replace(id, :q, '') <> id"  # "contains", as for tags
+    side, order = ("<", "DESC") if query.newest else (">", "ASC")
+    found = select(
+        tx,
+        f"place {side} :after{where} ORDER BY place {order} LIMIT :limit",
+        after=parse_cursor(query.after, newest=query.newest),
+        limit=query.limit + 1,
+        **values,
+    )
+    more = str(found[query.limit - 1].place) if len(found) > query.limit else None
+    del found[query.limit :]
+    names, ids = bind_names(entry.id for entry in found)
+    ended = tx.all(f"SELECT view FROM results WHERE session IN ({names})", **ids)  # noqa: S608 - constants
+    return Page(
+        sessions=tuple(entry.view() for entry in found),
+        results=tuple(_result.decode(view) for (view,) in ended),
+        next=more,
+    )
 
 
 def requeue(
@@ -133,23 +145,25 @@ def requeue(
     activate_tenant(tx, entry.tenant)
     outage = "outages" in counters
     pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
-    raised = "".join(f"{name} = {name} + 1, " for name in counters)
-    tx.run(
-        f"UPDATE sessions SET {raised} status = 'queued', failing_since = :since,"  # noqa: S608 - constants
-        " retry_at = :retry_at, avoid = :avoid, node = NULL,"
-        " stop = NULL, stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
-        id=entry.id,
-        since=tx.now if outage and entry.failing_since is None else entry.failing_since,
+    end_lease(
+        tx,
+        entry,
+        Status.QUEUED,
+        failing_since=tx.now if outage and entry.failing_since is None else entry.failing_since,
         retry_at=tx.now + pause_s if outage and entry.outages else None,
         avoid=entry.node if elsewhere else None,
-        now=tx.now,
+        **{name: getattr(entry, name) + 1 for name in counters},
     )
     attempt = entry.attempt + ("attempt" in counters)
     detail: dict[str, str | int | float] = {"reason": reason, "attempt": attempt}
-    events.add(
-        tx, EventKind.REQUEUED, task=entry.task, session=entry.id, node=entry.node, detail=detail
-    )
+    events.add(tx, EventKind.REQUEUED, events.Note(entry.task, entry.id, entry.node, detail))
     tx.notify("work", "timers")
+
+
+def end_lease(tx: Tx, entry: SessionRow, status: Status, **columns: object) -> None:
+    """Take a session from its node, if it has one; sets `columns`, too."""
+    free = {"node": None, "stop": None, "stop_by": "", "stop_at": None}
+    tx.update("sessions", entry.id, status=status.value, updated=tx.now, **free, **columns)
 
 
 def end_pauses(tx: Tx) -> None:
@@ -167,7 +181,7 @@ def stop(tx: Tx, entries: Sequence[SessionRow], reason: StopKind, by: str) -> No
     detail = {"reason": reason.value, "by": by}
     stopping = [events.Note(entry.task, entry.id, entry.node, detail) for entry in entries]
     if stopping:
-        events.add_all(tx, EventKind.STOPPING, stopping)
+        events.add(tx, EventKind.STOPPING, *stopping)
     tx.notify("timers", *(f"node:{entry.node}" for entry in entries))
 
 
@@ -176,12 +190,7 @@ def advance(tx: Tx, entry: SessionRow, reported: HeldSession) -> None:
     if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(
         Status(entry.status)
     ):
-        tx.run(
-            "UPDATE sessions SET status = :status, updated = :now WHERE id = :id",
-            id=entry.id,
-            status=reported.status.value,
-            now=tx.now,
-        )
+        tx.update("sessions", entry.id, status=reported.status.value, updated=tx.now)
 
 
 # --------------------------------------------------------------------------- the queue

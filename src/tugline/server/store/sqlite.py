@@ -1,17 +1,19 @@
 """SQLite driver: write-ahead log, flushed at every commit, one server at a time.
 
-A lock beside the file keeps a second server out: SQLite itself would admit it, and each would
-treat the nodes as its own. Readers see the last commit and never wait for the writer.
+A lock on the file itself, whatever it is called, keeps a second server out: SQLite would admit it,
+and each would treat the nodes as its own. SQLite's own locks are of another kind (fcntl). Readers
+see the last commit and never wait for the writer.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from tugline.errors import StoreError, UsageError
 from tugline.server.store.base import STEPS, Connection, Driver
@@ -21,6 +23,7 @@ class Sqlite(Driver):
     """The database in the file at `path`, created for this user only if it is missing."""
 
     name, blob = "sqlite", "BLOB"
+    now = "(julianday('now') - 2440587.5) * 86400.0"
     errors = (sqlite3.Error, OSError)
     mistakes = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.DataError)
 
@@ -31,12 +34,11 @@ class Sqlite(Driver):
         """Lock the file for this process and bring its tables up to date."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(0o600)  # SQLite gives its other files the same mode
-        self._lock = FileLock(
-            f"{self._path}.lock", mode=0o600, preserve_lock_file=True, thread_local=False
-        )
+        self._lock = os.open(self._path, os.O_RDONLY)
         try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
             msg = f"store {self._path} is used by another server; stop it, or give this one another"
             raise UsageError(msg) from None
         try:
@@ -60,31 +62,34 @@ class Sqlite(Driver):
 
     def release(self) -> None:
         """Unlock the file."""
-        self._lock.release()
+        os.close(self._lock)
 
     def _migrate(self) -> None:
-        connection = self.connect()
-        try:
+        with closing(self.connect()) as connection:
             connection.begin(durable=True)
-            if (found := connection.fetch_one("PRAGMA quick_check(1)")) != ("ok",):
-                msg = f"the file is damaged ({found}); restore it from a backup"
-                raise sqlite3.DatabaseError(msg)
+            connection.check_pages()
             layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
             self.migrate(connection, layout)
             connection.run(f"PRAGMA user_version = {len(STEPS)}")
             connection.commit()
-        finally:
-            connection.close()
 
 
 class SqliteConnection(Connection):
     """A connection to the file; group commit makes one transaction of many operations."""
 
     def __init__(self, path: Path, *, reading: bool) -> None:
-        super().__init__(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+        where = f"{path.absolute().as_uri()}?mode=rw"  # a missing one is not created
+        db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False)
+        super().__init__(db)
         self._db.execute("PRAGMA busy_timeout = 5000")
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute("PRAGMA query_only = ON" if reading else "PRAGMA journal_mode = WAL")
+
+    def check_pages(self) -> None:
+        """Raise `sqlite3.DatabaseError` if a page is damaged."""
+        if (found := self.fetch_one("PRAGMA quick_check(1)")) != ("ok",):
+            msg = f"the file is damaged ({found}); restore it from a backup"
+            raise sqlite3.DatabaseError(msg)
 
     def begin(self, *, durable: bool) -> None:
         """Take the write lock."""

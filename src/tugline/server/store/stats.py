@@ -5,9 +5,9 @@ unread results at most `MAX_SCAN`.
 """
 
 from collections import Counter
-from typing import NamedTuple
 
-from tugline.protocol import Counts
+from tugline.histogram import Values
+from tugline.protocol import Counts, NodeState
 from tugline.server.store import events, nodes
 from tugline.server.store.base import Tx
 from tugline.types import TERMINAL, Status
@@ -16,31 +16,25 @@ MAX_SCAN = 100_000
 """Rows that are looked through at once."""
 
 
-class QueueStats(NamedTuple):
-    """A snapshot of the store."""
-
-    counts: Counts
-    queued: dict[str, int]
-    """Sessions by tenant."""
-    nodes: dict[str, int]
-    """By state."""
-    unread: dict[str, int]
-    """Unacknowledged results, by consumer."""
-    pending_deliveries: int
-
-
-def queue_stats(tx: Tx) -> QueueStats:
-    """All counts, at one moment."""
-    acked = tx.all("SELECT name, acked FROM consumers")
-    return QueueStats(
-        counts=counts(tx),
-        queued=_count(
-            tx, "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
-        ),
-        nodes=_count(tx, "SELECT state, COUNT(*) FROM nodes GROUP BY state"),
-        unread={name: _count_results_after(tx, position) for name, position in acked},
-        pending_deliveries=_count_deliveries(tx, "pending"),
-    )
+def gauges(tx: Tx) -> dict[str, Values]:
+    """Metrics that are counted in the store, at one moment, by name."""
+    summary = counts(tx)
+    consumers = tx.all("SELECT name, acked FROM consumers")
+    queued = "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+    states: dict[str, int] = dict(tx.all("SELECT state, COUNT(*) FROM nodes GROUP BY state"))
+    callbacks = {"pending": _count_deliveries(tx, "pending"), "dead": summary.dead_deliveries}
+    return {
+        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | summary.sessions,
+        "tugline_queue": dict(tx.all(queued)),
+        "tugline_tasks_open": summary.tasks_open,
+        "tugline_nodes": dict.fromkeys((one.value for one in NodeState), 0) | states,
+        "tugline_slots": summary.slots,
+        "tugline_results_unread": {name: _count_results_after(tx, at) for name, at in consumers},
+        "tugline_callbacks": callbacks,
+        "tugline_position": summary.position,
+        "tugline_weights_version": summary.version,
+        "tugline_weights_paused": summary.paused,
+    }
 
 
 def counts(tx: Tx) -> Counts:
@@ -94,7 +88,3 @@ def _count_results_after(tx: Tx, position: int) -> int:
         most=MAX_SCAN,
     )
     return int(count)
-
-
-def _count(tx: Tx, sql: str) -> dict[str, int]:
-    return {str(name): int(count) for name, count in tx.all(sql)}

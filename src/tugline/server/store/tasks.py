@@ -12,9 +12,9 @@ from typing import NamedTuple
 import zstandard
 
 from tugline.errors import Conflict, Invalid, Missing
-from tugline.protocol import Accepted, EventKind, Page, TaskState, TaskView
+from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.store import events, sessions
-from tugline.server.store.base import Row, Tx, bind_names, parse_cursor, to_struct
+from tugline.server.store.base import Row, Tx, bind_names, match_columns, parse_cursor, to_struct
 from tugline.types import Status, Task, decode, encode
 
 _AHEAD_S = 60.0
@@ -121,7 +121,7 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     )
     tx.insert("sessions", *rows)
     accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
-    events.add_all(tx, EventKind.ACCEPTED, accepted)
+    events.add(tx, EventKind.ACCEPTED, *accepted)
     tx.notify("work", "timers")
 
 
@@ -173,29 +173,22 @@ def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
     return _views(tx, [rows[task] for task in ids])
 
 
-def page(
-    tx: Tx,
-    *,
-    state: TaskState | None = None,
-    tenant: str | None = None,
-    tag: str | None = None,
-    after: str | None = None,
-    limit: int = 100,
-) -> Page:
-    """Tasks in order of submission."""
-    values: dict[str, object] = {"after": parse_cursor(after), "limit": limit + 1}
-    where = "place > :after"
-    if state is not None:
-        where += f" AND released IS {'NULL' if state is TaskState.OPEN else 'NOT NULL'}"
-    if tenant is not None:
-        values["tenant"] = tenant
-        where += " AND tenant = :tenant"
+def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immutable
+    """Tasks in order of submission, or the newest first."""
+    side, order = ("<", "DESC") if query.newest else (">", "ASC")
+    where, values = match_columns(tenant=query.tenant)
+    limit, tag = query.limit, query.tag
+    if query.state is not None:
+        where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
     if tag is not None:
         values["tag"] = _parse_tag(tag)
         # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
     rows = tx.all(
-        f"SELECT {_COLUMNS} FROM tasks WHERE {where} ORDER BY place LIMIT :limit",  # noqa: S608 - constants
+        f"SELECT {_COLUMNS} FROM tasks WHERE place {side} :after{where}"  # noqa: S608 - constants
+        f" ORDER BY place {order} LIMIT :limit",
+        after=parse_cursor(query.after, newest=query.newest),
+        limit=limit + 1,
         **values,
     )
     more = str(rows[limit - 1][1]) if len(rows) > limit else None
@@ -242,8 +235,7 @@ def _encode_tags(tags: dict[str, str]) -> str:
 def _parse_tag(tag: str) -> str:
     key, equals, value = tag.partition("=")
     if not equals:
-        msg = f"tag is {tag!r}, must be KEY=VALUE"
-        raise Invalid(msg, field="tag")
+        raise Invalid(f"tag is {tag!r}, must be KEY=VALUE", field="tag")
     return _encode_tags({key: value})[1:-1]
 
 
@@ -253,13 +245,14 @@ def _missing(task: str) -> Missing:
 
 
 # --------------------------------------------------------------------------- retention
-def delete_finished(tx: Tx, before: float) -> int:
+def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
     """Delete some tasks that ended before that time; how many, 0 when done.
 
-    Tasks that a consumer has not acknowledged, or with callbacks still to send, stay (I3). Counters
-    keep counting deleted tasks, and their ids may be used again.
+    Tasks that a consumer has not acknowledged, or with callbacks still to send, stay (I3), unless
+    it has acknowledged nothing since `alive`. Counters keep counting deleted tasks, and their ids
+    may be used again.
     """
-    [(acked,)] = tx.all("SELECT MIN(acked) FROM consumers")
+    [(acked,)] = tx.all("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
     rows = tx.all(
         "SELECT id FROM tasks WHERE released <= :acked"
         " AND id NOT IN (SELECT task FROM outbox WHERE state <> 'delivered')"

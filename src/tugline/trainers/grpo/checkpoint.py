@@ -13,7 +13,6 @@ memory for the model and its optimizer.
 """
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from tugline.atomic import flush_path
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
 from tugline.trainers.grpo.update import Updater
@@ -73,8 +73,7 @@ def save(
     if rank_and_world()[0] > 0:
         return path
     if path.exists():
-        msg = f"checkpoint {path} exists; remove it or save to another directory"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"checkpoint {path} exists; remove it or save to another directory")
     draft = directory / f".{path.name}.part"
     try:
         shutil.rmtree(draft, ignore_errors=True)
@@ -84,7 +83,7 @@ def save(
         torch.save(rest, draft / OPTIMIZER)
         _write_state(draft, trainer, step=step, version=version, extra=extra or {})
         draft.rename(path)
-        _fsync(directory)
+        flush_path(directory)
         for old in _steps(directory)[: -max(1, keep)]:
             shutil.rmtree(old)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
@@ -130,16 +129,16 @@ def _write_state(
         extra=extra,
     )
     for file in draft.iterdir():
-        _fsync(file)
+        flush_path(file)
     _replace_state(draft, state)
 
 
 def _replace_state(path: Path, state: CheckpointState) -> None:
     draft = path / f".{STATE}"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    _fsync(draft)
+    flush_path(draft)
     draft.replace(path / STATE)
-    _fsync(path)
+    flush_path(path)
 
 
 def update(path: Path, *, version: int, extra: dict[str, Any]) -> None:
@@ -162,15 +161,13 @@ def load(path: Path, trainer: Updater) -> CheckpointState:
         file = path / name
         if not file.is_file() or _digest(file) != digest:
             what = "damaged" if file.is_file() else "missing"
-            msg = f"checkpoint {path}: {name} is {what}; use an earlier one"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"checkpoint {path}: {name} is {what}; use an earlier one")
     try:
         rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
         _load_weights(path, trainer.model)
         _load_optimizer(rest["optimizer"], trainer.optimizer)
     except (OSError, RuntimeError, ValueError) as error:
-        msg = f"checkpoint {path} does not fit this model: {error}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
     trainer.order.set_state(rest["order"])
     trainer.updates = state.updates
     return state
@@ -218,12 +215,3 @@ def _steps(directory: Path) -> list[Path]:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file or a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

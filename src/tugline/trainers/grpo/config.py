@@ -15,7 +15,7 @@ from tugline.errors import ConfigError
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.advantage import Estimator
 
-RewardOf = Literal["outcome", "per_trace", "discounted"]
+RewardOf = Literal["outcome", "per_trace"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 
@@ -76,10 +76,10 @@ class GrpoConfig(UpdateConfig, frozen=True):
 
     reward: RewardOf = "outcome"
     """Reward of a trained token: `outcome`, that of its session; `per_trace`, that of its trace
-    if the evaluator gives one; `discounted`, the outcome, discounted for earlier turns."""
+    if the evaluator gives one."""
     turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Factor on the advantage from one turn to the turn before it, above 0 and at most 1
-    (`discounted` only)."""
+    """Factor on the advantage from one turn to the turn before it; None: all turns have the same.
+    """
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
     advantage_eps: NonNegativeFloat = 1e-4
@@ -102,10 +102,11 @@ class GrpoConfig(UpdateConfig, frozen=True):
     policy's."""
     importance_level: Level = "token"
     """Whether each token has its own weight, or all of a trace their geometric mean."""
-    importance_low: NonNegativeFloat = 0.0
-    """Lower bound of the importance weight, at most 1."""
-    importance_high: PositiveFloat = 2.0
-    """Upper bound of the importance weight, at least 1."""
+    importance_low: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Lower bound of the importance weight; 1 is that of a token that engine and trainer agree on.
+    """
+    importance_high: Annotated[float, Meta(ge=1)] = 2.0
+    """Upper bound of the importance weight."""
     kl: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model; 0 turns it off."""
     kl_correction: bool = False
@@ -117,21 +118,3 @@ class GrpoConfig(UpdateConfig, frozen=True):
 
     epochs: PositiveInt = 1
     """Passes over the sessions of a step."""
-
-    def __post_init__(self) -> None:
-        """Check that options fit together. Raises `ConfigError`."""
-        super().__post_init__()
-        for field, fits in (
-            ("importance_low", self.importance_low <= 1),
-            ("importance_high", self.importance_high >= 1),
-        ):
-            if not fits:
-                msg = f"{field} is {getattr(self, field)}, but 1, the weight of a token that engine"
-                msg += " and trainer agree on, must be within importance_low and importance_high"
-                raise ConfigError(msg, field)
-        if self.reward == "discounted" and self.turn_discount is None:
-            msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
-            raise ConfigError(msg, "turn_discount")
-        if self.reward != "discounted" and self.turn_discount is not None:
-            msg = f"turn_discount needs reward 'discounted', not {self.reward!r}; leave it out"
-            raise ConfigError(msg, "turn_discount")

@@ -7,13 +7,13 @@ trained + masked + dropped (I2). Trajectories built again from recordings give t
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from tugline.errors import CaptureError
+from tugline.traces.base import leave_out, sum_ledgers
 from tugline.trainers.grpo.advantage import SessionReward, baselines, has_signal, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
@@ -26,57 +26,13 @@ class Prepared(NamedTuple):
     ledger: Ledger
 
 
-@dataclass
-class _LedgerBuilder:
-    """A mutable ledger; `build` freezes it."""
-
-    sampled: int = 0
-    trained: int = 0
-    masked: Counter[Reason] = field(default_factory=Counter)
-    dropped: Counter[Reason] = field(default_factory=Counter)
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Add a session's own ledger, after checking it against its traces."""
-        ledger = trajectory.ledger
-        in_traces = sum(int(trace.mask.sum()) for trace in trajectory.traces)
-        if not ledger.balanced or ledger.trained != in_traces:
-            msg = (
-                f"session {trajectory.session}: its ledger {ledger} does not balance with the "
-                f"{in_traces} trained tokens in its traces"
-            )
-            raise CaptureError(msg)
-        self.sampled += ledger.sampled
-        self.trained += ledger.trained
-        self.masked.update(ledger.masked)
-        self.dropped.update(ledger.dropped)
-
-    def mask(self, reason: Reason, count: int) -> None:
-        """Count `count` trained tokens as masked instead."""
-        self.trained -= count
-        self.masked[reason] += count
-
-    def drop(self, reason: Reason, count: int) -> None:
-        """Count `count` trained tokens as dropped instead."""
-        self.trained -= count
-        self.dropped[reason] += count
-
-    def build(self) -> Ledger:
-        """Return the ledger, without reasons that count nothing."""
-        return Ledger(
-            sampled=self.sampled,
-            trained=self.trained,
-            masked={reason: n for reason, n in self.masked.items() if n},
-            dropped={reason: n for reason, n in self.dropped.items() if n},
-        )
-
-
 def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int) -> Prepared:
     """Give each token its advantage within its task; one sample per trace that trains anything.
 
     Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean.
     `version` is the policy about to be updated; staleness is measured from it.
     """
-    ledger = _LedgerBuilder()
+    masked, dropped = Counter[Reason](), Counter[Reason]()
     samples: list[Sample] = []
     ordered = sorted(
         trajectories,
@@ -86,17 +42,18 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
         group = list(members)
         graded, signal = _grade(group, config)
         for trajectory in group:
-            ledger.add(trajectory)
+            _check_ledger(trajectory)
             if trajectory.session not in graded:
-                ledger.drop(Reason.SESSION_FAILED, trajectory.ledger.trained)
+                dropped[Reason.SESSION_FAILED] += trajectory.ledger.trained
             elif config.drop_truncated and _is_truncated(trajectory):
-                ledger.drop(Reason.TRUNCATED, trajectory.ledger.trained)
+                dropped[Reason.TRUNCATED] += trajectory.ledger.trained
             elif not signal:
-                ledger.drop(Reason.NO_SIGNAL, trajectory.ledger.trained)
+                dropped[Reason.NO_SIGNAL] += trajectory.ledger.trained
             else:
                 advantages = graded[trajectory.session]
-                samples += _samples(trajectory, advantages, config, version, ledger)
-    return Prepared(tuple(samples), ledger.build())
+                samples += _samples(trajectory, advantages, config, version, masked)
+    ledger = sum_ledgers(trajectory.ledger for trajectory in trajectories)
+    return Prepared(tuple(samples), leave_out(ledger, masked=masked, dropped=dropped))
 
 
 def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:
@@ -108,7 +65,18 @@ def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Samp
     for trajectory in group:
         if trajectory.session in graded:
             advantages = graded[trajectory.session]
-            yield from _samples(trajectory, advantages, config, 0, _LedgerBuilder())
+            yield from _samples(trajectory, advantages, config, 0, Counter())
+
+
+def _check_ledger(trajectory: Trajectory) -> None:
+    """Check a session's own ledger against its traces. Raises `CaptureError`."""
+    ledger = trajectory.ledger
+    in_traces = sum(int(trace.mask.sum()) for trace in trajectory.traces)
+    if not ledger.balanced or ledger.trained != in_traces:
+        raise CaptureError(
+            f"session {trajectory.session}: its ledger {ledger} does not balance with the "
+            f"{in_traces} trained tokens in its traces"
+        )
 
 
 def _grade(
@@ -148,12 +116,11 @@ def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
     by_trace = [reward.value] * len(traces)
     if config.reward == "per_trace" and reward.per_trace:
         if len(reward.per_trace) != len(traces):
-            msg = (
+            raise CaptureError(
                 f"session {trajectory.session}: reward.per_trace has {len(reward.per_trace)} "
                 f"numbers for {len(traces)} traces; it must have one for each trace of the "
                 "builder that the task names"
             )
-            raise CaptureError(msg)
         by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
     tokens = [int(trace.mask.sum()) for trace in traces]
     return _Rewards(by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value))
@@ -164,9 +131,12 @@ def _samples(
     advantages: Sequence[float],
     config: GrpoConfig,
     version: int,
-    ledger: _LedgerBuilder,
+    masked: Counter[Reason],
 ) -> Iterator[Sample]:
-    """Yield a sample for each trace that still trains a token; `advantages` has one per trace."""
+    """Yield a sample for each trace that still trains a token; `advantages` has one per trace.
+
+    Trained tokens that are left out are counted in `masked`.
+    """
     shares: Mapping[int, float] = {}
     if config.turn_discount is not None:
         spans = (span for trace in trajectory.traces for span in trace.spans)
@@ -175,11 +145,11 @@ def _samples(
     for trace, advantage in zip(trajectory.traces, advantages, strict=True):
         versions, temperatures = read_spans(trace)
         mask = trace.mask & (temperatures > 0)
-        ledger.mask(Reason.UNREPRODUCIBLE, int(trace.mask.sum() - mask.sum()))
+        masked[Reason.UNREPRODUCIBLE] += int(trace.mask.sum() - mask.sum())
         if config.max_staleness is not None:
             stale = mask & (versions < version - config.max_staleness)
             mask = mask & ~stale
-            ledger.mask(Reason.STALE, int(stale.sum()))
+            masked[Reason.STALE] += int(stale.sum())
         if mask.any():
             yield Sample(
                 input_ids=trace.ids,

@@ -3,6 +3,11 @@
 The gradient of an update is the sum over its forward passes, and over ranks. An update that has no
 gradient, or one that is not finite, is not applied: it moves no weight, not even by momentum or
 weight decay.
+
+How far an engine's log probabilities are from the trainer's is measured here as well (I1): the same
+weights must give a token the log probability that was captured when it was sampled. `Mismatch`
+describes the whole distribution of the difference, because a mean hides a few wrong contexts and a
+maximum hides a broad loss of precision.
 """
 
 import math
@@ -10,7 +15,11 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tugline import log
@@ -19,9 +28,16 @@ from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import add_up, clip_gradient
 from tugline.trainers.grpo.forward import PolicyModel
-from tugline.trainers.grpo.mismatch import Recomputed
+from tugline.types import Logprobs, Sample
 
 _log = log.get("trainer")
+
+
+class Recomputed(NamedTuple):
+    """A sample with the trainer's log probabilities of its trained tokens, shape ``(k,)``."""
+
+    sample: Sample
+    logprobs: Logprobs
 
 
 @dataclass
@@ -149,12 +165,11 @@ def _check_dtypes(model: torch.nn.Module) -> None:
     """Refuse trained weights of less than float32. Raises `ConfigError`."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in {torch.bfloat16, torch.float16}:
-            msg = (
+            raise ConfigError(
                 f"parameter {name} is {parameter.dtype}: AdamW's small changes are lost to "
                 "rounding; load the model with dtype=torch.float32, and let autocast be 'bfloat16' "
                 "to compute in that"
             )
-            raise ConfigError(msg)
 
 
 def _make_adamw(model: torch.nn.Module, config: UpdateConfig) -> torch.optim.AdamW:
@@ -164,3 +179,87 @@ def _make_adamw(model: torch.nn.Module, config: UpdateConfig) -> torch.optim.Ada
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+
+
+# --------------------------------------------------------------------------- mismatch
+LARGE = 0.05
+"""Difference in nats from which a token counts in `Mismatch.share_large`."""
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Differences ``d = trainer - captured`` over some tokens, in nats."""
+
+    tokens: int
+    """Tokens with a finite difference; all other figures are over these, 0 without any."""
+    non_finite: int
+    """Tokens that one side gave a log probability that is not finite."""
+    max_abs: float
+    mean_abs: float
+    p99_abs: float
+    """99th percentile of ``|d|``."""
+    k3: float
+    """Mean of ``exp(d) - d - 1``: divergence of the trainer's distribution from the engine's."""
+    share_large: float
+    """Share of tokens with ``|d|`` above 0.05."""
+    effective_sample_size: float
+    """``(sum w)^2 / (n sum w^2)`` with ``w = exp(d)`` (Kong 1992); 1 if all are equal."""
+
+    @classmethod
+    def of(cls, difference: npt.NDArray[np.float64]) -> Self:
+        """Summarize differences, shape ``(n,)``."""
+        d = difference[np.isfinite(difference)]
+        n = len(d)
+        absolute = np.abs(d) if n else np.zeros(1)
+        weights = np.exp(d - d.max()) if n else np.ones(1)
+        return cls(
+            tokens=n,
+            non_finite=len(difference) - n,
+            max_abs=float(absolute.max()),
+            mean_abs=float(absolute.mean()),
+            p99_abs=float(np.quantile(absolute, 0.99)),
+            k3=float(np.mean(np.expm1(d) - d)) if n else 0.0,
+            share_large=float(np.mean(absolute > LARGE)),
+            effective_sample_size=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+        )
+
+
+class MismatchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The mismatch of all tokens, and of those of each version, engine and harness."""
+
+    total: Mismatch
+    by_version: dict[int, Mismatch]
+    """By the policy version that sampled them. Older versions than the one measured differ because
+    the weights moved."""
+    by_engine: dict[str, Mismatch]
+    """Without tokens whose engine is not known."""
+    by_harness: dict[str, Mismatch]
+    """Without tokens whose harness is not known."""
+
+
+def summarize_mismatch(recomputed: Sequence[Recomputed]) -> MismatchReport | None:
+    """Compare samples with recomputed log probabilities; None without any token."""
+    if not recomputed:
+        return None
+    masks = [one.sample.loss_mask for one in recomputed]
+    captured = [one.sample.logprobs[mask] for one, mask in zip(recomputed, masks, strict=True)]
+    trainer = np.concatenate([one.logprobs for one in recomputed]).astype(np.float64)
+    difference = trainer - np.concatenate(captured)
+    versions = [one.sample.versions[mask] for one, mask in zip(recomputed, masks, strict=True)]
+    counts = [len(one.logprobs) for one in recomputed]
+    engines = np.repeat([one.sample.engine for one in recomputed], counts)
+    harnesses = np.repeat([one.sample.harness for one in recomputed], counts)
+    return MismatchReport(
+        total=Mismatch.of(difference),
+        by_version=_group(difference, np.concatenate(versions)),
+        by_engine=_group(difference, engines),
+        by_harness=_group(difference, harnesses),
+    )
+
+
+def _group(
+    difference: npt.NDArray[np.float64], keys: npt.NDArray[np.generic]
+) -> dict[Any, Mismatch]:
+    """Summarize per key; without the empty one."""
+    return {
+        key: Mismatch.of(difference[keys == key]) for key in np.unique(keys).tolist() if key != ""
+    }

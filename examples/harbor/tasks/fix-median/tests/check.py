@@ -1,6 +1,7 @@
 """What the library must answer. It runs in a process of its own and is judged by what it says."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -19,8 +20,9 @@ print(json.dumps([*answers, kept, mean([1, 2, 6])]))
 """
 WANTED = [3, 2.5, "ValueError", 7, 2, [3, 1, 2], 3]
 
+there = [os.environ["JUDGED"], "python3"] if "JUDGED" in os.environ else [sys.executable]
 done = subprocess.run(
-    [sys.executable, "-I", "-c", ASK], stdout=subprocess.PIPE, text=True, timeout=30, check=False
+    [*there, "-I", "-c", ASK], stdout=subprocess.PIPE, text=True, timeout=30, check=False
 )
 try:
     answers = json.loads(done.stdout)

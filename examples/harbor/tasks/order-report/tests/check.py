@@ -1,8 +1,9 @@
 """The report must be this one, in this order."""
 
 import json
+import os
+import subprocess
 import sys
-from pathlib import Path
 
 WANTED = {
     "Finland": {"orders": 3, "total": 15.25},
@@ -11,8 +12,11 @@ WANTED = {
 }
 
 try:
-    report = json.loads(Path("/app/report.json").read_text())
-except (OSError, ValueError) as error:
+    argv = ["cat", "/app/report.json"]
+    if "JUDGED" in os.environ:  # the work lies in another sandbox
+        argv.insert(0, os.environ["JUDGED"])
+    report = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, check=False).stdout)
+except ValueError as error:
     sys.exit(f"report.json: {error}")
 if list(report) != list(WANTED):
     sys.exit(f"countries are {list(report)}")

@@ -8,16 +8,19 @@ expect() {
     reward=0
   fi
 }
+there() {  # where the work is, if that is another sandbox
+  ${JUDGED:-} "$@"
+}
 cd /app
-expect test "$(readlink current)" = releases/1.10.0
-expect test "$(readlink previous)" = releases/1.9.0
-expect test -x releases/1.10.0/bin/serve
-expect test ! -x releases/1.9.0/bin/serve
-expect test ! -x releases/1.2.3/bin/serve
-expect test ! -L releases/broken
-expect test ! -e releases/broken
+expect test "$(there readlink current)" = releases/1.10.0
+expect test "$(there readlink previous)" = releases/1.9.0
+expect there test -x releases/1.10.0/bin/serve
+expect there test ! -x releases/1.9.0/bin/serve
+expect there test ! -x releases/1.2.3/bin/serve
+expect there test ! -L releases/broken
+expect there test ! -e releases/broken
 for version in 1.9.0 1.10.0 1.2.3; do
-  expect test "$(sh "releases/$version/bin/serve")" = "serving $version"
+  expect test "$(there sh "releases/$version/bin/serve")" = "serving $version"
 done
-expect test "$(current/bin/serve)" = "serving 1.10.0"
+expect test "$(there current/bin/serve)" = "serving 1.10.0"
 echo "$reward" > /logs/verifier/reward.txt

@@ -1,0 +1,171 @@
+"""What training costs with each builder: optimizer updates, tokens and CPU time of one step.
+
+Groups of made-up sessions go through the real builders and the real trainer, with a small model on
+one thread. Updates are batched as published (so many traces make an update, as in the reference's
+trainer) and as Tugline does it (so many sessions, with all of their traces).
+"""
+
+# ruff: noqa: INP001 - a program, not a package
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tugline.plugins import find
+from tugline.trainers.grpo.batch import Row
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.train import Grpo, token_weights
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Ids,
+    Reward,
+    Sampling,
+    Status,
+    Timings,
+    TraceKind,
+    Trajectory,
+    VersionSpan,
+)
+
+VOCABULARY = 1400
+SESSIONS = 4
+SESSIONS_PER_UPDATE = 2
+TURNS = 50
+BASE, SAMPLED, ADDED = 8000, 300, 1550
+"""Tokens of system prompt and tools, of an answer, and of what comes back for it."""
+TEAM, TEAM_TURNS = 6, 6
+"""Sub-agents of a session in a team, and turns of each; they have the same system prompt."""
+ROWS = (
+    ("per_request", "published", False),
+    ("prefix_merging", "published", False),
+    ("prefix_merging", "ours", False),
+    ("tree", "ours", True),
+)
+"""Builder, batching, and whether a forward pass computes what traces share once."""
+
+
+class PublishedBatching(Grpo):
+    """Updates of so many traces, whichever session they belong to."""
+
+    def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        shuffled = torch.randperm(len(rows), generator=self.order)
+        for chosen in shuffled.tensor_split(math.ceil(len(rows) / self.config.sessions_per_update)):
+            some = [rows[i] for i in chosen.tolist()]
+            weights = token_weights([row.sample for row in some], self.config)
+            yield [row._replace(weight=w) for row, w in zip(some, weights, strict=True)]
+
+
+def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
+    """Sessions of one task, which begin with the same prompt."""
+    rng = np.random.default_rng(0)
+
+    def text(length: float) -> Ids:
+        return rng.integers(1, VOCABULARY, max(2, round(length * scale))).astype(np.int32)
+
+    base = text(BASE)
+
+    def talk(calls: list[Call], turns: int, kind: TraceKind, session: str) -> None:
+        ids = base if kind is TraceKind.MAIN else np.concatenate((base, text(ADDED)))
+        for turn in range(turns):
+            answer = text(SAMPLED)
+            answer[-1] = 0  # the end of a turn
+            calls.append(
+                Call(
+                    session=session,
+                    number=len(calls),
+                    parent=len(calls) - 1 if turn else None,
+                    branch=None if turn else Branch.NEW_THREAD if calls else None,
+                    kind=kind,
+                    thread=f"{kind}-{len(calls) - turn}",
+                    dialect="made up",
+                    messages=(),
+                    sampling=Sampling(),
+                    prompt_ids=ids,
+                    sampled_ids=answer,
+                    logprobs=np.full(len(answer), -math.log(VOCABULARY), np.float32),
+                    versions=(VersionSpan(0, 0, len(answer)),),
+                    finish=Finish.STOP,
+                    engine="none",
+                    timings=Timings(0.0),
+                )
+            )
+            ids = np.concatenate((ids, answer, text(ADDED)))
+
+    group = []
+    for number in range(SESSIONS):
+        calls: list[Call] = []
+        talk(calls, TURNS if shape == "alone" else TURNS // 2, TraceKind.MAIN, str(number))
+        for _ in range(TEAM if shape == "team" else 0):
+            talk(calls, TEAM_TURNS, TraceKind.SUBAGENT, str(number))
+        group.append(tuple(calls))
+    return group
+
+
+def train(scale: float) -> list[dict[str, Any]]:
+    """One step of each builder on each shape; figures of each."""
+    torch.set_num_threads(1)
+    rows = []
+    for shape in ("alone", "team"):
+        group = make_group(shape, scale)
+        for builder, batching, tree in ROWS:
+            sys.stderr.write(f"training: {shape}, {builder}, batches {batching}\n")
+            rows.append({"shape": shape, **_step(group, builder, batching, tree=tree)})
+        slowest = rows[-len(ROWS)]
+        for row in rows[-len(ROWS) :]:
+            row["times_as_fast"] = round(slowest["cpu_s"] / row["cpu_s"], 2)
+            row["times_fewer_updates"] = round(slowest["updates"] / row["updates"], 2)
+    return rows
+
+
+def _step(
+    group: Sequence[Sequence[Call]], builder: str, batching: str, *, tree: bool
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=1 << 18,
+        )
+    )
+    trajectories = []
+    for number, calls in enumerate(group):
+        built = find("builder", builder)().build(calls)
+        trajectories.append(
+            Trajectory(
+                session=str(number),
+                task="t",
+                sample=number,
+                status=Status.COMPLETED,
+                traces=built.traces,
+                ledger=built.ledger,
+                reward=Reward(float(number % 2)),
+            )
+        )
+    config = GrpoConfig(sessions_per_update=SESSIONS_PER_UPDATE, tree_packing=tree)
+    trainer = (PublishedBatching if batching == "published" else Grpo)(model, config)
+    began = time.process_time()
+    report = trainer.step(trajectories, version=0)
+    return {
+        "builder": builder,
+        "batching": batching,
+        "traces": report.samples,
+        "updates": report.updates,
+        "tokens_forwarded": report.tokens_forwarded,
+        "tokens_trained": report.tokens_trained,
+        "cpu_s": round(time.process_time() - began, 2),
+    }

@@ -1,0 +1,101 @@
+// Statistics of results, and the figures of a training run.
+
+import type { Result } from "./api";
+
+const Z = 1.959964; // 95 %
+/** Rewards this close to 1 are a pass, as the server counts. */
+const ROUNDING = 1e-6;
+
+export const isPass = (reward: number): boolean => reward >= 1 - ROUNDING;
+
+export const mean = (values: readonly number[]): number =>
+  values.reduce((sum, value) => sum + value, 0) / values.length;
+
+/** Wilson's interval of a rate, 95 %. */
+export function wilson(passed: number, of: number): [number, number] {
+  const rate = passed / of;
+  const scale = 1 + (Z * Z) / of;
+  const middle = (rate + (Z * Z) / (2 * of)) / scale;
+  const half = (Z / scale) * Math.sqrt((rate * (1 - rate)) / of + (Z * Z) / (4 * of * of));
+  return [Math.max(0, middle - half), Math.min(1, middle + half)];
+}
+
+export interface GroupFigures {
+  task: string;
+  rewarded: number;
+  passed: number;
+  /** Sum of rewards. */
+  total: number;
+}
+
+/** The results of one version of the weights. */
+export interface VersionFigures extends Omit<GroupFigures, "task"> {
+  version: number;
+  sessions: number;
+  trained: number;
+  untrained: number;
+  /** Sessions by the boundary that failed. */
+  failures: Record<string, number>;
+  groups: Map<string, GroupFigures>;
+}
+
+/** Sums of results by the version of the weights that their sessions began with. */
+export class Sums {
+  private readonly found = new Map<number, VersionFigures>();
+
+  add(results: readonly Result[]): void {
+    for (const one of results) {
+      if (one.version == null) continue;
+      const sum = this.found.get(one.version) ?? {
+        version: one.version, sessions: 0, rewarded: 0, passed: 0, total: 0,
+        trained: 0, untrained: 0, failures: {}, groups: new Map<string, GroupFigures>(),
+      };
+      this.found.set(one.version, sum);
+      sum.sessions++;
+      sum.trained += one.trained;
+      sum.untrained += one.sampled - one.trained;
+      if (one.failure) {
+        const { boundary } = one.failure;
+        sum.failures[boundary] = (sum.failures[boundary] ?? 0) + 1;
+      }
+      if (one.reward === null) continue;
+      const group = sum.groups.get(one.task) ?? { task: one.task, rewarded: 0, passed: 0, total: 0 };
+      sum.groups.set(one.task, group);
+      for (const each of [sum, group]) {
+        each.rewarded++;
+        each.total += one.reward;
+        if (isPass(one.reward)) each.passed++;
+      }
+    }
+  }
+
+  /** In the order of versions. */
+  list(): VersionFigures[] {
+    return [...this.found.values()].sort((a, b) => a.version - b.version);
+  }
+}
+
+/** Figures of a step by name, such as `rollout/reward`; and its notes. */
+export interface Step {
+  step: number;
+  figures: Record<string, number>;
+  notes: { name: string; text: string }[];
+}
+
+/** Read the lines of a `metrics.jsonl`. Throws for a file that is none. */
+export function parseMetrics(text: string): Step[] {
+  const steps = new Map<number, Step>();
+  for (const line of text.slice(0, text.lastIndexOf("\n") + 1).split("\n")) {
+    if (!line) continue;
+    const row = JSON.parse(line) as Record<string, unknown>;
+    if (typeof row.step !== "number") throw new Error("a line has no step");
+    const step = steps.get(row.step) ?? { step: row.step, figures: {}, notes: [] };
+    steps.set(row.step, step);
+    if (typeof row.text === "string") step.notes.push({ name: String(row.note), text: row.text });
+    for (const [name, value] of Object.entries(row)) {
+      if (typeof value === "number" && name !== "step") step.figures[name] = value;
+    }
+  }
+  if (!steps.size) throw new Error("it has no steps");
+  return [...steps.values()].sort((a, b) => a.step - b.step);
+}

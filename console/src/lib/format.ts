@@ -1,0 +1,34 @@
+/** Figures and times for people. */
+const integer = new Intl.NumberFormat("en");
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+export const count = (n: number): string => (n < 100_000 ? integer.format(n) : compact.format(n));
+
+export const percent = (part: number, whole: number): string =>
+  whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–";
+
+export const reward = (value: number | null | undefined): string =>
+  value === null || value === undefined ? "–" : value.toFixed(Number.isInteger(value) ? 0 : 3);
+
+export function seconds(s: number): string {
+  if (s < 1) return `${Math.round(1000 * s)} ms`;
+  if (s < 120) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
+  if (s < 7200) return `${Math.round(s / 60)} min`;
+  return s < 172_800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86_400)} d`;
+}
+
+export const ago = (moment: number, now: number): string =>
+  now - moment < 10 ? "now" : seconds(Math.round(now - moment));
+
+export const moment = (unix: number): string => new Date(1000 * unix).toLocaleString();
+
+/** "1 node", "2 nodes". */
+export const plural = (n: number, noun: string): string => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** What an agent wrote, without its colours; what else could hide or reorder text is spelled out. */
+export const visible = (text: string): string =>
+  text
+    .replace(/\x1b\[[0-9;?]*[ -/]*[@-~]/g, "")
+    .replace(/[^\P{C}\n\t]/gu, (sign) => `\\u{${sign.codePointAt(0)!.toString(16)}}`);
+
+export const words = (name: string): string => name.replaceAll("_", " ");

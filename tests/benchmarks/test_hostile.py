@@ -1,0 +1,22 @@
+"""The benchmark of a hostile agent: nothing that it does fails another session."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.conftest import Measure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_attack_fails_another_session(measure: Measure) -> None:
+    """Every attack is refused or bounded; the others' calls and sessions all succeed."""
+    told = measure("hostile", "run.py", "--json", "--quick", timeout=240)
+    assert (told["failed"], told["completed"], told["attempts_spent"]) == (0, told["sessions"], 0)
+    spells = told["spells"]
+    for name in ("big_body", "many_messages", "many_parts", "deep", "bomb", "padding"):
+        assert set(spells[name]["hostile"]) == {"400"}, (name, spells[name])
+    assert set(spells["n_128"]["hostile"]) <= {"200", "429"}
+    assert set(spells["connections"]["hostile"]) <= {"400", "429", "503"}
+    assert "200" not in spells["endless"]["hostile"]
+    assert all(one["calls"] > 0 for one in spells.values())

@@ -1,0 +1,218 @@
+"""The browser console in a real Chromium, on a real server with real sessions.
+
+``make test-browser`` runs these. The committed files must be what the source builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import gzip
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from browser.busy import fill
+from browser.chromium import Tab, chromium
+from served import TOKENS, Served, serve
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "console"
+BUILT = ROOT / "src" / "tugline" / "server" / "console"
+
+
+PAGES = ["/", "/sessions", "/failures?cause=engine", "/tasks", "/nodes"]
+ROWS = "[...document.querySelectorAll('tbody tr:not(.gap)')]"
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server in the middle of its work."""
+    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as one:
+        await fill(one)
+        yield one
+
+
+@pytest.fixture
+async def tab(tmp_path: Path, served: Served) -> AsyncIterator[Tab]:
+    """The console, with the token of its link; in the end it has asked no other host."""
+    async with chromium(tmp_path / "profile") as one:
+        await one.visit(f"{served.url}/#token={TOKENS.read}")
+        yield one
+        assert one.complaints == []
+        assert [url for url in one.requests if not url.startswith(served.url + "/")] == []
+
+
+async def open_page(tab: Tab, served: Served, path: str) -> None:
+    """Go to a page, in a new document, and wait until it shows rows of a table or bars."""
+    await tab.visit(served.url + path)
+    await tab.until("document.querySelector('tbody tr, .node')")
+
+
+async def test_the_link_keeps_its_token_to_itself(tab: Tab, served: Served) -> None:
+    """It leaves the address bar at once and stays in the tab."""
+    await tab.until("document.querySelector('tbody tr')")
+    assert await tab.js("location.href") == f"{served.url}/"
+    await open_page(tab, served, "/sessions")
+    assert await tab.js("history.length") > 1
+    assert not [url for url in tab.requests if TOKENS.read in url.partition("#")[0]]
+
+
+async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Served) -> None:
+    """A wrong one is refused in the server's words, a right one opens the page."""
+    await tab.js("sessionStorage.clear()")
+    await tab.visit(f"{served.url}/sessions#token=wrong")
+    await tab.until("document.querySelector('form')?.innerText.includes('token is unknown')")
+    tab.complaints.clear()  # Chromium notes each answer of 401
+    await tab.js("document.querySelector('form input').focus()")
+    await tab.send("Input.insertText", text=TOKENS.read)
+    await tab.key("Enter")
+    await tab.until("document.querySelector('tbody tr') && !document.querySelector('form')")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_every_page_can_be_used_by_everybody(tab: Tab, served: Served, theme: str) -> None:
+    """No fault is found by axe, and nothing is wider than the window."""
+    axe = await asyncio.to_thread((SOURCE / "node_modules/axe-core/axe.min.js").read_text)
+    if theme == "dark":
+        await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
+    for path in PAGES:
+        await open_page(tab, served, path)
+        ground = await tab.js("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(15, 19, 24)") is (theme == "dark")
+        await tab.until("!document.querySelector('.skeleton')")
+        await tab.js(f"{axe}; 0")
+        found = await tab.js(_AXE)
+        assert found == [], (path, found)
+        assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), path
+
+
+async def test_what_happens_is_shown_at_once(tab: Tab, served: Served) -> None:
+    """A new session slides in at the top; it waits behind a button while somebody reads below."""
+    await open_page(tab, served, "/sessions")
+    await tab.until("document.querySelector('.connection .live')")
+    await served.submit(id="new")
+    await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=3)
+    await tab.js("document.querySelector('.rows').scrollTop = 300")
+    await tab.until("document.querySelector('.rows').scrollTop === 300")
+    await served.submit(id="other")
+    await tab.until("document.querySelector('button.new')?.innerText === '1 new'")
+    assert not await tab.js("document.body.innerText.includes('other-0')")
+    await tab.click("button.new")
+    await tab.until(f"{ROWS}[0].innerText.includes('other-0')")
+
+
+async def test_a_long_list_has_few_elements(tab: Tab, served: Served) -> None:
+    """Ten times a page: rows come when they are scrolled to, and only those are elements."""
+    await served.submit(id="many", samples=1000)
+    await open_page(tab, served, "/sessions?status=queued")
+    for _ in range(20):
+        await tab.js("document.querySelector('.rows').scrollTop = 1e6")
+        if await tab.js("document.querySelector('table').ariaRowCount") == "1002":
+            break
+        await asyncio.sleep(0.3)
+    await tab.until(
+        "document.querySelector('[role=status]:last-child').innerText === '1002 sessions'"
+    )
+    await tab.js("document.querySelector('.rows').scrollTop = 1e6")
+    await tab.until(f"{ROWS}.at(-1).innerText.includes('csv-quotes-6')")
+    assert await tab.js("document.getElementsByTagName('tr').length") < 60
+
+
+async def test_filters_are_in_the_address(tab: Tab, served: Served) -> None:
+    """Chips, the search on the page and the way back."""
+    await open_page(tab, served, "/sessions")
+    await tab.click("a[href='/sessions?status=failed']")
+    await tab.until(f"{ROWS}.length === 2 && {ROWS}.every(row => row.innerText.includes('failed'))")
+    await tab.js("history.back()")
+    await tab.until(f"{ROWS}.length > 20")
+    await tab.key("/")
+    await tab.send("Input.insertText", text="cache-3")
+    await tab.until(f"{ROWS}.length === 1 && location.search === '?q=cache-3'")
+    assert "lru-cache-3" in await tab.js(f"{ROWS}[0].innerText")
+
+
+async def test_the_keyboard_leads_everywhere(tab: Tab) -> None:
+    """`g f`, `j`, `Enter`, `?` and Ctrl-K, without a mouse."""
+    await tab.until("document.querySelector('tbody tr')")
+    for key in ("g", "s"):
+        await tab.key(key)
+    await tab.until("location.pathname === '/sessions' && document.querySelector('tbody tr')")
+    for key in ("j", "j", "j", "k"):
+        await tab.key(key)
+    await tab.until("document.querySelector('tr.chosen')?.innerText.includes('csv-quotes-6')")
+    await tab.key("?")
+    assert await tab.js("document.querySelector('dialog[aria-label=Keys]').open")
+    await tab.key("Escape")
+    await tab.send("Input.dispatchKeyEvent", type="keyDown", key="k", modifiers=2)
+    await tab.send("Input.insertText", text="fix-add-3")
+    await tab.until("document.querySelector('dialog li.chosen')?.innerText.includes('fix-add-3')")
+    await tab.key("Enter")
+    await tab.until("location.pathname === '/sessions/fix-add-3'")
+
+
+async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, served: Served) -> None:
+    """Markup in an error, in a log and in a filter is shown; marks of direction are spelled out."""
+    await open_page(tab, served, "/failures?cause=engine")
+    await tab.until("document.querySelector('pre')?.innerText.includes('2 failed')")
+    for place in ("pre", "section p"):
+        text = await tab.js(f"document.querySelector({place!r}).innerText")
+        assert "<img src=x onerror=alert(1)><script>alert(2)</script>{@html 3}\\u{202e}" in text
+    assert await tab.js("document.querySelector('pre').innerText.startsWith('$ pytest')")
+    await tab.visit(f"{served.url}/sessions?task=%3Cimg%20src=x%20onerror=alert(1)%3E")
+    await tab.until("document.querySelector('.notice')")
+    tab.complaints.clear()  # Chromium notes the answer of 422
+    await open_page(tab, served, "/")
+    assert await tab.js("document.images.length + document.scripts.length") == 1
+
+
+async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -> None:
+    """Confirmed first; the read token is refused, and the console asks for the other."""
+    await open_page(tab, served, "/nodes")
+    for token in (None, TOKENS.client):
+        if token:
+            await tab.until("document.querySelector('form')?.innerText.includes('a read token')")
+            await tab.js("document.querySelector('form input').focus()")
+            await tab.send("Input.insertText", text=token)
+            await tab.key("Enter")
+            await tab.until("!document.querySelector('form')")
+        await tab.click(".node button")
+        await tab.click("dialog[open] button.primary")
+    await tab.until("document.querySelector('.node').innerText.includes('draining')")
+    tab.complaints.clear()  # Chromium notes the answer of 403
+
+
+async def test_a_server_that_leaves_is_missed(tab: Tab, served: Served) -> None:
+    """The dot says so, and what was read stays on the page."""
+    await open_page(tab, served, "/sessions")
+    await tab.until("document.querySelector('.connection .live')")
+    served.app.waits.stop()
+    await tab.until("document.querySelector('.connection .lost')")
+    assert await tab.js(f"{ROWS}.length") > 20
+    tab.complaints.clear()  # Chromium notes the answers of 503
+
+
+_AXE = """axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]})
+  .then(found => found.violations.map(one => [one.id, one.nodes.map(node => node.html)]))"""
+
+
+def test_the_committed_files_are_what_the_source_builds(tmp_path: Path) -> None:
+    """`make console` would change nothing, and all of it is small."""
+    npm = shutil.which("npm")
+    assert npm, "the console is built with npm"
+    if not (SOURCE / "node_modules").exists():
+        subprocess.run([npm, "ci", "--silent"], cwd=SOURCE, check=True, timeout=300)
+    build = [npm, "run", "--silent", "build", "--", "--outDir", str(tmp_path)]
+    subprocess.run(build, cwd=SOURCE, check=True, timeout=100)
+    built = {file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()}
+    assert built == {file.relative_to(BUILT) for file in BUILT.rglob("*") if file.is_file()}
+    assert filecmp.cmpfiles(tmp_path, BUILT, map(str, built), shallow=False)[1:] == ([], [])
+    sizes = {file.name: len(gzip.compress(file.read_bytes())) for file in BUILT.rglob("*.*")}
+    (first,) = re.findall(r'src="/assets/([^"]+)"', (BUILT / "index.html").read_text())
+    assert sizes[first] <= 120_000
+    assert sum(file.stat().st_size for file in BUILT.rglob("*.*")) <= 1_000_000

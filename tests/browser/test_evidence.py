@@ -1,0 +1,371 @@
+"""The console's pages of one session, a group, two sessions and a training run, in a real Chromium.
+
+The sessions are real recordings, rebuilt to trajectories and committed like those of a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+
+from browser.chromium import Tab, chromium
+from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, small, whole
+from served import TOKENS, Served, serve
+from tugline.protocol import NodeRegistered, Work
+from tugline.recording.file import read
+from tugline.recording.trajectories import rebuild
+from tugline.types import (
+    Boundary,
+    Cause,
+    Failure,
+    Ledger,
+    Message,
+    Reward,
+    Role,
+    Span,
+    Status,
+    Trace,
+    Trajectory,
+)
+from tugline.types import encode as pack
+
+pytestmark = pytest.mark.browser
+DIFF = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-pass\n+{HOSTILE}\n"
+REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1 failed"}
+LONG = 250_000
+AXE = Path(__file__).resolve().parents[2] / "console/node_modules/axe-core/axe.min.js"
+
+
+class Rig:
+    """A server, and the node that a test plays."""
+
+    def __init__(self, served: Served, node: NodeRegistered, folder: Path) -> None:
+        self.served, self.node = served, node
+        self.recordings = folder / "nodes" / "n" / "recordings"
+        self.recordings.mkdir(parents=True)
+
+    async def lease(self, task: str, samples: int) -> list[Work]:
+        """Submit a task and take all its sessions."""
+        await self.served.submit(id=task, samples=samples, instruction=HOSTILE)
+        orders = await self.served.lease(self.node, 0, 0.0)
+        done = orders.control.generation
+        work = await self.served.lease(self.node, samples, applied=done)
+        return sorted(work.work, key=lambda one: one.session.sample)
+
+    def keep(self, work: Work, recording: Path) -> None:
+        """Have a recording where the server's own node has that of this session."""
+        session = work.session
+        recording.rename(self.recordings / f"{session.id}.{session.epoch}.rec")
+
+    async def commit(self, work: Work, trajectory: Trajectory, **changes: object) -> None:
+        """Hand in a trajectory as that of this session."""
+        one = work.session
+        own = {"session": one.id, "task": one.task, "sample": one.sample, **changes}
+        data = zstandard.compress(pack(msgspec.structs.replace(trajectory, **own)))
+        path = f"/v1/sessions/{one.id}/result?epoch={one.epoch}"
+        told = await self.served.ask("POST", path, self.node.token, data=io.BytesIO(data))
+        assert told.json == {"outcome": "committed"}, told
+
+    async def log(self, work: Work, text: str) -> None:
+        """Append to the agent's log."""
+        path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
+        told = await self.served.ask("POST", path, self.node.token, data=text.encode())
+        assert told.status == 200, told
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A server with nothing in it, and a node."""
+    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as served:
+        yield Rig(served, await served.join(), tmp_path)
+
+
+@pytest.fixture
+async def tab(tmp_path: Path, rig: Rig) -> AsyncIterator[Tab]:
+    """A page with the token; in the end it has neither complained nor asked another host."""
+    async with chromium(tmp_path / "profile") as one:
+        await one.visit(f"{rig.served.url}/sessions#token={TOKENS.read}")
+        yield one
+        assert one.complaints == []
+        assert [url for url in one.requests if not url.startswith(rig.served.url + "/")] == []
+
+
+async def mend(rig: Rig) -> list[Work]:
+    """A group: one passes, with everything that there is to see; one half, one is out of time."""
+    work = await rig.lease("mend", 3)
+    recording = small(rig.recordings)
+    trajectory = rebuild(read(recording))
+    seconds = {"init": 1.2, "ready": 0.4, "run": 11.0, "build": 0.1, "eval": 2.5}
+    rig.keep(work[0], recording)
+    await rig.log(work[0], f"\x1b[32mworking\x1b[0m\n{HOSTILE}\n")
+    reward = Reward(1.0, {"tests": 1.0, "style": 0.5})
+    await rig.commit(work[0], trajectory, reward=reward, report=REPORT, seconds=seconds)
+    await rig.commit(work[1], trajectory, reward=Reward(0.5), report=REPORT, seconds=seconds)
+    failure = Failure(Boundary.AGENT, f"agent_s is over: {HOSTILE}", Cause.AGENT_TIMEOUT)
+    late = {"status": Status.TIMED_OUT, "reward": Reward(0.0), "failure": failure}
+    await rig.commit(work[2], trajectory, **late)
+    return work
+
+
+async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
+    """Visit a page, wait until an expression is true, and return what it says."""
+    await tab.visit(rig.served.url + path)
+    await tab.until(ready)
+    text: str = await tab.js("document.querySelector('main').innerText")
+    return text
+
+
+DRAWN = "performance.getEntriesByName('tokens drawn').length"
+
+
+async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: Rig) -> None:
+    """Outcome, parts, ledger, turns with their words, and each tab."""
+    work = await mend(rig)
+    name = work[0].session.id
+    text = await open_page(
+        tab, rig, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
+    )
+    for expected in ("completed", "reward 1", "+0.500 against the group's mean 0.500", "4 to 5"):
+        assert expected in text, text
+    assert "sampled =" in text
+    assert await tab.js("document.querySelectorAll('.turns button').length") == 6
+    await tab.key("]")
+    await tab.until("location.search.includes('turn=1')")
+    text = await tab.js("document.querySelector('.body').innerText")
+    assert HOSTILE.split(" \x1b")[0] in text
+    assert "\\u{1b}[31m" in text
+    await tab.key("t")
+    await tab.until("location.search.includes('colour=logprob')")
+    await tab.until("document.querySelector('.legend').innerText.includes('p ≥ 0.99')")
+    said = {
+        "patch": "+++ b/a.py",
+        "tests": "1 failed",
+        "log": "working",
+        "timings": "waiting for a slot",
+        "json": '"sampled"',
+    }
+    for i, (name, expected) in enumerate(said.items()):
+        await tab.click(f".tabs button:nth-child({i + 2})")
+        await tab.until(f"location.search.includes('tab={name}')")
+        found = f"document.querySelector('.body').innerText.includes({json.dumps(expected)})"
+        await tab.until(found)
+    await tab.js("document.querySelector('.box').focus()")
+    await tab.key("Home")
+    await tab.until("document.querySelector('.facts').innerText.includes('position 0')")
+
+
+async def test_turns_are_found_by_what_was_said(tab: Tab, rig: Rig) -> None:
+    """Only those with the text in a message or an answer are listed; the address has it."""
+    name = (await mend(rig))[0].session.id
+    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns input')")
+    await tab.key("/")
+    for letter in LAST_WORD:
+        await tab.key(letter)
+    await tab.until("document.querySelectorAll('.turns button').length === 1")
+    assert await tab.js("document.querySelector('.turns button').id") == "turn-5"
+    assert await tab.js("location.search") == f"?q={LAST_WORD}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_every_page_can_be_used_by_everybody(tab: Tab, rig: Rig, theme: str) -> None:
+    """No fault is found by axe, and nothing is wider than the window."""
+    await mend(rig)
+    await tab.js(f"localStorage.setItem('theme', '{theme}')")
+    axe = await asyncio.to_thread(AXE.read_text)
+    for path in (
+        "/sessions/mend-0?turn=1",
+        "/sessions/mend-2?colour=advantage",
+        *(f"/sessions/mend-0?tab={name}" for name in ("patch", "tests", "log", "timings", "json")),
+        "/groups/mend",
+        "/compare/mend-0/mend-1",
+        "/training",
+    ):
+        await open_page(tab, rig, path, "document.querySelector('table, canvas')")
+        await tab.js(f"{axe}; 0")
+        found = await tab.js(
+            "axe.run(document).then(found => found.violations.map("
+            "one => [one.id, one.nodes.map(node => node.html)]))"
+        )
+        assert found == [], (path, found)
+        assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), path
+
+
+async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> None:
+    """What the trajectory has is shown; what it has not is said."""
+    work = await mend(rig)
+    text = await open_page(tab, rig, f"/sessions/{work[2].session.id}", DRAWN)
+    assert "agent: agent timeout" in text
+    assert "Counts for the policy." in text
+    assert "ids are shown" in text
+    assert f"tugline view {work[2].session.id}" in text
+
+
+async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, rig: Rig) -> None:
+    """An end of script, an image with a handler: shown in every tab and page, obeyed in none."""
+    name = (await mend(rig))[0].session.id
+    for tab_name in ("conversation", "patch", "tests", "log"):
+        path = f"/sessions/{name}?turn=1&tab={tab_name}"
+        seen = "document.querySelector('.body').textContent.includes('<img src=x')"
+        await open_page(tab, rig, path, f"{DRAWN} && {seen}")
+        assert await tab.js("document.images.length") == 0
+        assert await tab.js("document.scripts.length") == 1
+    for path in ("/groups/mend", "/sessions/mend-2"):
+        await open_page(
+            tab, rig, path, "document.querySelector('main').textContent.includes('<img src=x')"
+        )
+        assert await tab.js("document.images.length") == 0
+
+
+async def test_a_running_session_is_followed(tab: Tab, rig: Rig) -> None:
+    """Its state, its calls so far, and then its result, without a reload."""
+    (work,) = await rig.lease("live", 1)
+    recording = small(rig.recordings)
+    trajectory = rebuild(read(recording))
+    name = work.session.id
+    await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns')")
+    assert await tab.js("document.querySelectorAll('.turns button').length") == 0
+    rig.keep(work, recording)
+    await tab.until("document.querySelectorAll('.turns button').length === 6")
+    await rig.commit(work, trajectory, reward=Reward(0.25))
+    await tab.until("document.querySelector('main').innerText.includes('reward 0.25')")
+
+
+async def test_a_group_shows_its_samples_side_by_side(tab: Tab, rig: Rig) -> None:
+    """Rewards on one axis, advantages, the pass rate with its interval; two can be compared."""
+    await mend(rig)
+    ready = "document.querySelectorAll('.maps canvas').length === 3"
+    text = await open_page(tab, rig, "/groups/mend", ready)
+    assert "1 of 3 pass" in text
+    assert "(6 to 79 %, Wilson 95 %)" in text
+    assert await tab.js("document.querySelectorAll('circle').length") == 3
+    cells = await tab.js(
+        "[...document.querySelectorAll('tbody tr')].map(r => r.cells[4].innerText)"
+    )
+    assert cells == ["+0.500", "0.000", "−0.500"]  # noqa: RUF001 - a minus sign
+    for name in ("mend-0", "mend-1"):
+        await tab.js(f"document.querySelector('[aria-label=\"Compare {name}\"]').click()")
+    await tab.until("location.search.includes('mend-1')")
+    await tab.js("document.querySelector('button.primary').click()")
+    await tab.until("location.pathname === '/compare/mend-0/mend-1'")
+
+
+def answer(script: Script, ids: list[int], text: str) -> list[int]:
+    """Ask once, and return all ids after it."""
+    return whole(script.call(ids, text, messages=(Message(Role.USER, "Go on."),)))
+
+
+async def test_the_first_divergence_is_found(tab: Tab, rig: Rig) -> None:
+    """Two sessions with the same first answer; the second one differs from its third token on."""
+    work = await rig.lease("pair", 2)
+    prompt, shared = encode("You mend code."), "I read the file."
+    seconds = ("now the agent writes with care", "now the tests fail because the agent reads")
+    traces = []
+    for one, second in zip(work, seconds, strict=True):
+        script = Script(rig.recordings, name=one.session.id)
+        ids = answer(script, prompt, shared)
+        traces.append(answer(script, ids, second))
+        recording = script.end(Ledger())
+        await rig.commit(one, rebuild(read(recording)), ledger=rebuild(read(recording)).ledger)
+        rig.keep(one, recording)
+    expected = next(k for k, (a, b) in enumerate(zip(*traces, strict=False)) if a != b)
+    path = f"/compare/{work[0].session.id}/{work[1].session.id}"
+    text = await open_page(tab, rig, path, "document.querySelector('#divergence')")
+    assert await tab.js("document.querySelector('#divergence').innerText") == f"{expected:,}"
+    assert "the same" in text
+    assert "differ" in text
+    marks = await tab.js(
+        "[...document.querySelectorAll('.turns mark')].map(m => m.textContent).join('|')"
+    )
+    assert "writes" in marks
+    assert "because" in marks
+    assert "now" not in marks
+
+
+_POINT = """(() => {{
+  const chart = document.querySelector("figure svg"), box = chart.getBoundingClientRect();
+  const at = {{clientX: box.x + 44 + (box.width - 52) * {share}, clientY: box.y + 50}};
+  chart.dispatchEvent(new MouseEvent("mousemove", {{bubbles: true, ...at}}));
+}})()"""
+"""Points at a place of the first chart, a share of its width from the left."""
+
+
+_SERVES = """fetch("/v1/weights", {{headers: {{authorization: "Bearer {token}"}}}})
+  .then((response) => response.json()).then((weights) => weights.version === {version})"""
+
+
+async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: Path) -> None:
+    """Pass rates with Wilson's intervals by version, groups below, and a run's own figures."""
+    trajectory = rebuild(read(small(tmp_path)))
+    for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
+        # Answered once the node has put it in place, which it says when it asks for work.
+        announcing = asyncio.create_task(rig.served.control.weights.announce(version))
+        await tab.until(_SERVES.format(version=version, token=TOKENS.read))
+        for one, reward in zip(await rig.lease(f"step{version}", 3), rewards, strict=True):
+            await rig.commit(one, trajectory, reward=Reward(reward))
+        await announcing
+    text = await open_page(
+        tab, rig, "/training", "document.querySelectorAll('figure').length === 4"
+    )
+    assert "6 results" in text
+    for version, rate in {0: "33 % (6 % to 79 %)", 1: "67 % (21 % to 94 %)"}.items():
+        await tab.js(_POINT.format(share=0.25 + 0.5 * version))
+        await tab.until(f"document.querySelector('figcaption').innerText.includes('{rate}')")
+    await tab.visit(f"{rig.served.url}/training?from=1&to=1")
+    await tab.until("document.querySelectorAll('tbody tr').length === 1")
+    lines = [
+        {"step": step, "rollout/reward": step / 10, "rollout/entropy": 1.0 - step / 20,
+         "update/ledger/trained": 90.0, "update/ledger/masked/side_call": 10.0}
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    lines.append({"step": 3, "note": "alarm entropy", "text": HOSTILE})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    await tab.choose_file("input[type=file]", metrics)
+    await tab.until("document.querySelectorAll('figure').length === 7")
+    assert "alarm entropy" in await tab.js("document.querySelector('main').innerText")
+
+
+async def test_a_long_session_is_drawn_at_once(
+    tab: Tab, rig: Rig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """250,000 tokens: few elements, and the last token is reached."""
+    (work,) = await rig.lease("long", 1)
+    random = np.random.default_rng(7)
+    spans = tuple(Span(i, 1000 * i + 400, 1000 * i + 1000, i // 50) for i in range(LONG // 1000))
+    mask = np.zeros(LONG, np.bool_)
+    for span in spans:
+        mask[span.start : span.end] = True
+    logprobs = np.where(mask, -random.exponential(0.3, LONG), 0).astype(np.float32)
+    ids = random.integers(0, 150_000, LONG, np.int32)
+    trace = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=spans)
+    sampled = int(mask.sum())
+    await rig.commit(
+        work,
+        Trajectory(
+            session="", task="", sample=0, status=Status.COMPLETED, traces=(trace,),
+            ledger=Ledger(sampled=sampled, trained=sampled), reward=Reward(1.0),
+        ),
+    )  # fmt: skip
+    await open_page(tab, rig, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
+    drawn = "performance.getEntriesByName('tokens drawn')[0].startTime"
+    loaded = "performance.getEntriesByType('resource')"
+    came = f"{loaded}.find(one => one.name.endsWith('/trajectory')).responseEnd"
+    after, total = await tab.js(f"{drawn} - {came}"), await tab.js(drawn)
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{LONG:,} tokens are drawn {after:.0f} ms after they came (budget 400 ms), "
+            f"{total:.0f} ms after the page was asked for\n"
+        )
+    assert await tab.js("document.getElementsByTagName('*').length") < 4000
+    await tab.js("document.querySelector('.box').focus()")
+    await tab.key("End")
+    await tab.until(f"document.querySelector('.facts').innerText.includes('position {LONG - 1:,}')")

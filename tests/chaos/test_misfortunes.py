@@ -1,0 +1,203 @@
+"""One unlucky part at a time: nobody else's session fails, and no attempt is spent by a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.audit import HUNG_S
+from chaos.fleet import HERE, Fleet, until
+from chaos.storm import body
+from chaos.wire import Api, Refused
+from tugline.recording import file as recordings
+
+DONE = 90.0
+TURNS = 3
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+Open = Callable[..., Fleet]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Open]:
+    """Starts a fleet of one node."""
+    with contextlib.ExitStack() as stack:
+
+        def launched(nodes: int = 1, **settings: Any) -> Fleet:
+            fleet = Fleet(tmp_path / "run", slots=4, **settings)
+            stack.enter_context(contextlib.closing(fleet))
+            fleet.launch(nodes=nodes)
+            return fleet
+
+        yield launched
+
+
+def ask(fleet: Fleet, name: str, *, pause_s: float = 0.5, **changes: Any) -> None:
+    """Four agents of three turns each."""
+    task = body(name, random.Random(1), fleet.callback)
+    plan = json.dumps({"turns": TURNS, "pause_s": pause_s})
+    task |= {"instruction": plan, "group": {"attempts": 2}, "callback": None, **changes}
+    fleet.api().post("/v1/tasks", task)
+
+
+def results(api: Api) -> dict[str, Any]:
+    """All results by session."""
+    return {one["session"]: one for one in api.get("/v1/results?limit=1000")["items"]}
+
+
+def wait_until_all_is_well(fleet: Fleet, count: int) -> dict[str, Any]:
+    """All sessions completed, were rewarded and trained, and the machine spent no attempt."""
+    api = fleet.api()
+    until(lambda: len(results(api)) == count, f"{count} results", DONE)
+    found = results(api)
+    assert {(one["status"], one["attempt"], one["reward"]) for one in found.values()} == {
+        ("completed", 0, 1.0)
+    }, found
+    assert all(one["trained"] == one["sampled"] > 0 for one in found.values())
+    return found
+
+
+def kinds(fleet: Fleet) -> list[str]:
+    """What has happened, in order."""
+    return [one["kind"] for one in fleet.api().get("/v1/events?limit=1000")]
+
+
+def test_an_engine_that_hangs_costs_its_agents_nothing(launch: Open) -> None:
+    """SIGSTOP for longer than their time: their clock stands still, and they finish."""
+    fleet = launch(engine={"silent_s": 1.0})
+    ask(fleet, "hung", limits={"agent_s": 20.0})
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    engine = fleet.programs["engine"]
+    engine.freeze(3600)
+    thaw = time.time() + 22.0
+    until(lambda: "replica ejected" in (fleet.folder / "node0.log").read_text(), "an ejection")
+    until(lambda: time.time() > thaw, "more than the agents' time to pass")
+    engine.thaw()
+    wait_until_all_is_well(fleet, 4)
+
+
+def test_a_broken_node_takes_no_work_from_a_healthy_one(launch: Open) -> None:
+    """Nothing can be opened on one of two nodes: it is in quarantine, all is done by the other."""
+    fleet = launch(nodes=2)
+    api = fleet.api()
+    until(lambda: api.get("/v1/status")["nodes"] == 2, "both nodes to join")
+    sessions = fleet.folder / "node1" / "nodes" / "node1" / "sessions"
+    sessions.rmdir()
+    sessions.write_text("no folder")
+    for number in range(6):
+        ask(fleet, f"t{number}", pause_s=0.1)
+    wait_until_all_is_well(fleet, 24)
+    faults = {one["name"]: one["fault"] for one in api.get("/v1/nodes")}
+    assert faults["node0"] == ""
+    assert faults["node1"]
+
+
+def test_a_twin_is_refused_and_harms_nobody(launch: Open) -> None:
+    """A second node of the same name ends with an error; the first one's sessions go on."""
+    fleet = launch()
+    ask(fleet, "first", pause_s=1.0)
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    twin = fleet.add_node("twin")
+    twin.argv = tuple("node0" if one == "twin" and twin.argv[n - 1] == "--name" else one
+                      for n, one in enumerate(twin.argv))  # fmt: skip
+    twin.start()
+    until(lambda: not twin.alive, "the twin to end")
+    assert "is at work" in (fleet.folder / "twin.log").read_text()
+    wait_until_all_is_well(fleet, 4)
+    assert kinds(fleet).count("node.joined") == 1
+    assert "session.requeued" not in kinds(fleet)
+
+
+@pytest.mark.parametrize("first", ["server", "node0"])
+def test_a_full_journal_outlives_restarts_in_any_order(launch: Open, first: str) -> None:
+    """Results that had nowhere to go are committed, not run again."""
+    fleet = launch(lease_s=30.0)
+    ask(fleet, "kept")
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    server, (node,) = fleet.programs["server"], fleet.nodes
+    server.kill(3600)
+    journal = fleet.folder / "node0" / "nodes" / "node0" / "journal"
+    until(lambda: len(list(journal.glob("*.result"))) == 4, "four results in the journal", DONE)
+    node.kill(3600)
+    if first == "server":
+        fleet.start_server(time.time())
+        until(lambda: bool(fleet.outages[-1].ready), "the server to answer")
+        node.start()
+    else:
+        node.start()
+        until(lambda: "does not answer" in (fleet.folder / "node0.log").read_text(), "an offer")
+        fleet.start_server(time.time())
+    wait_until_all_is_well(fleet, 4)
+    assert kinds(fleet).count("session.leased") == 4
+
+
+def test_a_clock_set_back_keeps_no_dead_node(launch: Open) -> None:
+    """An hour: the sessions of a node that died are another's after a lease all the same."""
+    fleet = launch(cli=(sys.executable, str(HERE / "set_clock.py")))
+    server, (node,) = fleet.programs["server"], fleet.nodes
+    ask(fleet, "moved", pause_s=1.0)
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    assert server.process is not None
+    server.process.send_signal(signal.SIGUSR1)
+    node.kill(3600)
+    killed = time.time()
+    fleet.add_node("node1").start()
+    wait_until_all_is_well(fleet, 4)
+    (lost,) = (one for one in fleet.api().get("/v1/events?limit=1000")
+               if one["kind"] == "node.lost")  # fmt: skip
+    assert 0 <= lost["created"] - killed <= fleet.lease_s + HUNG_S
+
+
+def test_a_restored_store_mixes_no_two_runs(launch: Open) -> None:
+    """Under a running node: all is run again, each in a recording with one run's calls."""
+    fleet = launch()
+    ask(fleet, "again", pause_s=0.1)
+    until(lambda: "session.leased" in kinds(fleet), "a lease")
+    live, backup = fleet.folder / "server" / "server.db", fleet.folder / "backup.db"
+    with contextlib.closing(sqlite3.connect(live)) as old, contextlib.closing(
+        sqlite3.connect(backup)
+    ) as new:  # fmt: skip
+        old.backup(new)
+    wait_until_all_is_well(fleet, 4)
+    position = fleet.api().get("/v1/status")["position"]
+    fleet.programs["server"].kill(3600)
+    for suffix in ("-wal", "-shm"):
+        Path(f"{live}{suffix}").unlink(missing_ok=True)
+    backup.replace(live)
+    fleet.start_server(time.time())
+    wait_until_all_is_well(fleet, 4)
+    late = fleet.api().get(f"/v1/results?after={position}")["items"]
+    assert len(late) == 4, "who waits at an old position sees what is new"
+    folder = fleet.folder / "node0" / "nodes" / "node0" / "recordings"
+    calls = {path.name: len(recordings.read(path).calls) for path in folder.glob("*.rec")}
+    assert len(calls) >= 4
+    assert max(calls.values()) == TURNS, calls
+
+
+def test_bit_rot_is_told_and_stops_nobody(launch: Open) -> None:
+    """One bit in one result: that one is an error, all others are read."""
+    fleet = launch()
+    ask(fleet, "rot", pause_s=0.0)
+    found = wait_until_all_is_well(fleet, 4)
+    victim = min(found)
+    (blob,) = (fleet.folder / "server" / "blobs").glob(f"*/{victim}.*")
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    for session in found:
+        path = f"/v1/sessions/{session}/trajectory"
+        if session != victim:
+            assert fleet.api().bytes("GET", path)
+            continue
+        with pytest.raises(Refused, match="is damaged") as caught:
+            fleet.api().bytes("GET", path)
+        assert caught.value.status == 404

@@ -1,0 +1,161 @@
+"""A SLURM of three nodes on this machine, with a munge of its own, for tests alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = ("n1", "n2", "n3")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
+CONFIG = """\
+ClusterName=tugline
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MpiDefault=none
+KillWait=5
+{nodes}
+PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why there can be none here; empty if there can."""
+    if os.geteuid() != 0:
+        return "only root can start the daemons of SLURM"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"{', '.join(missing)} not found" if missing else ""
+
+
+@dataclass
+class Slurm:
+    """The running cluster."""
+
+    folder: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment in which its commands work."""
+        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def run(self, *argv: object, **env: str) -> str:
+        """What a command prints. Raises for one that fails."""
+        done = subprocess.run(
+            [str(word) for word in argv],
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def submit(self, script: Path, *options: str, **env: str) -> str:
+        """The number of a new job."""
+        return self.run("sbatch", "--parsable", *options, script, **env).partition(";")[0]
+
+    def field(self, job: str, name: str) -> str:
+        """What ``scontrol show job`` says under `name`."""
+        words = self.run("scontrol", "show", "job", job).split()
+        return dict(word.partition("=")[::2] for word in words)[name]
+
+
+def wait(done: Callable[[], object], what: str, within_s: float = 60.0) -> None:
+    """Wait for it, or raise `TimeoutError` that says for what."""
+    until = time.monotonic() + within_s
+    while not done():
+        if time.monotonic() > until:
+            msg = f"waited {within_s} s for {what}"
+            raise TimeoutError(msg)
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def slurm(folder: Path) -> Iterator[Slurm]:
+    """Start its daemons in `folder`; end them, and the jobs before them."""
+    host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    nodes = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
+        for name, port in zip(NODES, ports[1:], strict=True)
+    ]
+    words = {"host": host, "ports": ports, "folder": folder, "nodes": "\n".join(nodes)}
+    folder.chmod(0o755)
+    for name in ("state", *(f"spool.{name}" for name in NODES)):
+        (folder / name).mkdir()
+    (folder / "slurm.conf").write_text(CONFIG.format(**words))
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o400)
+    cluster = Slurm(folder)
+    files = {"key-file": key, "socket": "munge.socket", "pid-file": "munge.pid"}
+    files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
+    munge = [f"--{name}={folder / file}" for name, file in files.items()]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_daemon(cluster, "munged", "--force", "--foreground", *munge))
+        wait((folder / "munge.socket").exists, "munge")
+        stack.enter_context(_daemon(cluster, "slurmctld", "-D"))
+        for name in NODES:
+            stack.enter_context(_daemon(cluster, "slurmd", "-D", "-N", name))
+        wait(lambda: _idle(cluster) == len(NODES), "the nodes of SLURM")
+        try:
+            yield cluster
+        finally:
+            cluster.run("scancel", "--user=root", "--full", "--signal=KILL")
+            cluster.run("scancel", "--user=root")
+            wait(lambda: not cluster.run("squeue", "--noheader"), "the jobs to end")
+
+
+def _idle(cluster: Slurm) -> int:
+    argv = ["sinfo", "--noheader", "--Node", "--format=%t"]
+    done = subprocess.run(
+        argv, env=cluster.env, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout.split().count("idle")
+
+
+@contextlib.contextmanager
+def _daemon(cluster: Slurm, *argv: str) -> Iterator[None]:
+    with (cluster.folder / f"{argv[0]}.{argv[-1].strip('-/')[-8:]}.out").open("ab") as out:
+        process = subprocess.Popen(
+            argv, env=cluster.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(15)
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

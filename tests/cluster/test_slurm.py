@@ -1,0 +1,187 @@
+"""``deploy/slurm`` on a real SLURM of three nodes: a cancelled node, and a job at its walltime."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.slurm import Slurm, slurm, wait, why_not
+from tiny import tokenizer
+from training_run import write_config
+from tugline.trainers.sinks import METRICS, read_lines
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = TESTS.parent / "deploy" / "slurm" / "tugline.sbatch"
+TUGLINE = Path(sys.executable).with_name("tugline")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is SLURM"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Three nodes."""
+    with slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+class Run:
+    """Tasks for the scripted engine in `folder`, and what became of them."""
+
+    def __init__(self, folder: Path, tasks: int, turns: int) -> None:
+        self.folder = folder
+        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
+        plan = json.dumps({"turns": turns, "pause_s": 0.5})
+        agent = {"command": ["python3", "agent.py"]}
+        (folder / "tasks.json").write_text(json.dumps([
+            {
+                "id": f"task-{number}",
+                "instruction": plan,
+                "harness": {"name": "shell", "options": agent},
+                "evaluator": {"name": "session_completed"},
+                "runtime": {"name": "bubblewrap"},
+                "files": {"agent.py": (TESTS / "chaos" / "agent.py").read_text()},
+                "samples": 4,
+                "group": {"attempts": 10},
+            }
+            for number in range(tasks)
+        ]))  # fmt: skip
+        (folder / "settings.yaml").write_text(json.dumps({
+            "server": {"lease_s": 5.0},
+            "node": {"metrics_port": 0},  # as with `deploy/kubernetes`, beside agents
+            "gateway": {"host": "0.0.0.0"},  # noqa: S104
+            "engine": {"tokenizer": str(folder / "tokenizer.json"), "renderer": "qwen3"},
+        }))  # fmt: skip
+        engine = f"{sys.executable} {TESTS / 'chaos' / 'engine.py'} $PORT tokenizer.json"
+        self.env = {
+            "RUN": "run",
+            "TASKS": "tasks.json",
+            "SETTINGS": "settings.yaml",
+            "ENGINES": "1",
+            "ENGINE": engine,
+            "ENGINE_PORT": str(free_port()),
+            "HOST": "127.0.0.1",
+            "SLOTS": "4",
+            "STOP_S": "5",
+            "TUGLINE": str(TUGLINE),
+            "PYTHONPATH": str(TESTS),
+        }
+
+    def start(self, cluster: Slurm, *options: str, **env: str) -> str:
+        """A job of this run."""
+        where = (f"--chdir={self.folder}", f"--output={self.folder}/%j.log")
+        return cluster.submit(SCRIPT, *where, *options, **{**self.env, **env})
+
+    def count(self, query: str, *values: str) -> int:
+        """A number out of the server's store, whether it runs or not; 0 without one."""
+        path = self.folder / "run" / "server" / "server.db"
+        if not path.exists():
+            return 0
+        try:
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as store:
+                return int(store.execute(query, values).fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
+
+    def committed(self) -> int:
+        """Sessions with a result."""
+        return self.count("SELECT count(*) FROM results")
+
+    def held_by(self, node: str) -> int:
+        """Sessions that a node holds."""
+        return self.count("SELECT count(*) FROM sessions WHERE node LIKE ?", f"{node}.%")
+
+    def log(self, job: str) -> str:
+        """What a job said."""
+        path = self.folder / f"{job}.log"
+        return path.read_text() if path.exists() else ""
+
+    def check(self) -> None:
+        """Every task is released, and each session has one result, which is usable."""
+        store = sqlite3.connect(self.folder / "run" / "server" / "server.db")
+        rows = store.execute("SELECT id, status FROM sessions").fetchall()
+        results = store.execute("SELECT session FROM results").fetchall()
+        open_ = store.execute("SELECT id FROM tasks WHERE released IS NULL").fetchall()
+        said = store.execute("SELECT session FROM events WHERE kind = 'session.result'").fetchall()
+        store.close()
+        assert open_ == []
+        assert {status for _, status in rows} == {"completed"}
+        for found in (results, said):
+            times = Counter(session for (session,) in found)
+            assert times == Counter(name for name, _ in rows)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def over(cluster: Slurm, job: str) -> bool:
+    """Whether a job has ended for good."""
+    return cluster.field(job, "JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+
+
+def test_a_cancelled_node_costs_no_session(cluster: Slurm, tmp_path: Path) -> None:
+    """One of three nodes is cancelled at work: every task ends, each session is committed once."""
+    run = Run(tmp_path, tasks=12, turns=4)
+    job = run.start(cluster, "--nodelist=n1")
+    wait((tmp_path / "run" / "up" / "address").exists, "the server")
+    extra = [run.start(cluster, f"--nodelist={name}", ROLE="nodes") for name in ("n2", "n3")]
+    wait(lambda: run.held_by("n2") and run.held_by("n3"), "work on all nodes")
+    cluster.run("scancel", extra[0])
+    wait(lambda: over(cluster, job), "the run to end", 120)
+    assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
+    run.check()
+    wait(lambda: over(cluster, extra[1]), "the other nodes to end")
+    assert cluster.field(extra[1], "JobState") == "COMPLETED", run.log(extra[1])
+
+
+def test_a_run_outlives_its_walltime(cluster: Slurm, tmp_path: Path) -> None:
+    """A job is told that its time ends: it stops, is queued again, and finishes what it began."""
+    run = Run(tmp_path, tasks=10, turns=8)
+    job = run.start(cluster, "--nodes=3", "--time=1", "--signal=B:USR1@45")
+    wait(lambda: run.log(job).count("queued again") == 1, "the walltime", 90)
+    before = run.committed()
+    assert before < 40, f"{before} of 40 sessions were committed when its time ended"
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    wait(lambda: over(cluster, job), "the run to end", 150)
+    assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
+    assert int(cluster.field(job, "Restarts")) >= 1
+    run.check()
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_path: Path) -> None:
+    """Its job gets the signal of a walltime; trainer, server, nodes and engine resume."""
+    run = Run(tmp_path, tasks=1, turns=1)
+    engine = {"renderer": "qwen3", "tokenizer": "model"}
+    plan = {"steps": 6, "tasks_per_step": 2, "samples": 2}
+    write_config(tmp_path, engine=engine, schedule=plan, heldout=None)
+    settings = {"engine": {"renderer": "qwen3", "tokenizer": str(tmp_path / "model")}}
+    (tmp_path / "settings.yaml").write_text(json.dumps(settings))
+    command = f"{sys.executable} {TESTS / 'chaos' / 'trained_engine.py'} model $PORT"
+    run.env |= {"CONFIG": "config.json", "TASKS": "", "ENGINE": command, "OMP_NUM_THREADS": "1"}
+    job = run.start(cluster, "--nodes=2")
+    metrics = tmp_path / "run" / "train" / METRICS
+
+    def steps() -> list[int]:
+        return [row["step"] for row in read_lines(metrics)] if metrics.exists() else []
+
+    wait(lambda: max(steps(), default=0) >= 2, "the second step", 100)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    wait(lambda: over(cluster, job), "the run to end", 150)
+    assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
+    assert int(cluster.field(job, "Restarts")) == 1
+    assert max(steps()) == 6
+    assert run.count("SELECT count(*) FROM sessions") == run.committed() == 24

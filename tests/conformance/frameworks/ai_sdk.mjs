@@ -1,0 +1,45 @@
+// Vercel's AI SDK: a loop of its own over each of the four APIs.
+import { createRequire } from "node:module";
+import { pathToFileURL } from "node:url";
+
+const [folder, url, key, api, how] = process.argv.slice(2);
+const find = createRequire(`${folder}/`);
+const load = (name) => import(pathToFileURL(find.resolve(name)));
+const { generateText, stepCountIs, streamText, tool } = await load("ai");
+const { z } = await load("zod");
+
+async function makeModel() {
+  if (api === "anthropic") {
+    const { createAnthropic } = await load("@ai-sdk/anthropic");
+    return createAnthropic({ baseURL: `${url}/v1`, apiKey: key })("m");
+  }
+  if (api === "google") {
+    const { createGoogleGenerativeAI } = await load("@ai-sdk/google");
+    return createGoogleGenerativeAI({ baseURL: `${url}/v1beta`, apiKey: key })("m");
+  }
+  const { createOpenAI } = await load("@ai-sdk/openai");
+  const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: key });
+  return api === "openai_chat" ? openai.chat("m") : openai("m");
+}
+
+const read = [];
+const options = {
+  model: await makeModel(),
+  system: "You read.",
+  prompt: "Mend it.",
+  stopWhen: stepCountIs(5),
+  tools: {
+    read: tool({
+      description: "Read a file.",
+      inputSchema: z.object({ path: z.string() }),
+      execute: async ({ path }) => {
+        read.push(path);
+        return `${path} is there`;
+      },
+    }),
+  },
+};
+const result = how === "whole" ? await generateText(options) : streamText(options);
+if (how === "streamed") await result.consumeStream({ onError: (error) => { throw error; } });
+const last = (await result.steps).at(-1);
+console.log(JSON.stringify({ text: last.text, read }));

@@ -1,0 +1,33 @@
+"""google-genai: a chat that calls Python functions by itself."""
+
+import asyncio
+import json
+import sys
+
+from google import genai
+from google.genai import types
+
+URL, KEY, API, HOW = sys.argv[1:]
+read_paths: list[str] = []
+
+
+def read(path: str) -> str:
+    """Read a file."""
+    read_paths.append(path)
+    return f"{path} is there"
+
+
+async def main() -> str:
+    """What it says in the end."""
+    client = genai.Client(api_key=KEY, http_options=types.HttpOptions(base_url=URL))
+    config = types.GenerateContentConfig(system_instruction="You read.", tools=[read])
+    chat = client.aio.chats.create(model="m", config=config)
+    if HOW == "whole":
+        return (await chat.send_message("Mend it.")).text or ""
+    text = ""
+    async for chunk in await chat.send_message_stream("Mend it."):
+        text = "" if chunk.function_calls else text + (chunk.text or "")
+    return text
+
+
+print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))

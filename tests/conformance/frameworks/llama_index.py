@@ -1,0 +1,30 @@
+"""LlamaIndex: its agent for models that call functions, over Chat Completions or Responses."""
+
+import asyncio
+import json
+import sys
+
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.llms.openai import OpenAI, OpenAIResponses
+
+URL, KEY, API, HOW = sys.argv[1:]
+read_paths: list[str] = []
+
+
+async def read(path: str) -> str:
+    """Read a file."""
+    read_paths.append(path)
+    return f"{path} is there"
+
+
+async def main() -> str:
+    """What it says in the end."""
+    make = OpenAIResponses if API == "openai_responses" else OpenAI
+    llm = make(model="gpt-4.1", api_base=f"{URL}/v1", api_key=KEY)
+    agent = FunctionAgent(
+        tools=[read], llm=llm, system_prompt="You read.", streaming=HOW == "streamed"
+    )
+    return str(await agent.run("Mend it."))
+
+
+print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))

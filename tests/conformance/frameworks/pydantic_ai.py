@@ -1,0 +1,54 @@
+"""pydantic-ai: an agent with a tool, over each of the four APIs."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterable
+
+from pydantic_ai import Agent
+from pydantic_ai.models import Model
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.google import GoogleModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.google import GoogleProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+
+URL, KEY, API, HOW = sys.argv[1:]
+read_paths: list[str] = []
+
+
+def make_model() -> Model:
+    """The model of this API."""
+    if API == "anthropic":
+        return AnthropicModel("m", provider=AnthropicProvider(api_key=KEY, base_url=URL))
+    if API == "google":
+        return GoogleModel("m", provider=GoogleProvider(api_key=KEY, base_url=URL))
+    make = OpenAIResponsesModel if API == "openai_responses" else OpenAIChatModel
+    return make("m", provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY))
+
+
+agent = Agent(make_model(), system_prompt="You read.")
+
+
+@agent.tool_plain
+def read(path: str) -> str:
+    """Read a file."""
+    read_paths.append(path)
+    return f"{path} is there"
+
+
+async def listen(_: object, events: AsyncIterable[object]) -> None:
+    """Have answers streamed."""
+    async for _event in events:
+        pass
+
+
+async def main() -> str:
+    """What it says in the end."""
+    if HOW == "whole":
+        return (await agent.run("Mend it.")).output
+    return (await agent.run("Mend it.", event_stream_handler=listen)).output
+
+
+print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))

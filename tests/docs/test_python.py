@@ -1,0 +1,73 @@
+"""The Python that the pages show is run, page by page, in a folder of its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = {
+    "docs/callbacks.md": {0: "a part of a web application, which has the request"},
+    "docs/client.md": {1: "a part of a coroutine", 2: "needs a server", 3: "needs an engine"},
+    "docs/export.md": {0: "needs an export", 1: "needs an export", 2: "needs verl"},
+    "docs/replay.md": {0: "needs an engine"},
+    "docs/start/train-your-agent.md": {0: "an agent: test_tutorial.py runs it"},
+    "docs/trainers.md": {0: "needs a server"},
+    "docs/training.md": {0: "needs a model and sessions"},
+    "docs/trajectories.md": {0: "needs sessions"},
+    "docs/verify.md": {0: "needs a folder of trajectories"},
+    "examples/tinker/README.md": {0: "needs Tinker's service"},
+    "examples/trl/README.md": {0: "needs TRL and a server"},
+}
+"""By page: the blocks whose imports alone are tried, with the reason."""
+FOREIGN = {"verl", "tinker", "tugline_tinker"}
+"""Modules of such blocks that no extra installs."""
+FILES = {"docs/configuration.md": {"mine.yaml": "steps: 40\n"}}
+"""What the blocks of a page find in their folder."""
+
+
+def list_blocks(page: str) -> list[str]:
+    """Python blocks of a page, in order."""
+    return _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+PAGES = sorted(
+    name
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    if list_blocks(name := path.relative_to(ROOT).as_posix())
+)
+
+
+def keep_imports(code: str) -> ast.Module:
+    """The imports of a block that cannot be run; ``await`` may stand outside of its functions."""
+    tree = compile(code, "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    assert isinstance(tree, ast.Module)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node: getattr(node, "module", None) or node.names[0].name for node in imports}
+    return ast.Module([node for node in imports if names[node] not in FOREIGN], [])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_the_pages_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a page build on each other; of those in `NOT_RUN` the imports are tried."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.get(page, {}).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    scope: dict[str, Any] = {"__name__": "page"}
+    for number, code in enumerate(list_blocks(page)):
+        shown = keep_imports(code) if number in NOT_RUN.get(page, {}) else code
+        exec(compile(shown, f"{page}, block {number}", "exec"), scope)  # noqa: S102
+
+
+def test_what_is_not_run_exists() -> None:
+    """No reason outlives its block, and blocks are run at all."""
+    counts = {page: len(list_blocks(page)) for page in PAGES}
+    assert [(page, n) for page, why in NOT_RUN.items() for n in why if n >= counts[page]] == []
+    assert sum(counts.values()) - sum(map(len, NOT_RUN.values())) >= 8

@@ -1,0 +1,41 @@
+"""The documentation site; test_house.py sees to it that every page has its place there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tugline.cli.app import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+NAVIGATION = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Without a warning, with its references, and with nothing to load from another host."""
+    site = tmp_path / "site"
+    command = [sys.executable, str(ROOT / "tools/docs/build_site.py"), str(site)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in NAVIGATION:
+        folder = re.sub(r"(README|index)\.md$|\.md$", "", name)
+        assert (site / folder / "index.html").is_file(), name
+    cli = (site / "docs/reference/cli/index.html").read_text("utf-8")
+    assert [name for name in COMMANDS if f'id="tugline-{name}"' not in cli] == []
+    assert "schedule.staleness" in (site / "docs/reference/keys/index.html").read_text("utf-8")
+    python = (site / "docs/reference/python/index.html").read_text("utf-8")
+    assert "max_sampled_tokens" in python
+    assert "max_unacknowledged" in python
+    loaded = re.compile(r"""<(?:script|img|iframe|link(?! rel="canonical"))[^>]+="https?://[^"]+""")
+    pages = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
+    assert {
+        path.name: loaded.findall(text) for path, text in pages.items() if loaded.search(text)
+    } == {}
+    styles = [path.read_text("utf-8") for path in site.rglob("*.css")]
+    assert not any(re.search(r"url\(['\"]?https?:|@import", text) for text in styles)

@@ -1,0 +1,66 @@
+"""Graded groups of a real server, from a node that a test plays."""
+
+from __future__ import annotations
+
+import numpy as np
+import zstandard
+
+from house import House, task
+from served import TOKENS
+from tugline.client.nodes import NodeClient
+from tugline.protocol import LeaseRequest, NodeRegistration
+from tugline.types import (
+    Boundary,
+    Distribution,
+    Failure,
+    Group,
+    Ledger,
+    Reward,
+    Span,
+    Status,
+    Trace,
+    Trajectory,
+    encode,
+)
+
+
+def trajectory(
+    session: str, of: str, sample: int, reward: float | None, traces: int = 1
+) -> Trajectory:
+    """Two answers around a tool result; the second one was sampled greedily, under version 4."""
+    greedy = Distribution(temperature=0.0)
+    spans = (Span(0, 2, 4, 3), Span(1, 5, 6, 4, distribution=greedy))
+    mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
+    trace = Trace(
+        ids=np.arange(10, 16, dtype=np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        spans=spans,
+    )
+    return Trajectory(
+        session=session,
+        task=of,
+        sample=sample,
+        status=Status.FAILED if reward is None else Status.COMPLETED,
+        traces=(trace,) * traces,
+        ledger=Ledger(sampled=3 * traces, trained=3 * traces),
+        reward=None if reward is None else Reward(reward, {"tests": reward}),
+        failure=Failure(Boundary.INFRASTRUCTURE, "gone") if reward is None else None,
+    )
+
+
+ONCE = Group(attempts=1, retry_s=0)
+"""Nothing is tried again."""
+
+
+async def finish(house: House, traces: int = 1, **tasks: list[float | None]) -> None:
+    """Submit these tasks, and play a node that earns these rewards, task by task."""
+    async with house.client() as client, NodeClient(house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="played", slots=99, capacity=99))
+        for name, rewards in tasks.items():
+            await client.submit(task(name, samples=len(rewards), group=ONCE))
+            ask = LeaseRequest(capacity=99, applied=welcome.control.generation, wait_s=5.0)
+            for one in (await node.lease(welcome.node, ask)).work:
+                of = one.session
+                done = trajectory(of.id, name, of.sample, rewards[of.sample], traces)
+                await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))

@@ -1,0 +1,82 @@
+"""``tugline server check``: what is damaged or lost is found, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import run_command
+from recording.verify.recorded import work
+from served import serve, spoil
+
+
+def check(folder: Path, *options: object) -> tuple[int, Any]:
+    """Exit code and report of a check of the server in `folder`."""
+    done = run_command("server", "check", "--dir", folder, "--json", *options)
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path) -> None:
+    """On both stores, while the server runs and after it was stopped."""
+    store = ("--store", store_url)
+    async with serve(store_url, tmp_path) as server:
+        await server.finish(samples=4)
+        await server.submit(id="u")
+        await server.ask("POST", "/v1/tasks/u/cancel")
+        sound = await asyncio.to_thread(check, tmp_path, *store)
+        assert sound == (0, {"results": 4, "recordings": 0, "damaged": {}})
+        name = spoil(tmp_path, "t-1", "t-3")
+        code, running = await asyncio.to_thread(check, tmp_path, *store)
+        assert (code, running["results"]) == (1, 4)
+        assert list(running["damaged"]) == ["t-1", "t-3"]
+        assert f"blob {name!r} has not the SHA-256" in running["damaged"]["t-1"]
+        assert "no blob 't-3." in running["damaged"]["t-3"]
+    assert check(tmp_path, *store) == (1, running)
+    shown = run_command("server", "check", "--dir", tmp_path, *store)
+    assert shown.returncode == 1
+    lines = shown.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["t-1", "t-3"]
+    assert lines[-1] == "4 results and 0 recordings were read, 2 are damaged or lost"
+
+
+def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
+    """As is one that is not there, which is not created."""
+    code, said = check(tmp_path)
+    assert (code, "unable to open" in said, list(tmp_path.iterdir())) == (1, True, [])
+
+    async def fill() -> None:
+        async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as server:
+            await server.finish(samples=40)
+
+    asyncio.run(fill())
+    assert check(tmp_path)[0] == 0
+    file = tmp_path / "server.db"
+    data = bytearray(file.read_bytes())
+    data[4096:] = b"\x5a" * (len(data) - 4096)
+    file.write_bytes(data)
+    code, said = check(tmp_path)
+    assert (code, "server.db" in said) == (1, True), said
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_recordings_are_read_too(tmp_path: Path, *, damaged: bool) -> None:
+    """Those of the folders that are given."""
+    asyncio.run(work(tmp_path / "node"))
+    (path,) = (tmp_path / "node").glob("*.rec")
+    if damaged:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    async def open_once() -> None:
+        async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path):
+            pass
+
+    asyncio.run(open_once())
+    code, report = check(tmp_path, "--recordings", tmp_path / "node")
+    assert (code, report["recordings"]) == (int(damaged), 1)
+    assert list(report["damaged"]) == [path.name] * damaged

@@ -1,0 +1,152 @@
+"""The recipe in `examples/slime`, with stand-ins for the two types that it takes from slime."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from graded import finish
+from house import House
+from served import TOKENS
+from tugline.errors import UsageError
+
+RECIPE = Path(__file__).parents[2] / "examples" / "slime"
+
+
+@dataclass
+class Sample:
+    """The fields of slime's class that the recipe sets, under their names there."""
+
+    class Status(Enum):
+        """The ends that the recipe tells apart."""
+
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    response_length: int = 0
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.COMPLETED
+    metadata: dict[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What slime's rollout functions return."""
+
+    samples: list[list[list[Sample]]]
+    metrics: dict[str, Any] | None = None
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipe's module, on the stand-ins."""
+    for name in ("slime", "slime.rollout", "slime.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, value in (("rollout.base_types", RolloutFnTrainOutput), ("utils.types", Sample)):
+        module = ModuleType(f"slime.{name}")
+        setattr(module, value.__name__, value)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.syspath_prepend(RECIPE)
+    monkeypatch.delitem(sys.modules, "tugline_slime", raising=False)
+    return importlib.import_module("tugline_slime")
+
+
+@pytest.fixture
+async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    """A server that is up, found as the recipe finds it."""
+    made = House(tmp_path)
+    await made.start()
+    monkeypatch.setenv("TUGLINE_SERVER", made.url)
+    monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def arguments(groups: int, sessions: int) -> Namespace:
+    """What slime's command line says of a batch."""
+    return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
+
+
+async def test_a_batch_is_what_slime_trains_on(house: House, recipe: Any) -> None:
+    """Ids, mask, logprobs, versions and advantages are the stream's; siblings share an id.
+
+    slime drops rollouts from a batch of the wrong size, so a session without a reward is there: it
+    trains nothing and leaves the mean where it is.
+    """
+    await finish(house, traces=2, a=[1.0, 0.0, None])
+    args = arguments(1, 3)
+    with closing(recipe.TuglineGroups(args)) as source:
+        output = await asyncio.to_thread(recipe.generate_rollout, args, 7, source, evaluation=False)
+    (group,) = output.samples
+    assert [len(session) for session in group] == [2, 2, 1]
+    assert output.metrics == {"tugline/missing": 1}
+    rows = [row for session in group for row in session]
+    assert [row.rollout_id for row in rows] == [21, 21, 22, 22, 23]
+    assert [row.session_id for row in rows] == ["a-0", "a-0", "a-1", "a-1", "a-2"]
+    assert {row.group_index for row in rows} == {7}
+    first, last = rows[0], rows[-1]
+    assert first.tokens == [10, 11, 12, 13, 14, 15]
+    assert first.response_length == 4
+    assert first.loss_mask == [1, 1, 0, 0]  # the last token was sampled greedily
+    assert first.rollout_log_probs == [-0.5, -0.5, 0.0, -0.5]
+    assert first.weight_versions == ["3", "4"]
+    assert (last.loss_mask, last.remove_sample, last.status) == ([0], True, Sample.Status.FAILED)
+    assert len(last.rollout_log_probs) == last.response_length == 1
+    earned, instead = recipe.advantages(args, rows)
+    assert earned == [1.0, 1.0, 0.0, 0.0, 0.5]
+    assert instead == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
+
+
+async def test_a_group_comes_again_until_slime_has_saved(house: House, recipe: Any) -> None:
+    """What slime took since its last checkpoint is there for the next run; groups stay in order."""
+    await finish(house, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
+    args = arguments(1, 2)
+
+    def take(source: Any, rollout_id: int) -> str:
+        output = recipe.generate_rollout(args, rollout_id, source, evaluation=False)
+        return str(output.samples[0][0][0].metadata["task"])
+
+    def run() -> list[str]:
+        with closing(recipe.TuglineGroups(args)) as source:
+            taken = [take(source, 0)]
+            source.save(0)
+            taken.append(take(source, 1))  # and ended before the checkpoint
+        with closing(recipe.TuglineGroups(args)) as source:
+            source.load(0)
+            return [*taken, take(source, 1), take(source, 2)]
+
+    assert await asyncio.to_thread(run) == ["a", "c", "c", "d"]
+
+
+async def test_what_slime_would_misread_is_refused(house: House, recipe: Any) -> None:
+    """A group of another size, and an evaluation."""
+    await finish(house, a=[1.0, 0.0])
+    args = arguments(1, 8)
+    with closing(recipe.TuglineGroups(args)) as source:
+        with pytest.raises(UsageError, match="task a has 2 samples, --n-samples-per-prompt is 8"):
+            await asyncio.to_thread(recipe.generate_rollout, args, 0, source, evaluation=False)
+        with pytest.raises(UsageError, match="eval-function-path"):
+            recipe.generate_rollout(args, 0, source, evaluation=True)

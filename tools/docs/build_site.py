@@ -1,0 +1,151 @@
+"""Build the documentation site in a folder, `site` if none is named, for `make docs`.
+
+The site is made of README.md, docs/, examples/ and deploy/ as they are, in the order of mkdocs.yml,
+and of three reference pages that exist in no folder: the command line (from the help of each
+command), the configuration (from the sentence of each field) and Python (from the docstrings).
+
+MkDocs has an environment of its own below ``$TUGLINE_CACHE``, pinned by requirements.txt, because
+nobody who uses Tugline needs it. The build is strict: a page that is not in the navigation, a link
+or an anchor that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+from config_table import describe
+
+import tugline
+from tugline.cli.app import COMMANDS, make_app
+from tugline.config import Config
+from tugline.demo.run import DemoSettings
+from tugline.launch.settings import Settings
+from tugline.trainers.config import TrainConfig
+from tugline.trainers.sft import SftRunConfig
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PINS = HERE / "requirements.txt"
+CACHE = Path(os.environ.get("TUGLINE_CACHE") or Path.home() / ".cache" / "tugline").expanduser()
+PARTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs", "examples", "deploy")
+FILES: dict[str, type[Config]] = {
+    "`tugline up`, `node` and `run`": Settings,
+    "`tugline train`": TrainConfig,
+    "`tugline sft`": SftRunConfig,
+    "`tugline demo --config`": DemoSettings,
+}
+PYTHON = {
+    "Clients, tasks and results": [f"tugline.{name}" for name in tugline.__all__],
+    "Groups for any trainer": ["tugline.stream.GroupStream", "tugline.stream.GradedGroup"],
+    "Recordings and results on disk": [
+        "tugline.recording.trajectories.read_folder",
+        "tugline.recording.trajectories.rebuild",
+    ],
+    "Contracts of plug-ins": [
+        "tugline.harnesses.base.Harness",
+        "tugline.evaluators.base.Evaluator",
+        "tugline.datasets.base.TaskSet",
+        "tugline.sandbox.base.Runtime",
+        "tugline.sandbox.base.Sandbox",
+        "tugline.traces.base.Builder",
+        "tugline.exports.base.RowWriter",
+        "tugline.trainers.sinks.Sink",
+    ],
+}
+
+
+def prepare() -> Path:
+    """Return the environment's Python, after installing the pins unless they are there."""
+    digest = hashlib.blake2b(PINS.read_bytes(), digest_size=8).hexdigest()
+    home = CACHE.absolute() / "docs"
+    home.mkdir(parents=True, exist_ok=True)
+    stamp, python = home / "ready", home / "bin" / "python"
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != digest:
+            print("docs: installing MkDocs (170 MB on disk)", file=sys.stderr, flush=True)
+            stamp.unlink(missing_ok=True)
+            venv.EnvBuilder(with_pip=True, clear=False).create(home)
+            command = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+            done = subprocess.run(
+                [*command, "--no-deps", "--requirement", PINS],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode:
+                sys.exit(f"docs: pip failed:\n{done.stderr}")
+            stamp.write_text(digest, encoding="utf-8")
+    return python
+
+
+def stage(pages: Path) -> None:
+    """Put everything that the site is made of into `pages`."""
+    ignored = shutil.ignore_patterns("tasks", "__pycache__", ".*")
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, pages / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, pages / name)
+    reference = pages / "docs" / "reference"
+    reference.mkdir()
+    (reference / "cli.md").write_text(describe_commands(), encoding="utf-8")
+    (reference / "keys.md").write_text(describe_files(), encoding="utf-8")
+    (reference / "python.md").write_text(describe_python(), encoding="utf-8")
+
+
+def describe_commands() -> str:
+    """Return a page with the help of every command."""
+    parts = ["# The command line\n"]
+    for name in COMMANDS:
+        text = make_app(name).generate_docs(output_format="markdown")
+        parts.append(text[text.index(f"## tugline {name}") :])
+    return "\n".join(parts)
+
+
+def describe_files() -> str:
+    """Return a page with a table of every kind of configuration file, all of its keys in it."""
+    parts = [
+        "# Every key\n",
+        "Of each file, [configuration](../configuration.md) says how to use it.\n",
+    ]
+    for title, kind in FILES.items():
+        rows = [re.sub(r"\]\((?!\w+:)", "](../", row) for row in describe(kind)]
+        head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        parts.append("\n".join([f"## {title}", "", *head, *rows, ""]))
+    return "\n".join(parts)
+
+
+def describe_python() -> str:
+    """Return a page of directives that mkdocstrings replaces by signatures and docstrings."""
+    parts = ["# Python\n"]
+    for title, names in PYTHON.items():
+        parts += [f"## {title}\n", *(f"::: {name}\n" for name in names)]
+    return "\n".join(parts)
+
+
+def build(site: Path) -> int:
+    """Build the site in `site`; return the exit code of MkDocs."""
+    python = prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        pages = Path(folder) / "pages"
+        pages.mkdir()
+        stage(pages)
+        env = {**os.environ, "TUGLINE_PAGES": str(pages), "NO_MKDOCS_2_WARNING": "1"}
+        command = [python, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
+        return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").absolute()
+    code = build(target)
+    if code == 0:
+        print(f"docs: {target}; to look at it: python3 -m http.server --directory {target}")
+    sys.exit(code)
