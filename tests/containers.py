@@ -43,12 +43,12 @@ def podman() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """A service of Podman in a folder, until left; its URL."""
+def serving(folder: Path, *before: str) -> Iterator[str]:
+    """A service of Podman in a folder, until left; its URL. `before` stands before its command."""
     path = folder / "podman.sock"
     path.unlink(missing_ok=True)
     with (folder / "log").open("wb") as log:
-        argv = (*service_command(path), "--time=0")
+        argv = (*before, *service_command(path), "--time=0")
         begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
     try:
         until = time.monotonic() + 20

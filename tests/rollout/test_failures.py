@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from attacked import IMAGE, running, token
+from containers import podman
 from rig import Play, Reply, rig, says
 from tugline.errors import CaptureError, DiskFull, EngineError, SandboxError, UsageError
 from tugline.gateway.app import Opened
@@ -36,6 +38,8 @@ from tugline.types import (
     decode,
     encode,
 )
+
+__all__ = ["podman"]
 
 WITHIN = 45.0
 CALL = (
@@ -87,9 +91,9 @@ class Case:
     marks: tuple[Any, ...] = ()
 
 
-def podman(**options: Any) -> PluginSpec:
+def podman_runtime(engine: str = "podman") -> PluginSpec:
     """Containers of Podman."""
-    return PluginSpec("container", {"engine": "podman", "pull": "never", **options})
+    return PluginSpec("container", {"engine": engine, "pull": "never"})
 
 
 def _repository(folder: Path) -> None:
@@ -222,7 +226,7 @@ CASES = [
         "an image that is missing",
         Cause.IMAGE,
         "localhost/tugline/nonesuch:1",
-        runtime=podman(),
+        runtime=podman_runtime(),
         change={"workspace": Workspace(image="localhost/tugline/nonesuch:1")},
         marks=PODMAN,
     ),
@@ -230,7 +234,7 @@ CASES = [
         "a Dockerfile that fails",
         Cause.IMAGE,
         "exit-7",
-        runtime=podman(),
+        runtime=podman_runtime(),
         before=_dockerfile(f"FROM {IMAGE}\nRUN echo exit-7; exit 7\n"),
         change={"workspace": Workspace(build="{folder}/image")},
         marks=PODMAN,
@@ -239,7 +243,7 @@ CASES = [
         "a Dockerfile that is none",
         Cause.IMAGE,
         "image",
-        runtime=podman(),
+        runtime=podman_runtime(),
         before=_dockerfile("FORM nothing\n"),
         change={"workspace": Workspace(build="{folder}/image")},
         marks=PODMAN,
@@ -438,6 +442,9 @@ def mounts(folder: Path) -> list[str]:
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
     """One of them, with its folder prepared."""
     one: Case = request.param
+    if one.marks == PODMAN:
+        engine = request.getfixturevalue("podman")
+        one = dataclasses.replace(one, runtime=podman_runtime(engine))
     why = Bubblewrap().check_available() if one.runtime.name == "bubblewrap" else None
     if why is not None:
         pytest.skip(why)

@@ -170,10 +170,10 @@ class Container(HostRuntime):
         """Find out once what the engine does on this machine. Blocks. Raises `SandboxError`."""
         with self._probing:
             if self._info is None:
-                kind = self.engine.find().kind
-                info = self.engine.run_blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
+                found = self.engine.find()
+                info = self.engine.run_blocking(lambda docker: probe(docker, found), 2 * CALL_S)
                 if not info.rootless and os.geteuid() != 0:
-                    raise SandboxError(_NOT_ROOT.format(kind=kind))
+                    raise SandboxError(_NOT_ROOT.format(kind=found.kind))
                 fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}
                 _log.info("container engine", **fields)
                 self._info = info
@@ -346,7 +346,7 @@ class ContainerSandbox(IsolatedSandbox):
             "PidsLimit": limits.processes,
             "OomScoreAdj": OOM_SCORE,
             "NanoCpus": int((runtime.cpus or 0) * 1e9),
-            "Ulimits": ulimits(),
+            "Ulimits": ulimits(runtime.engine.process),
             "CapDrop": ["ALL"],
             "CapAdd": _CAPABILITIES if self._is_root else [],  # Podman gives them to any user
             "SecurityOpt": security,

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -43,6 +44,8 @@ CALL_S = 60.0
 _IDLE_S = 300
 _START_S = 20.0
 _PING = b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n"
+_PEER = struct.Struct("3i")
+"""The kernel's ``struct ucred``: process, user, group."""
 _HOW = "install podman (or start docker), or name a socket with the option engine"
 
 
@@ -54,6 +57,8 @@ class FoundEngine(msgspec.Struct, frozen=True):
     """``podman`` or ``docker``."""
     api: str
     """The newest version of Docker's API that it speaks."""
+    process: int = 0
+    """Who listens at the socket; 0, this process, where the kernel does not say."""
 
 
 class ContainerEngine:
@@ -77,6 +82,11 @@ class ContainerEngine:
                 return last
             self._last = self._search()
             return self._last
+
+    @property
+    def process(self) -> int:
+        """The engine that answered last; 0 before one did."""
+        return self._last.process if self._last else 0
 
     @contextlib.asynccontextmanager
     async def client(
@@ -220,7 +230,8 @@ def _ping(path: str) -> FoundEngine | None:
         headers = {name.lower(): value.strip() for name, _, value in lines}
         if "api-version" in headers:
             kind = "podman" if "libpod-api-version" in headers else "docker"
-            return FoundEngine(path, kind, headers["api-version"])
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            return FoundEngine(path, kind, headers["api-version"], _PEER.unpack(peer)[0])
     return None
 
 

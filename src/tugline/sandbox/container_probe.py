@@ -20,7 +20,14 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.container_engine import Docker, DockerError, bind, stream, translate_errors
+from tugline.sandbox.container_engine import (
+    Docker,
+    DockerError,
+    FoundEngine,
+    bind,
+    stream,
+    translate_errors,
+)
 from tugline.sandbox.container_images import LABEL, find_image
 from tugline.sandbox.files import pack_files
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
@@ -81,35 +88,39 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(found)
 
 
-def ulimits() -> list[dict[str, Any]]:
-    """Return limits that do not exceed this process's: not every engine could raise those."""
+def ulimits(engine: int) -> list[dict[str, Any]]:
+    """Return limits that do not exceed those of the engine's process, which it may not raise."""
     limits = []
     for name, number, most in (
         ("nofile", resource.RLIMIT_NOFILE, _OPEN_FILES),
         ("nproc", resource.RLIMIT_NPROC, _MOST_PROCESSES),
         ("core", resource.RLIMIT_CORE, 0),
     ):
-        hard = resource.getrlimit(number)[1]
+        try:
+            hard = resource.prlimit(engine, number)[1]
+        except OSError:  # another user's
+            hard = resource.getrlimit(number)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         limits.append({"Name": name, "Soft": value, "Hard": value})
     return limits
 
 
-async def probe(docker: Docker, kind: str) -> EngineInfo:
+async def probe(docker: Docker, engine: FoundEngine) -> EngineInfo:
     """Run the container. Raises `SandboxError` with the engine's message if it cannot run one."""
     try:
         async with asyncio.timeout(_PROBE_S):
-            with translate_errors(f"{kind} cannot run a container"):
+            with translate_errors(f"{engine.kind} cannot run a container"):
                 info = await docker.system.info()
                 await _remove_stale(docker)
                 security = info.get("SecurityOptions") or ()
                 filtered = "seccomp" in " ".join(security)
-                hardening = find_hardening(kind, security) if filtered else None
-                (memory, processes), hardening = await _try_hardening(docker, hardening)
+                hardening = find_hardening(engine.kind, security) if filtered else None
+                (memory, processes), hardening = await _try_hardening(docker, engine, hardening)
     except TimeoutError as error:
-        raise SandboxError(f"{kind} did not run a container within {_PROBE_S:.0f} s") from error
+        msg = f"{engine.kind} did not run a container within {_PROBE_S:.0f} s"
+        raise SandboxError(msg) from error
     return EngineInfo(
-        kind=kind,
+        kind=engine.kind,
         version=str(info.get("ServerVersion", "?")),
         rootless=bool(info.get("Rootless")) or "rootless" in " ".join(security),
         cgroup=str(info.get("CgroupVersion", "?")),
@@ -123,19 +134,21 @@ async def probe(docker: Docker, kind: str) -> EngineInfo:
 
 
 async def _try_hardening(
-    docker: Docker, hardening: ProcessHardening | None
+    docker: Docker, engine: FoundEngine, hardening: ProcessHardening | None
 ) -> tuple[tuple[bool, bool], ProcessHardening | None]:
     """Return which limits are in force, and the hardening if the engine applies it."""
     await _ensure_image(docker)
     if hardening is not None:
         try:
-            return await _check_limits(docker, hardening), hardening
+            return await _check_limits(docker, engine, hardening), hardening
         except DockerError as error:
             _log.warning("container not hardened", error=str(error.message)[-600:])
-    return await _check_limits(docker, None), None
+    return await _check_limits(docker, engine, None), None
 
 
-async def _check_limits(docker: Docker, hardening: ProcessHardening | None) -> tuple[bool, bool]:
+async def _check_limits(
+    docker: Docker, engine: FoundEngine, hardening: ProcessHardening | None
+) -> tuple[bool, bool]:
     """Return whether a container that asks for limits of memory and of processes has them."""
     mounts = [bind(folder, folder, read_only=True) for folder in _FOLDERS if folder.exists()]
     config: dict[str, Any] = {
@@ -148,7 +161,7 @@ async def _check_limits(docker: Docker, hardening: ProcessHardening | None) -> t
             "Memory": _MEMORY,
             "MemorySwap": _MEMORY,
             "PidsLimit": _PROCESSES,
-            "Ulimits": ulimits(),
+            "Ulimits": ulimits(engine.process),
             **(await asyncio.to_thread(hardening.host_config) if hardening else {}),
         },
     }

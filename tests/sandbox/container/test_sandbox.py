@@ -307,6 +307,18 @@ async def test_engine_that_is_not_there(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.usefixtures("podman")
+async def test_engine_that_may_do_less_than_the_node(tmp_path: Path) -> None:
+    """A service that was started with lower limits than ours runs containers within its own."""
+    folder = tmp_path / "podman"
+    folder.mkdir()
+    with serving(folder, "prlimit", "--nofile=900:900", "--nproc=7000:7000") as engine:
+        async with Container(engine=engine, image=BUSYBOX).open(tmp_path / "agent") as sandbox:
+            ran = await sandbox.run(["sh", "-c", "ulimit -Hn"], env={}, timeout_s=20)
+    assert ran.code == 0
+    assert int(said(sandbox)) == 900
+
+
 async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None:
     """As root with control groups, memory and processes are bounded, and nothing says otherwise."""
     info = await asyncio.to_thread(container.inspect)
