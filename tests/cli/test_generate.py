@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from cli.conftest import Done
 from commands import run_command
 from training_run import write_config
 from tugline.chat.templates.rendering import Rendering
@@ -34,23 +36,20 @@ def write_tasks(folder: Path) -> None:
     (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
 
 
-def generate(
-    folder: Path, *words: str, code: int = 0, env: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Run the command; return its JSON."""
-    done = run_command(
-        "generate", "set.json", "--out", "run", "--json", *words, cwd=folder, env=env, timeout=200
-    )
-    assert done.returncode == code, done.stderr
-    return msgspec.json.decode(done.stdout, type=dict[str, Any])
-
-
 @pytest.mark.engine
-def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
+def test_accepted_sessions_become_a_set_with_exact_ids(
+    tmp_path: Path, run_here: Callable[..., Done]
+) -> None:
     """The command resumes; another condition gives another set without a model call."""
     write_tasks(tmp_path)
-    options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
-    every = generate(tmp_path, *options, "--accept", "reward>=0")
+
+    def generate(*words: str, code: int = 0) -> dict[str, Any]:
+        options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
+        done = run_here("generate", "set.json", "--out", "run", "--json", *options, *words)
+        assert done.code == code, done.err
+        return msgspec.json.decode(done.out, type=dict[str, Any])
+
+    every = generate("--accept", "reward>=0")
     total, results = every["tags"]["all"], (tmp_path / "run" / RESULTS).read_bytes()
     assert (total["sessions"], total["accepted"], total["failed"]) == (10, 10, 0)
     assert total["cost"] == pytest.approx(2e-6 * total["sampled_tokens"])
@@ -65,7 +64,7 @@ def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path) -> None:
     assert trained == total["sampled_tokens"]
     rewards = [json.loads(line)["reward"] for line in results.splitlines()]
     won = rewards.count(1.0)
-    again = generate(tmp_path, *options, code=0 if won else 1)
+    again = generate(code=0 if won else 1)
     assert again["tags"]["all"]["accepted"] == won
     assert again["files"].get("traces.parquet", 0) == won
     assert (tmp_path / "run" / RESULTS).read_bytes() == results
@@ -122,13 +121,17 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
     """
     write_tasks(tmp_path)
     async with serve(make_api()) as url:
-        report = await asyncio.to_thread(
-            generate, tmp_path, "--engine", f"{url}/v1", *API, "--accept", "reward>=0",
-            "--price-in", "1", "--price-out", "10", "--log", "log.jsonl", env={VARIABLE: SECRET},
+        done = await asyncio.to_thread(
+            run_command, "generate", "set.json", "--out", "run", "--json",
+            "--engine", f"{url}/v1", *API, "--accept", "reward>=0", "--price-in", "1",
+            "--price-out", "10", "--log", "log.jsonl",
+            cwd=tmp_path, env={VARIABLE: SECRET}, timeout=200,
         )  # fmt: skip
         refused = await asyncio.to_thread(
             run_command, "generate", "set.json", "--out", "run", "--accept", "good", cwd=tmp_path
         )
+    assert done.returncode == 0, done.stderr
+    report = msgspec.json.decode(done.stdout, type=dict[str, Any])
     assert find_files(tmp_path, b"engine") > {tmp_path / "log.jsonl"}
     assert not find_files(tmp_path, SECRET.encode())
     total = report["tags"]["all"]

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from cli.conftest import Done
 from training_run import write_config
 from tugline.trainers.sinks import METRICS, read_lines
 from tugline.trainers.state import CHECKPOINTS
@@ -128,15 +129,15 @@ async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) ->
     assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in rows)
 
 
-async def test_a_dry_run_says_what_would_happen(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_happen(tmp_path: Path, run_here: Callable[..., Done]) -> None:
     """Nothing is written, and a folder with a run asks for --resume."""
     write_config(tmp_path, schedule={"staleness": 1})
-    code, out, err = await end(await start(tmp_path, "--dry-run", "--out", "run"))
+    code, out, err = run_here("train", "config.json", "--dry-run", "--out", "run")
     assert code == 0, err
     assert "3 of 2 groups, asynchronous, staleness <= 1; stale tokens are clipped: set" in out
     assert "sessions    12" in out
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    code, _, err = await end(await start(tmp_path, "--out", "run"))
+    code, _, err = run_here("train", "config.json", "--out", "run")
     assert (code, "add --resume" in err) == (2, True)

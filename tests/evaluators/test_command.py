@@ -24,14 +24,17 @@ TEST = (
 )
 TOTAL, ZERO = "test_bill.Bill.test_total", "test_bill.Bill.test_zero"
 UNITTEST: dict[str, Any] = {"command": "python3 -m unittest -v", "format": "unittest"}
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Our own plug-ins take seconds to import."""
 PYTEST: dict[str, Any] = {
     "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}"],
     "format": "junit",
+    "env": ALONE,
 }
 PYTEST_OUTPUT: dict[str, Any] = {
     "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-q"],
     "format": "pytest",
-    "env": {"PYTEST_ADDOPTS": "-p no:faulthandler"},
+    "env": {**ALONE, "PYTEST_ADDOPTS": "-p no:faulthandler"},
 }
 SAYS = "printf 'ok 1 - a\\nnot ok 2 - b\\n1..2\\n'"
 
@@ -78,7 +81,10 @@ async def test_every_run_of_pytest_counts(judge: Judge) -> None:
     total, *rest = ("test_bill.py::Bill::test_total", "test_bill.py::Bill::test_zero")
     rest.append("test_more.py::test_more")
     tests = TestsEvaluator(
-        command=f"{run}; {mend}; {run} test_bill.py", format="pytest", expected=[total, *rest]
+        command=f"{run}; {mend}; {run} test_bill.py",
+        format="pytest",
+        expected=[total, *rest],
+        env=ALONE,
     )
     verdict = await judge(tests)
     assert (list(verdict.report["failed"]), verdict.report["missing"]) == ([total], [])

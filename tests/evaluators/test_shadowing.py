@@ -24,7 +24,10 @@ TEST = (
     "class Calc(unittest.TestCase):\n    def test_total(self):\n"
     "        self.assertEqual(total(1, 2), statistics.mean([3]))\n"
 )
-PYTEST = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}"]
+PYTEST = [
+    *("python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}"),
+    *("-p", "no:schemathesis"),  # of all plug-ins here the one that takes seconds to import
+]
 WAYS: dict[str, dict[str, Any]] = {
     "own": {"files": {"hidden/test_calc.py": TEST}},
     "command": {
