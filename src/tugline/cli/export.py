@@ -1,5 +1,6 @@
 """``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tugline.cli.options import Count, Json, Required, print_json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_json
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
-from tugline.recording.folder import resolve
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
@@ -77,6 +77,7 @@ def export(
     split: str | None = None,
     seed: int = 0,
     force: bool = False,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Write recorded sessions to a file that other tools and trainers read.
@@ -101,8 +102,9 @@ def export(
         split=_parse_split(split, seed),
         force=force,
     )
-    paths = [path for name in sessions for path in resolve(name)]
-    summary = _run(plan, list(dict.fromkeys(paths)))
+    with ExitStack() as stack:
+        found = [stack.enter_context(remote.find_recordings(name)) for name in sessions]
+        summary = _run(plan, list(dict.fromkeys(path for paths in found for path in paths)))
     if as_json:
         print_json(summary)
     else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from tugline.client.api import Client
-from tugline.errors import UsageError
+from tugline.client.sync import SyncClient
+from tugline.errors import ServerError, UsageError
+from tugline.recording.folder import list_recordings, resolve
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
@@ -47,6 +50,40 @@ class Remote:
     def connect(self) -> Client:
         """Create the client of a command, to be used as an async context manager."""
         return Client(self.server, self.token, folder=self.folder, deadline_s=_DEADLINE_S)
+
+    @contextlib.contextmanager
+    def find_recordings(self, name: str) -> Iterator[list[Path]]:
+        """Yield the recordings of a file, of a folder or of the session with this id.
+
+        An id is looked up below ``runs``, then on the server; what the server sends is removed at
+        the end of the block.
+        """
+        with tempfile.TemporaryDirectory(prefix="tugline-recording-") as folder:
+            try:
+                paths = resolve(name)
+            except UsageError as error:
+                if Path(name).exists():
+                    raise
+                paths = self._download(name, Path(folder), error)
+            yield paths
+
+    @contextlib.contextmanager
+    def find_recording(self, name: str) -> Iterator[Path]:
+        """Yield the only recording of `name`; see `find_recordings`."""
+        with self.find_recordings(name) as paths:
+            if len(paths) > 1:
+                raise UsageError(f"{name} has {len(paths)} recordings; name one, as {paths[0]}")
+            yield paths[0]
+
+    def _download(self, session: str, folder: Path, local: UsageError) -> list[Path]:
+        try:
+            with SyncClient(
+                self.server, self.token, folder=self.folder, deadline_s=_DEADLINE_S
+            ) as client:
+                client.recording(session, folder)
+        except (UsageError, ServerError) as error:
+            raise UsageError(f"{local}; {error}") from error
+        return list_recordings(folder)
 
 
 DEFAULT_SERVER = Remote()

@@ -12,9 +12,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from tugline.cli.options import Json, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
 from tugline.errors import UsageError
-from tugline.recording.folder import resolve
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.types import PluginSpec
 
@@ -30,6 +29,7 @@ def rebuild(
     builder: str | None = None,
     option: list[str] | None = None,
     salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Build trajectories from recorded sessions alone, for a trainer to load.
@@ -41,10 +41,12 @@ def rebuild(
         option: key=value for the builder; may be given again.
         salvage: Build what comes before the damage of a broken file.
     """
-    paths, root = resolve(session), Path(session)
-    spec = parse_builder(builder, option)
+    root, spec = Path(session), parse_builder(builder, option)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=len(paths) < _MANY) as progress:
+    with (
+        remote.find_recordings(session) as paths,
+        Progress(console=console, transient=True, disable=len(paths) < _MANY) as progress,
+    ):
         bar = progress.add_task("rebuilding", total=len(paths))
         index = rebuild_all(
             paths,

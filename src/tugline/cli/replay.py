@@ -12,10 +12,10 @@ import msgspec
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import Count, Json, make_new_folder, print_json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, make_new_folder, print_json
 from tugline.errors import UsageError
 from tugline.gateway.probe import connect
-from tugline.recording.folder import RUNS, locate
+from tugline.recording.folder import RUNS
 from tugline.replay.matching import Difference
 from tugline.replay.run import Options, RecordedSession, ReplayReport, fork
 from tugline.replay.run import replay as run_replay
@@ -37,6 +37,7 @@ def replay(
     harness_version: str | None = None,
     tokenizer: Path | None = None,
     keep: Path | None = None,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Run the harness of a recorded session again on the recorded answers.
@@ -54,7 +55,8 @@ def replay(
         keep: Keep the run in this new folder; a fork is always kept, below runs/.
     """
     log.configure(level="error")
-    recorded = RecordedSession.load(locate(session), tokenizer)
+    with remote.find_recording(session) as path:
+        recorded = RecordedSession.load(path, tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
     live = _make_live(recorded, fork_at, engine, (samples, slots))
     keep = _make_folder(keep, recorded, live)

@@ -23,6 +23,7 @@ async def results(
     consumer: str | None = None,
     task: list[str] | None = None,
     out: Path | None = None,
+    recordings: bool = False,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
@@ -33,6 +34,7 @@ async def results(
         consumer: Read from this consumer's position, and acknowledge.
         task: Only of this task; can be repeated.
         out: Save to this folder: results.jsonl and trajectories/.
+        recordings: Save recordings/, too, for export, verify and view.
         follow: Wait for further results.
     """
     saved = ResultFolder(out) if out else None
@@ -49,6 +51,8 @@ async def results(
             )
             async with aclosing(found) as items:
                 async for item in items:
+                    if out and recordings and item.packed:
+                        await client.recording(item.view.session, out / "recordings")
                     if saved:
                         await asyncio.to_thread(saved.add, item.view, item.packed)
                     if as_json:

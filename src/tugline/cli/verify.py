@@ -12,10 +12,9 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from tugline.cli.options import Json, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
 from tugline.errors import CaptureError
 from tugline.recording.file import read
-from tugline.recording.folder import resolve
 from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.recording.verify.session import (
     TOLERANCE,
@@ -46,6 +45,7 @@ async def verify(
     tolerance: float = TOLERANCE,
     tokenizer: Path | None = None,
     salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Check recorded ids, texts, lineage, ledgers and logprobs.
@@ -57,8 +57,9 @@ async def verify(
         tokenizer: tokenizer.json, where none is kept beside the recording.
         salvage: Judge what comes before the damage of a broken file.
     """
-    paths, texts, reports = resolve(session), TextVerifier(tokenizer), []
+    texts, reports = TextVerifier(tokenizer), []
     async with AsyncExitStack() as stack:
+        paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
         quiet, console = len(paths) < _MANY, Console(stderr=True)
         for path in track(paths, "verifying", console=console, transient=True, disable=quiet):

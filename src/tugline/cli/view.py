@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tugline.cli.options import Json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.errors import UsageError
 from tugline.recording.file import read
-from tugline.recording.folder import load_tokenizer, locate
+from tugline.recording.folder import load_tokenizer
 from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, encode_json, view_session
 from tugline.recording.view.terminal import Terminal
@@ -28,6 +28,7 @@ def view(
     as_json: Json = False,
     html: Path | None = None,
     salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
 ) -> None:
     """Show what happened in a session: turns, tokens, forks, ledger and timings.
 
@@ -40,15 +41,15 @@ def view(
         html: Write one HTML page to this file.
         salvage: Show what comes before the damage of a broken file.
     """
-    path = locate(session)
-    recording = read(path, salvage=salvage, bodies=False)
+    with remote.find_recording(session) as path:
+        recording = read(path, salvage=salvage, bodies=False)
+        header = recording.header
+        texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     session_view = view_session(path, recording, builder)
     numbers = [one.call for one in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
         raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
-    header = recording.header
-    texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     if html is not None:
         html.write_text(render_page(session_view, texts), encoding="utf-8")
         print(

@@ -7,6 +7,8 @@ ids of tasks. A result is delivered until its consumer has acknowledged it (I3).
 
 import asyncio
 import contextlib
+import io
+import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -17,7 +19,7 @@ import msgspec
 from tugline import protocol
 from tugline.client import streams
 from tugline.client.transport import Transport, find_server, quote_id
-from tugline.errors import ServerError, UsageError
+from tugline.errors import Missing, ServerError, UsageError
 from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
@@ -213,6 +215,18 @@ class Client:
         return streams.unpack(
             await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}/trajectory", bytes)
         )
+
+    async def recording(self, session: str, folder: Path) -> None:
+        """Save the recording of a session, with its tokenizer, in `folder`.
+
+        Raises `Missing`, also if its node keeps it outside of the server's folder.
+        """
+        path = f"/v1/sessions/{quote_id(session)}/recording"
+        data = await self._http.ask("GET", path, bytes, query={"files": True})
+        if not data:
+            raise Missing(f"{self.url} has no recording of {session}: look on the node that ran it")
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(folder, filter="data")
 
     # ---------------------------------------------------------------------- observation
     def events(

@@ -119,6 +119,7 @@ class SyncClient:
     delete_consumer = _block(Client.delete_consumer)
     result = _block(Client.result)
     trajectory = _block(Client.trajectory)
+    recording = _block(Client.recording)
 
     events = _iterate(Client.events)
     log = _iterate(Client.log)

@@ -5,6 +5,8 @@ is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json`
 """
 
 import hashlib
+import io
+import tarfile
 from pathlib import Path
 
 from tugline.atomic import write_file
@@ -56,6 +58,15 @@ def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -
     return Tokenizer.load(path)
 
 
+def pack_files(recording: Path) -> bytes:
+    """Pack a recording and the tokenizers beside it as a tar archive."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as files:
+        for path in (recording, *recording.parent.glob(_tokenizer_name("*"))):
+            files.add(path, path.name)
+    return archive.getvalue()
+
+
 def _tokenizer_name(digest: str) -> str:
     return f"tokenizer-{digest[:16]}.json"
 
@@ -71,15 +82,15 @@ def list_recordings(where: Path) -> list[Path]:
     return paths
 
 
-def locate(name: str) -> Path:
-    """Return the recording with this path, or the last attempt of the session with this id.
+def resolve(name: str) -> list[Path]:
+    """Return the recordings of a file, of a folder or of the session with this id.
 
-    An id is looked up below ``runs``; of several runs the one written to last counts. Raises
+    An id is looked up below ``runs``: the last attempt, in the run written to last. Raises
     `UsageError`.
     """
     path = Path(name)
-    if path.is_file():
-        return path
+    if path.exists():
+        return list_recordings(path)
     attempts = [
         (one.parent.stat().st_mtime, str(one.parent), parse_name(one)[1], one)
         for one in (RUNS.rglob(_PATTERN) if RUNS.is_dir() else ())
@@ -87,10 +98,4 @@ def locate(name: str) -> Path:
     ]
     if not attempts:
         raise UsageError(f"there is no recording {name!r}, and no session of that id below {RUNS}/")
-    return max(attempts)[-1]
-
-
-def resolve(name: str) -> list[Path]:
-    """Return the recordings that a command line argument names: a file, a folder or an id."""
-    folder = Path(name)
-    return list_recordings(folder) if folder.is_dir() else [locate(name)]
+    return [max(attempts)[-1]]

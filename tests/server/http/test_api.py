@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import struct
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -130,6 +132,12 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     shown = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])
     assert [turn["call"] for turn in shown["session"]["turns"]] == [0, 1, 2, 3, 4, 5]
     assert shown["session"]["recording"] == f"{work.session.id}.{work.session.epoch}.rec"
+    path = f"/v1/sessions/{work.session.id}/recording?files=true"
+    packed = await server.ask("GET", path, "read")
+    assert (packed.status, packed.headers["content-type"]) == (200, "application/x-tar")
+    with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
+        names = {member.name for member in archive}
+    assert names == {file.name for file in folder.iterdir()}
     other = {"t-0", "t-1"} - {work.session.id}
     missing = await server.ask("GET", f"/v1/sessions/{other.pop()}/recording")
     assert missing.status == 204

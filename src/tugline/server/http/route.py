@@ -32,6 +32,7 @@ NDJSON = "application/x-ndjson"
 MSGPACK = "application/x-msgpack"
 ZSTD = "application/zstd"
 GZIP = "application/gzip"
+TAR = "application/x-tar"
 SSE = "text/event-stream"
 TEXT = "text/plain; charset=utf-8"
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tugline import protocol
 from tugline.errors import FencedError, Invalid
 from tugline.protocol.nodes import Epoch
-from tugline.recording.folder import file_name
+from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
 from tugline.server.http.answers import Refusal
@@ -174,10 +174,20 @@ def _unpack(data: bytes, media: str) -> bytes:
     return msgspec.json.encode(trajectory, enc_hook=np.ndarray.tolist)
 
 
+class RecordingQuery(msgspec.Struct, frozen=True):
+    """In which form."""
+
+    files: bool = False
+    """A tar archive of the recording and its tokenizer."""
+
+
+_RECORDING = (route.GZIP, route.TAR)
+
+
 @ROUTES.add(
-    "GET", "/v1/sessions/{id}/recording", route.READERS, media=(route.GZIP,), statuses=(200, 204)
+    "GET", "/v1/sessions/{id}/recording", route.READERS, media=_RECORDING, statuses=(200, 204)
 )
-async def get_recording(call: route.PlainCall) -> Response:
+async def get_recording(call: route.ApiCall[RecordingQuery, route.Nothing]) -> Response:
     """Get what a session's recording shows so far: gzip of JSON and arrays; 204 if it is elsewhere.
 
     Nodes that keep their files in the server's folder, as that of `tugline up`, have it there.
@@ -186,7 +196,8 @@ async def get_recording(call: route.PlainCall) -> Response:
     found = next(call.control.folder.glob(f"nodes/*/recordings/{file_name(session)}"), None)
     if found is None:
         return Response(status_code=204)
-    return Response(await asyncio.to_thread(pack_recording, found), media_type=route.GZIP)
+    pack, media = (pack_files, route.TAR) if call.query.files else (pack_recording, route.GZIP)
+    return Response(await asyncio.to_thread(pack, found), media_type=media)
 
 
 # --------------------------------------------------------------------------- for nodes

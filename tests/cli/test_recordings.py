@@ -1,0 +1,69 @@
+"""Sessions of a running server by their ids, for the commands that read recordings."""
+
+from __future__ import annotations
+
+import json
+
+from cli.conftest import Shell
+from house import commit, task
+from recording.view.synthetic import small
+from served import TOKENS
+from tugline.client.nodes import NodeClient
+from tugline.protocol import LeaseRequest, NodeRegistration
+
+UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id below runs/; "
+
+
+async def run_session(shell: Shell, *, elsewhere: bool = True) -> None:
+    """Session `s-1`, recorded in the server's folder, and perhaps `s-0`, recorded elsewhere."""
+    await shell.house.control.submit([task("s", samples=2)])
+    folder = shell.house.folder / "nodes" / "n" / "recordings"
+    folder.mkdir(parents=True)
+    async with NodeClient(shell.house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="n", slots=2, capacity=2))
+        for work in (await node.lease(welcome.node, LeaseRequest(capacity=2, wait_s=5.0))).work:
+            if not elsewhere or work.session.id == "s-1":
+                small(folder).rename(folder / f"{work.session.id}.{work.session.epoch}.rec")
+            await commit(node, work)
+
+
+async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
+    """Its recording and its tokenizer; nothing of them stays, and a folder is asked no server."""
+    await run_session(shell)
+    shown = await shell.run("view", "s-1")
+    assert shown.code == 0, shown.err
+    assert "I read it." in shown.out
+    verified = json.loads((await shell.run("verify", "s-1", "--json")).out)
+    assert verified["sessions"][0]["session"] == "s-1"
+    assert verified["sessions"][0]["checks"]["text"]["verdict"] != "unchecked"
+    built = await shell.run("rebuild", "s-1", "--out", "built")
+    assert built.code == 0, built.err
+    written = await shell.run("export", "sft", "s-1", "--out", "chat.jsonl", "--json")
+    assert json.loads(written.out)["exported"] == 1, written.err
+    played = await shell.run("replay", "s-1")
+    assert "there is no recording" not in played.err
+    (shell.folder / "empty").mkdir()
+    assert "empty holds no recording" in (await shell.run("verify", "empty")).err
+
+
+async def test_a_session_that_nobody_has_names_both_places(shell: Shell) -> None:
+    """The folder, and the server or why none was asked; a node's own recording is on that node."""
+    await run_session(shell)
+    asked = await shell.run("verify", "nobody")
+    assert (asked.code, asked.out) == (2, "")
+    assert asked.err.startswith(UNKNOWN)
+    assert "nobody" in asked.err.removeprefix(UNKNOWN)
+    elsewhere = await shell.run("view", "s-0")
+    assert f"{shell.house.url} has no recording of s-0: look on the node" in elsewhere.err
+    alone = await shell.run("verify", "nobody", "--dir", "nowhere")
+    assert alone.err.startswith(f"{UNKNOWN}no server: nowhere/server.json does not exist")
+
+
+async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> None:
+    """Without the server, too."""
+    await run_session(shell, elsewhere=False)
+    saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
+    assert saved.code == 0, saved.err
+    await shell.house.stop()
+    written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
+    assert json.loads(written.out)["exported"] == 1, written.err
