@@ -325,6 +325,60 @@ async def test_bind_the_runner_by_limits(sandbox: Arena) -> None:
         await still_works(box)
 
 
+FAVOUR = """
+import os
+def write(path, value):
+    try:
+        with open(path, "w") as file: file.write(value)
+    except OSError: pass
+def read(name): return open("/proc/self/" + name).read().split()
+for task in ("1", "1/task/1"):
+    for value in ("1000", "-1000", "0"):
+        write(f"/proc/{task}/oom_score_adj", value)
+    write(f"/proc/{task}/oom_adj", "15")
+    write(f"/proc/{task}/autogroup", "19")
+print(*read("oom_score_adj"))
+for value in range(1000, -1001, -50):
+    write("/proc/self/oom_score_adj", str(value))
+write("/proc/self/oom_adj", "-17")
+print(*read("oom_score_adj"))
+for value in ("-20", "-1"):
+    write("/proc/self/autogroup", value)
+print(read("autogroup")[-1] if os.path.exists("/proc/self/autogroup") else 0)
+try: os.setpriority(os.PRIO_PROCESS, 0, -1)
+except OSError: pass
+print(os.getpriority(os.PRIO_PROCESS, 0))
+"""
+
+
+def may_lower_scores() -> bool:
+    """Whether this process has CAP_SYS_RESOURCE, and an engine that it starts."""
+    rights = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
+    return bool(int(rights, 16) & 1 << 24)
+
+
+def place_of(box: Sandbox) -> list[str]:
+    """What the kernel knows of process 1, who reads it from outside."""
+    folder = Path(f"/proc/{box._pid}")  # type: ignore[attr-defined]
+    paths = [folder / name for name in ("oom_score_adj", "oom_adj", "autogroup")]
+    return [path.read_text() for path in paths if path.exists()]
+
+
+async def test_be_spared_when_memory_or_processors_are_short(sandbox: Arena) -> None:
+    """Process 1 keeps its place; programs come first, and how far they can go back is bounded."""
+    async with sandbox.box() as box:
+        await still_works(box)
+        before = place_of(box)
+        got = await python(box, FAVOUR)
+        assert place_of(box) == before
+        began, lowest, *nice = map(int, got.text.split())
+        assert (began, before[0]) == (1000, "500\n")
+        assert lowest >= 500 or not may_lower_scores()
+        assert len(nice) == 2
+        assert min(nice) >= 0
+        await still_works(box)
+
+
 TUNE = """
 import glob, os, stat
 paths = ["/dev/kmsg", "/dev/mem", *glob.glob("/sys/kernel/**", recursive=True)]

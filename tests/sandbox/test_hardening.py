@@ -68,9 +68,11 @@ def test_profile_is_text_for_docker_and_a_file_for_podman(
     assert podman is not None
     (text,) = docker.host_config()["SecurityOpt"]
     assert json.loads(text.removeprefix("seccomp=")) == hardening.narrow_profile(PROFILE)
-    assert {*hardening.MASKED, "/proc/kcore"} < {*docker.host_config()["MaskedPaths"]}
+    knobs = ["/proc/1/autogroup", "/proc/1/oom_adj", "/proc/1/oom_score_adj"]
+    paths = docker.host_config()["MaskedPaths"]
+    assert {*hardening.MASKED, *knobs, "/proc/kcore"} < {*paths}
     mask, file = podman.host_config()["SecurityOpt"]
-    assert mask == "mask=/proc/1/mem:/proc/1/task"
+    assert mask == ":".join(["mask=/proc/1/mem:/proc/1/task", *knobs])
     assert json.loads(Path(file.removeprefix("seccomp=")).read_text()) == hardening.narrow_profile(
         PROFILE
     )

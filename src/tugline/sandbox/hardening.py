@@ -112,6 +112,8 @@ def bpf_filter(machine: str | None = None) -> bytes:
 # ---------------------------------------------------------------------- Docker and Podman
 MASKED = ("/proc/1/mem", "/proc/1/task")
 """The memory, also by way of its thread. runc cannot start without the rest of ``/proc/1``."""
+_KNOBS = ("/proc/1/autogroup", "/proc/1/oom_adj", "/proc/1/oom_score_adj")
+"""Its share of the processors and its turn when memory is short; not every kernel has all."""
 _DOCKER_MASKED = [
     *(f"/proc/{name}" for name in ("acpi", "asound", "interrupts", "kcore", "keys")),
     *(f"/proc/{name}" for name in ("latency_stats", "sched_debug", "scsi", "timer_list")),
@@ -139,8 +141,9 @@ class ProcessHardening(msgspec.Struct, frozen=True):
         """Return parts of ``HostConfig``. Blocks."""
         if self.kind == "docker":
             options = [f"seccomp={self.profile.decode()}"]
-            return {"SecurityOpt": options, "MaskedPaths": [*_DOCKER_MASKED, *MASKED]}
-        return {"SecurityOpt": [f"mask={':'.join(MASKED)}", f"seccomp={self._write_profile()}"]}
+            return {"SecurityOpt": options, "MaskedPaths": [*_DOCKER_MASKED, *MASKED, *_KNOBS]}
+        masked = f"mask={':'.join((*MASKED, *_KNOBS))}"
+        return {"SecurityOpt": [masked, f"seccomp={self._write_profile()}"]}
 
     def _write_profile(self) -> Path:
         """Write the profile to a file: Podman takes no text."""

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
+from sandboxes import running, unique_sleep
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec
@@ -83,11 +84,10 @@ async def test_many_at_once_leave_nothing(
     assert not any((tmp_path / f"{n}" / "container.json").exists() for n in range(8))
 
 
-async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> None:
-    """After kill -9 of this process `reap` removes the container and the mount, once."""
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "f").touch()
+async def killed_node(podman: str, folder: Path, *program: str) -> None:
+    """Run a program in a container by another process, and kill that when it says "held"."""
+    (folder / "base").mkdir()
+    (folder / "base" / "f").touch()
     script = f"""
 import asyncio
 from pathlib import Path
@@ -97,22 +97,63 @@ from tugline.sandbox.container import Container
 from tugline.types import Workspace
 async def main():
     container = Container(engine={podman!r}, image={DEBIAN!r})
-    place = SandboxSpec(workspace=Workspace(folder={str(base)!r}))
-    async with container.open(Path({str(tmp_path / "s" / "agent")!r}), place) as sandbox:
-        print("open", flush=True)
-        await sandbox.run(["sleep", "300"], env={{}}, timeout_s=300)
+    place = SandboxSpec(workspace=Workspace(folder={str(folder / "base")!r}))
+    async with container.open(Path({str(folder / "s" / "agent")!r}), place) as sandbox:
+        await sandbox.run({program!r}, env={{}}, timeout_s=300)
 asyncio.run(main())
 """
-    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=-1)
-    assert node.stdout is not None
-    await asyncio.wait_for(node.stdout.readuntil(b"open\n"), 60)
-    node.kill()
-    await node.wait()
+    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    log = folder / "s" / "agent" / "logs" / "agent.log"
+    try:
+        async with asyncio.timeout(60):
+            while not (log.exists() and "held" in log.read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        node.kill()
+        await node.wait()
+
+
+async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> None:
+    """After kill -9 of this process `reap` removes the container and the mount, once."""
+    await killed_node(podman, tmp_path, "sh", "-c", "echo held; exec sleep 300")
     assert len(left(podman, tmp_path)) == 2
     runtime = Container()  # with nobody's options, as a node reaps
     assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 2
     assert left(podman, tmp_path) == []
     assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 0
+
+
+HOLD = """
+import glob, os, sys
+held = []
+for path in glob.glob("/proc/1/fd/*"):
+    for how in (os.O_RDONLY, os.O_WRONLY):
+        try: held.append(os.open(path, how | os.O_NONBLOCK))
+        except OSError: pass
+if os.fork() == 0: os.setsid()
+print("held", len(held), flush=True)
+os.execvp("sleep", ["sleep", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["holds the pipes", "is quiet"])
+async def test_programs_end_with_a_killed_node(
+    podman: str,
+    tmp_path: Path,
+    holds: bool,  # noqa: FBT001
+) -> None:
+    """After kill -9 of this process they are gone without `reap`, whatever they have open."""
+    number = unique_sleep().split()[1]
+    quiet = ("sh", "-c", 'echo held; exec sleep "$0"', number)
+    try:
+        await killed_node(podman, tmp_path, *(("python3", "-c", HOLD, number) if holds else quiet))
+        log = (tmp_path / "s" / "agent" / "logs" / "agent.log").read_text()
+        assert "held 0" not in log
+        async with asyncio.timeout(20):
+            while running(number):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        await asyncio.to_thread(Container().reap, tmp_path / "s")
 
 
 async def test_record_of_another_container_removes_nothing(
