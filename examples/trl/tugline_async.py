@@ -84,7 +84,8 @@ class TuglineWorker(TuglineSessions):
         """Keep groups running, and hand them over in the order in which they were started."""
         plan = self.config.schedule
         most = (plan.staleness + 1) * plan.tasks_per_step * plan.samples
-        tasks = (task for number in itertools.count(1) for task in self.batches.batch(number))
+        chosen = ((number, self.batches.choose(number, {})) for number in itertools.count(1))
+        tasks = (task for step in chosen for task in self.batches.batch(*step))
         pending: deque[asyncio.Task[list[Trajectory]]] = deque()
         groups = itertools.count()
         async with asyncio.TaskGroup() as running:

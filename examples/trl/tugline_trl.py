@@ -48,6 +48,10 @@ class TuglineSessions:
         if config.lora is not None:
             msg = "lora is for our own trainer: leave it out, and give TRL's a peft_config"
             raise UsageError(msg)
+        choose = config.schedule.choose
+        if choose != "order":
+            msg = f"schedule.choose is {choose!r}, must be 'order': only our trainer has others"
+            raise UsageError(msg)
         run_folder.mkdir(parents=True, exist_ok=True)
         self.config, self._folder = config, run_folder
         self.batches = TaskBatches(config, tasks_folder)

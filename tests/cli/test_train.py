@@ -67,11 +67,17 @@ def logged(run: Path, key: str) -> Callable[[], bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 async def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    """Killed while sampling, before, in and after a checkpoint: each prompt is trained once."""
-    schedule = {"steps": 2, "tasks_per_step": 2, "samples": 2, "staleness": 1}
-    write_config(tmp_path, schedule=schedule)
+    """Killed while sampling, before, in and after a checkpoint: each prompt is trained once.
+
+    The last two batches are drawn by pass rate, since the first two have all four tasks.
+    """
+    schedule: dict[str, Any] = {"steps": 4, "tasks_per_step": 2, "samples": 2, "staleness": 1}
+    schedule["choose"] = "pass_rate"
+    write_config(tmp_path, schedule=schedule, heldout={"every": 4})
+    tasks = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(tasks[:4]))
     run = tmp_path / "run"
     points: dict[str, Callable[[], bool]] = {
         "while loading": (run / "config.json").exists,
@@ -79,6 +85,7 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
         "before a checkpoint": logged(run, "rollout/reward"),
         "in a checkpoint": lambda: any((run / CHECKPOINTS).glob("*step-000001*")),
         "while publishing": logged(run, "publish/version"),
+        "with a drawn batch on its way": lambda: any((run / "recordings").rglob("g0000006-*")),
     }
     for number, reached in enumerate(points.values()):
         process = await start(tmp_path, "--out", "run", *(["--resume"] if number else []))
@@ -86,15 +93,17 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     code, out, err = await end(await start(tmp_path, "--out", "run", "--resume", "--json"))
     assert code == 0, err
     state = msgspec.json.decode(out, type=dict[str, Any])["state"]
-    assert (state["step"], state["sessions"], state["failed"]) == (2, 8, 0)
+    assert (state["step"], state["sessions"], state["failed"]) == (4, 16, 0)
     ledger = state["ledger"]
     lost = [*ledger["masked"].values(), *ledger["dropped"].values()]
     assert ledger["sampled"] == ledger["trained"] + sum(lost)
     rows = [row for row in read_lines(run / METRICS) if "rollout/reward" in row]
-    assert [row["step"] for row in rows] == [1, 2]
-    assert [row["rollout/sessions"] for row in rows] == [4, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["rollout/sessions"] for row in rows] == [4, 4, 4, 4]
     assert sum(row["rollout/sampled"] for row in rows) == ledger["sampled"]
-    assert [score["step"] for score in state["scores"]] == [0, 2]
+    assert [score["step"] for score in state["scores"]] == [0, 4]
+    started = {path.name.rpartition("-")[0] for path in (run / "recordings").rglob("g*.rec")}
+    assert len(started) == 8, f"a batch was chosen twice: {sorted(started)}"
 
 
 @pytest.mark.slow

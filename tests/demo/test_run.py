@@ -30,7 +30,8 @@ def test_every_step_has_tasks_of_every_kind(tmp_path: Path, per_step: int) -> No
     """In the same proportion as all tasks, as nearly as a step of that size allows."""
     config = make_config(DemoSettings(tasks_per_step=per_step, steps=12))
     batches = TaskBatches(config, tmp_path)
-    steps = [[task.tags["family"] for task in batches.batch(step)] for step in range(1, 13)]
+    chosen = [batches.batch(step, batches.choose(step, {})) for step in range(1, 13)]
+    steps = [[task.tags["family"] for task in tasks] for tasks in chosen]
     seen = Counter({family.name: 0 for family in VOCABULARY.families})
     for names in steps:
         assert max(Counter(names).values()) <= 2 - (per_step == 6)

@@ -143,13 +143,47 @@ async def test_versions_are_never_used_again(tmp_path: Path) -> None:
     assert [row["publish/version"] for row in rows(folder, "publish/version")] == [1, 4]
 
 
+@pytest.mark.engine
+async def test_figures_come_in_the_order_of_steps(tmp_path: Path) -> None:
+    """Also those of an evaluation that takes longer than the next step; wandb drops others."""
+    plan = {"steps": 2, "tasks_per_step": 1, "samples": 2, "staleness": 1}
+    config = write_config(tmp_path, schedule=plan, heldout={"every": 1, "samples": 8})
+    await run(config, tmp_path / "run")
+    steps = [row["step"] for row in read_lines(tmp_path / "run" / METRICS)]
+    assert steps == sorted(steps)
+    evaluated = [row["step"] for row in rows(tmp_path / "run", "heldout/version")]
+    assert evaluated == [0, 1, 2]
+
+
+@pytest.mark.engine
+async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
+    """A run that lost its last checkpoints, one on its way included, goes on as if it had not."""
+    plan = {"steps": 6, "tasks_per_step": 2, "samples": 2, "keep": 9, "staleness": 1}
+    plan |= {"choose": "pass_rate", "checkpoint_every": 2}
+    config, folder = write_config(tmp_path, schedule=plan, heldout=None), tmp_path / "run"
+    first = (await run(config, folder)).state
+    recorded = sorted((folder / "recordings").rglob("*"))
+    for step in (4, 6):
+        shutil.rmtree(folder / CHECKPOINTS / f"step-{step:06d}")
+    second = (await run(config, folder)).state
+    assert sorted((folder / "recordings").rglob("*")) == recorded
+    assert (first.sessions, second.sessions) == (24, 24)
+    assert second.ledger == first.ledger
+    assert (second.pass_rates, second.chosen) == (first.pass_rates, first.chosen)
+    assert len(first.pass_rates) == 5
+    assert sorted(first.chosen) == [7, 8]
+
+
 def test_batches_follow_from_the_configuration(tmp_path: Path) -> None:
     """Each epoch has every task once, in an order of its own; ids never repeat."""
     config = write_config(tmp_path, heldout=None)
     settings = read_config(config, MODEL)
     first, again = (TaskBatches(settings, tmp_path) for _ in range(2))
-    tasks = [task for step in range(1, 11) for task in first.batch(step)]
-    assert tasks == [task for step in range(1, 11) for task in again.batch(step)]
+    tasks, others = (
+        [task for step in range(1, 11) for task in each.batch(step, each.choose(step, {}))]
+        for each in (first, again)
+    )
+    assert tasks == others
     assert len({task.id for task in tasks}) == len({t.sampling.seed for t in tasks}) == 20
     names = [task.tags["instance"] for task in tasks]
     epochs = [names[start : start + 5] for start in range(0, 20, 5)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -64,7 +67,11 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [one for one in sys.modules if one.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported
     log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
-    assert list((tmp_path / "trackio").iterdir())
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tests.db")) as store:
+        found = store.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(step, json.loads(text)["rollout/reward"]) for step, text in found] == [
+        (1, 0.1), (2, 0.2),
+    ]  # fmt: skip
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
-"""Which tasks each step trains on, and which are held out: a function of the configuration alone.
+"""Which tasks each step trains on, and which are held out.
 
-So a position in the data is one number, and a resumed run submits the very same tasks.
+They follow from the configuration and the step, and with `choose: pass_rate` from the results of
+steps before, which are in the checkpoint: so a resumed run submits the very same tasks.
 """
 
+import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,13 +20,15 @@ from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection
 from tugline.errors import ConfigError
 from tugline.launch.server import check_runnable
 from tugline.trainers.config import TaskSource, TrainConfig
-from tugline.types import Task
+from tugline.types import Task, Trajectory
 
 ATTEMPTS = 20
 """Least attempts of a sample; each restart because of stale weights spends one."""
 _FIRST = 10
 """Priority of evaluations: publishing waits for them."""
 _MAX_ID = 128
+_LEAST, _UNKNOWN, _KEPT = 0.05, 0.5, 0.5
+"""Least weight of a task; pass rate before its first result; share that is kept at each result."""
 
 
 class TaskBatches:
@@ -53,13 +58,60 @@ class TaskBatches:
 
     def check(self) -> None:
         """Raises `Invalid` for the first task that could not be run."""
-        for task in [*self.batch(1), *self.held_out[:1]]:
+        for task in [*self.batch(1, self.choose(1, {})), *self.held_out[:1]]:
             check_runnable(task)
 
-    def batch(self, step: int) -> list[Task]:
-        """Return the tasks of a step, counted from 1, each of which is a group."""
-        size = self._schedule.tasks_per_step
-        return [self._group(index) for index in range((step - 1) * size, step * size)]
+    def choose(self, step: int, rates: Mapping[int, float]) -> tuple[int, ...]:
+        """Return the tasks of a step, counted from 1, by their number in `trained`.
+
+        `rates` are the pass rates that are known by then. A task that is drawn has the kind of the
+        one whose place it takes.
+        """
+        plan, count = self._schedule, len(self.trained)
+        places = range((step - 1) * plan.tasks_per_step, step * plan.tasks_per_step)
+        order = [
+            _order(self._kinds, f"{plan.seed}/{place // count}")[place % count] for place in places
+        ]
+        if plan.choose == "order" or places.stop <= count:
+            return tuple(order)
+        first = order[: max(0, count - places.start)]
+        drawn = self._draw(f"{plan.seed}/{step}", rates, first)
+        return (*first, *(next(drawn[self._kinds[number]]) for number in order[len(first) :]))
+
+    def _draw(
+        self, seed: str, rates: Mapping[int, float], last: Sequence[int]
+    ) -> dict[str, Iterator[int]]:
+        """Draw the tasks of each kind by weight, without replacement; those in `last` come last."""
+        source, waits = random.Random(seed), []
+        for number in range(len(self.trained)):
+            rate = rates.get(number, _UNKNOWN)
+            wait = source.expovariate(max(_LEAST, rate * (1 - rate)))  # the smallest is drawn first
+            waits.append((number in last, wait, number))
+        kinds: dict[str, list[int]] = {}
+        for *_, number in sorted(waits):
+            kinds.setdefault(self._kinds[number], []).append(number)
+        return {kind: cycle(numbers) for kind, numbers in kinds.items()}
+
+    def update_rates(
+        self, rates: Mapping[int, float], groups: Mapping[str, int], results: Sequence[Trajectory]
+    ) -> dict[int, float]:
+        """Return the pass rates after `results` of `groups` (id to number in `trained`)."""
+        if self._schedule.choose == "order":
+            return {}
+        earned: dict[int, list[float]] = {}
+        for one in results:
+            if one.reward is not None and math.isfinite(one.reward.value):
+                earned.setdefault(groups[one.task], []).append(min(1.0, max(0.0, one.reward.value)))
+        known = dict(rates)
+        for number, rewards in earned.items():
+            newest = sum(rewards) / len(rewards)
+            known[number] = newest + _KEPT * (known.get(number, newest) - newest)
+        return known
+
+    def batch(self, step: int, chosen: Sequence[int]) -> list[Task]:
+        """Return the tasks that were chosen for a step, each of which is a group."""
+        first = (step - 1) * self._schedule.tasks_per_step
+        return [self._group(first + place, self.trained[n]) for place, n in enumerate(chosen)]
 
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; their random draws are those of any version."""
@@ -72,9 +124,7 @@ class TaskBatches:
             for task in self.held_out
         ]
 
-    def _group(self, index: int) -> Task:
-        epoch, place = divmod(index, len(self.trained))
-        task = self.trained[_order(self._kinds, f"{self._schedule.seed}/{epoch}")[place]]
+    def _group(self, index: int, task: Task) -> Task:
         made = self.make(f"g{index:07d}", task, str(index))
         return replace(made, samples=self._schedule.samples)
 
@@ -128,10 +178,11 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     kind = f"asynchronous, staleness <= {plan.staleness}" if plan.staleness else "synchronous"
     if plan.staleness and config.grpo.importance is None:
         kind += "; stale tokens are clipped: set grpo.importance to truncate"
+    order = ", on average" if plan.choose == "pass_rate" else ""
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
-        f"tasks       {size}, each trained {groups / size:.1f} times",
+        f"tasks       {size}, each trained {groups / size:.1f} times{order}",
         f"steps       {plan.steps} of {plan.tasks_per_step} groups, {kind}",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",

@@ -49,6 +49,9 @@ class Schedule(Config, frozen=True):
     balance: str | None = None
     """Tag, such as `family`, whose values every step has in the same proportion as all tasks; None:
     each step has any tasks."""
+    choose: Literal["order", "pass_rate"] = "order"
+    """Tasks of a step, once each was seen: all again in another order (`order`), or more often
+    those that some sessions solve and others do not (`pass_rate`)."""
     staleness: NonNegativeInt = 0
     """Most versions that a session may be behind when it is trained on; 0: synchronous."""
     pause: PauseMode = PauseMode.WAIT

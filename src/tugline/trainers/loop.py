@@ -1,15 +1,16 @@
 """The training loop: sample groups, update the policy, publish it, evaluate, survive any death.
 
-Step n trains on batch n, whose tasks follow from the configuration alone. Batch n + s is submitted
-once the weights of step n - 1 are published, with s the bound on staleness: at most s + 1 batches
-are started and not yet trained, no token is older than s versions, and no finished group is thrown
-away. Batches are trained in the order in which they started, so long tasks are not left behind.
-With s = 0, sampling and training take turns.
+Step n trains on batch n. Batch n + s is submitted once the weights of step n - 1 are published,
+with s the bound on staleness, and its tasks are chosen from what was trained by then: at most s + 1
+batches are started and not yet trained, no token is older than s versions, and no finished group is
+thrown away. Batches are trained in the order in which they started, so long tasks are not left
+behind. With s = 0, sampling and training take turns.
 
 Order of writes (I3). A session counts once its result is in the store, a step once its checkpoint
 has been renamed into place, and the checkpoint comes before the weights are published. A resumed
-run loads the newest checkpoint, whose step is the position in the data, finds finished sessions of
-the next batches in the store and runs the rest: no prompt is skipped and none is trained twice.
+run loads the newest checkpoint, which names the tasks of the next batches, finds their finished
+sessions in the store and runs the rest: no prompt is skipped and none is trained twice. A step that
+is repeated has the same results, and so leads to the same choices.
 Versions are never used again: if weights had been published after the checkpoint, those of the
 checkpoint get a new number.
 """
@@ -130,7 +131,7 @@ class TrainingLoop:
         self._batches, self._folder = batches, folder
         self._models, self._trainer, self._server = models, models.trainer, server
         self._publisher = make_publisher(config, server, replicas)
-        self.state, self._sinks, self._report = state, sinks, report
+        self.state, self._sinks, self._report = self._choose(state), sinks, report
         self._began, self._earlier_s = time.monotonic(), state.elapsed_s
         self._submitted = state.step
         # malloc keeps a step's memory for each thread that ran one, so all have the same
@@ -184,9 +185,9 @@ class TrainingLoop:
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
         # A name for each version would be new figures at each step, without end.
         lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
-        self._sinks.log(number, {"version": float(version)} | lasting)
         await self._finish_evaluation()  # it is pinned to the weights that are served until now
-        self._count(learned, len(results))
+        self._sinks.log(number, {"version": float(version)} | lasting)
+        self._count(learned, results)
         if number % self._schedule.checkpoint_every == 0:
             await asyncio.to_thread(self._save)
         publication = await self._publish(learned.probe)
@@ -205,12 +206,13 @@ class TrainingLoop:
     async def _submit(self, last: int) -> None:
         """Submit the batches up to `last`; earlier ones are left as they are."""
         for number in range(self._submitted + 1, last + 1):
-            await self._server.submit(self._batches.batch(number))
+            await self._server.submit(self._batch(number))
         self._submitted = max(self._submitted, last)
 
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
         """Wait for the sessions of a batch. Raises `EngineError` if not one got through."""
-        results = await self._run(self._batches.batch(number), f"step {number}")
+        tasks = self._batch(number)
+        results = await self._run(tasks, f"step {number}")
         if not any(one.reward for one in results):
             failed = next((one.failure for one in results if one.failure), None)
             reason = f"{failed.boundary}: {failed.message}" if failed else "all were cancelled"
@@ -218,9 +220,7 @@ class TrainingLoop:
             raise EngineError(msg)
         if isinstance(self._server, RemoteServer):  # recordings stay on the nodes
             return results, []
-        paths = await self._server.find_recordings(
-            [task.id for task in self._batches.batch(number)]
-        )
+        paths = await self._server.find_recordings([task.id for task in tasks])
         recorded = await asyncio.to_thread(
             lambda: [recordings.read(path, bodies=False).calls for path in paths.values()]
         )
@@ -245,22 +245,40 @@ class TrainingLoop:
             probe = Probe(ids, before, self._trainer.score(ids))
         return _Learned(report, rollout, probe, time.monotonic() - began)
 
-    def _count(self, learned: _Learned, sessions: int) -> None:
-        """Count a step as trained."""
+    def _batch(self, number: int) -> list[Task]:
+        return self._batches.batch(number, self.state.chosen[number])
+
+    def _choose(self, state: TrainState) -> TrainState:
+        """Choose tasks for the batches that are submitted next, unless they have been chosen."""
+        ahead = range(state.step + 1, state.step + self._schedule.staleness + 2)
+        chosen = {
+            number: state.chosen.get(number) or self._batches.choose(number, state.pass_rates)
+            for number in ahead
+        }
+        return replace(state, chosen=chosen)
+
+    def _count(self, learned: _Learned, results: Sequence[Trajectory]) -> None:
+        """Count a step as trained, and choose a further batch."""
         done, report, rollout = self.state, learned.report, learned.rollout
         known = () if rollout.entropy is None else (rollout.entropy,)
-        self.state = replace(
+        number = done.step + 1
+        groups = {
+            task.id: n for task, n in zip(self._batch(number), done.chosen[number], strict=True)
+        }
+        counted = replace(
             done,
-            step=done.step + 1,
+            step=number,
             version=done.version + 1,
+            pass_rates=self._batches.update_rates(done.pass_rates, groups, results),
             ledger=sum_ledgers([done.ledger, report.ledger]),
-            sessions=done.sessions + sessions,
+            sessions=done.sessions + len(results),
             failed=done.failed + rollout.failed,
             updates=done.updates + report.updates,
             tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
             training_s=done.training_s + report.seconds,
             entropies=(*done.entropies, *known),
         )
+        self.state = self._choose(counted)
 
     def _save(self) -> None:
         """Save a checkpoint of the step, or the state into the one that is there."""

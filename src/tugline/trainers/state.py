@@ -41,9 +41,13 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a run and its totals; part of every checkpoint."""
 
     step: int = 0
-    """Steps trained, and so the position in the data: batches up to this one are done."""
+    """Steps trained: batches up to this one are done."""
     version: int = 0
     """Of the weights."""
+    chosen: dict[int, tuple[int, ...]] = {}
+    """Tasks of the next batches, started or not, by step: their numbers in the set."""
+    pass_rates: dict[int, float] = {}
+    """With `choose: pass_rate`, moving averages over the groups of a task, by its number."""
     ledger: Ledger = Ledger()
     """Of the training sessions."""
     sessions: int = 0
