@@ -1,7 +1,10 @@
-"""``tugline status``: the state of a server, a task or a session; ``--watch`` keeps it current."""
+"""``tugline status``, ``logs`` and ``cancel``: see what a server runs, and end it."""
 
 import asyncio
+import codecs
 import contextlib
+import re
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated
@@ -14,13 +17,15 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_json
 from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
 from tugline.errors import Missing, ServerError
-from tugline.protocol import NodeState, ResultView, SessionView, TaskView
+from tugline.log import visible
+from tugline.protocol import Cancelled, NodeState, ResultView, SessionView, TaskView
 from tugline.types import TERMINAL, Status
 
+_LINE = re.compile(r"[^\t\n\r]+")
 _STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 
 
@@ -229,3 +234,62 @@ def _format_age(moment: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+# --------------------------------------------------------------------------- logs and cancel
+async def logs(
+    session: str,
+    /,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    tail: Count | None = None,
+    remote: Remote = DEFAULT_SERVER,
+) -> None:
+    """Print the log of a session.
+
+    A terminal gets it without escape sequences.
+
+    Args:
+        session: Id of the session, such as fix-add-0.
+        follow: Follow until the session ends.
+        tail: Only so many bytes from the end.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    terminal = sys.stdout.isatty()
+    async with remote.connect() as client:
+        async for chunk in client.log(session, tail=tail, follow=follow):
+            shown = _LINE.sub(lambda line: visible(line[0]), decoder.decode(chunk))
+            sys.stdout.buffer.write(shown.encode() if terminal else chunk)
+            sys.stdout.buffer.flush()
+
+
+async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Cancel tasks or sessions; results so far are kept.
+
+    Args:
+        names: What to cancel.
+    """
+    async with remote.connect() as client:
+        cancelled = {name: await _cancel(client, name) for name in names}
+    if as_json:
+        print_json(cancelled)
+        return
+    for name, counts in cancelled.items():
+        parts = {
+            "ended": len(counts.ended),
+            "stopping": len(counts.stopping),
+            "final before": counts.final,
+        }
+        line = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        print(f"{name}: {line or 'nothing to cancel'}")
+
+
+async def _cancel(client: Client, name: str) -> Cancelled:
+    try:
+        return await client.cancel(task=name, by="tugline cancel")
+    except Missing:
+        pass
+    try:
+        return await client.cancel(session=name, by="tugline cancel")
+    except Missing as error:
+        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error

@@ -121,10 +121,6 @@ class Batch:
         """Whether `step` would do nothing."""
         return not self.running and not (self.waiting and not self.admission_paused)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
-        self.waiting.append(sequence)
-
     @torch.inference_mode()
     def cancel(self, sequences: Iterable[Sequence]) -> None:
         """End these now, with finish ``abort``; those that have ended are left alone."""

@@ -117,7 +117,7 @@ class Engine:
         wakeup = self._wakeups[one] = asyncio.Event()
         sent = 0
         try:
-            self._submit(lambda: self._batch.add(one))
+            self._submit(lambda: self._batch.waiting.append(one))
             while True:
                 await wakeup.wait()
                 wakeup.clear()

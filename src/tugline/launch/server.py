@@ -88,11 +88,6 @@ def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def write_address(folder: Path, url: str) -> None:
-    """Write the server's URL for clients on this machine."""
-    write_file(folder / SERVER, msgspec.json.encode({"url": url}))
-
-
 def load_tokens(folder: Path) -> Tokens:
     """The server's tokens, created if missing. Raises `UsageError` for a damaged file."""
     path = folder / TOKENS
@@ -158,10 +153,11 @@ async def serve_control_plane(
     tokens = load_tokens(folder)
     await control.database.write(nodes.bind_tokens, tokens.join)
     app = Api(control, tokens, metrics)
-    async with serve_api(app, settings.host, settings.port) as url:
-        write_address(folder, make_reachable(url))
+    async with serve_api(app, settings.host, settings.port) as bound:
+        url = make_reachable(bound)
+        write_file(folder / SERVER, msgspec.json.encode({"url": url}))
         try:
-            yield make_reachable(url), metrics
+            yield url, metrics
         except BaseException:  # as when the engine cannot be used: clients find no dead server
             (folder / SERVER).unlink(missing_ok=True)
             raise
