@@ -14,14 +14,16 @@ from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
 
 AGENT = """
-import json, os, urllib.request
+import http.client, json, os
 body = {"model": "m", "messages": [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]}
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-request = urllib.request.Request(
-    url, json.dumps(body).encode(), headers | {"content-type": "application/json"}
-)
-urllib.request.urlopen(request).read()
+host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+model = http.client.HTTPConnection(host)
+headers["content-type"] = "application/json"
+model.request("POST", f"/{path}/chat/completions", json.dumps(body), headers)
+answer = model.getresponse()
+answer.read()
+raise SystemExit(answer.status != 200)
 """
 
 
@@ -68,7 +70,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
         "template": {
             "harness": {
                 "name": "shell",
-                "options": {"command": ["python3", str(folder / "agent.py")]},
+                "options": {"command": ["python3", "-IS", str(folder / "agent.py")]},
             },
             "runtime": {"name": "local"},
             "evaluator": {"name": "function", "options": {"target": "training_run:by_chance"}},

@@ -66,33 +66,20 @@ FORCE = (
     "def pytest_runtest_makereport(item, call):\n"
     "    out = yield\n    out.get_result().outcome = 'passed'\n"
 )
-EXIT = "import os\nos._exit(0)\n"
 FORGED = "import sys\ndef main(*_):\n    sys.exit(0)\nmain()\n"
 HOSTILE: dict[str, dict[str, str | None]] = {
     "edits the tests": {"tests/test_bill.py": "def test_total(): pass\n"},
     "deletes the tests": {"tests/test_bill.py": None},
     "brings a package for them": {"tests/__init__.py": "import os\nos._exit(0)\n"},
-    "puts a folder in their place": {"tests/test_bill.py": None, "tests/test_bill.py/x": ""},
     "puts a file in their folder's place": {"tests/test_bill.py": None, "tests": ""},
     "forces a pass by conftest": {"conftest.py": FORCE},
     "forces a pass by a deeper conftest": {"tests/conftest.py": FORCE},
-    "deselects by pytest.ini": {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
-    "deselects by pyproject": {"pyproject.toml": '[tool.pytest.ini_options]\naddopts="--co"\n'},
-    "exits early with code 0": {"bill.py": EXIT},
-    "exits early in the middle": {
-        "bill.py": f"def total(a, b):\n    {EXIT.replace(chr(10), ';')}\n"
-    },
-    "skips its module": {"bill.py": "import pytest\npytest.skip(allow_module_level=True)\n"},
+    "exits early in the middle": {"bill.py": "def total(a, b):\n    import os; os._exit(0)\n"},
     "replaces pytest": {"pytest.py": FORGED},
-    "replaces pytest by a package": {"_pytest/__init__.py": FORGED, "pytest/__init__.py": FORGED},
-    "replaces the library": {
-        "sitecustomize.py": FORGED,
-        "usercustomize.py": FORGED,
-        "ast.py": EXIT,
-    },
     "deletes what is tested": {"bill.py": None},
     "breaks the tests' package": {"tests/__init__.py": "raise SystemExit(0)\n"},
 }
+"""Those that `attacks/test_rewards.py` does not try in a sandbox."""
 
 
 @pytest.mark.parametrize("patch", HOSTILE.values(), ids=list(HOSTILE))
