@@ -19,6 +19,7 @@ from tugline.errors import ConfigError, UsageError
 from tugline.inference.load import load
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
+from tugline.trainers.grpo import checkpoint
 from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
 from tugline.trainers.state import CHECKPOINTS, TrainSummary, store_config
@@ -172,6 +173,24 @@ async def test_a_repeated_step_chooses_the_same_tasks(tmp_path: Path) -> None:
     assert (second.pass_rates, second.chosen) == (first.pass_rates, first.chosen)
     assert len(first.pass_rates) == 5
     assert sorted(first.chosen) == [7, 8]
+
+
+@pytest.mark.engine
+async def test_a_resumed_run_takes_the_tasks_of_its_checkpoint(tmp_path: Path) -> None:
+    """It does not choose again what may have been started: here, the other way round."""
+    plan = {"steps": 1, "tasks_per_step": 2, "samples": 2, "staleness": 1, "choose": "pass_rate"}
+    folder = tmp_path / "run"
+    await run(write_config(tmp_path, schedule=plan, heldout=None), folder)
+    path = checkpoint.path_of(folder / CHECKPOINTS, 1)
+    state = checkpoint.read(path)
+    assert sorted(state.extra["chosen"]) == ["2", "3"]
+    chosen = {step: tasks[::-1] for step, tasks in state.extra["chosen"].items()}
+    checkpoint.update(path, version=state.version, extra=state.extra | {"chosen": chosen})
+    await run(write_config(tmp_path, schedule=plan | {"steps": 3}, heldout=None), folder)
+    started = {one.name.rpartition("-")[0] for one in (folder / "recordings").rglob("g*.rec")}
+    expected = [f"train{number}" for step in ("2", "3") for number in chosen[step]]
+    assert {f"g{index:07d}-{name}" for index, name in enumerate(expected, 2)} < started
+    assert len(started) == 6
 
 
 def test_batches_follow_from_the_configuration(tmp_path: Path) -> None:
