@@ -5,7 +5,7 @@ import { auth } from "./auth.svelte";
 import { listen } from "./live.svelte";
 
 const SLOW_MS = 150;
-const REST_MS = 1000;
+const REST_MS = 500;
 
 export class Resource<T> {
   value = $state.raw<T>();
@@ -16,7 +16,7 @@ export class Resource<T> {
 
   /**
    * Create in a component. State that `read` uses before it first waits makes it run again; so
-   * does an event for which `concerns` is true, at most once a second.
+   * does an event for which `concerns` is true, at most twice a second.
    */
   constructor(
     read: (signal: AbortSignal) => Promise<T>,
