@@ -15,7 +15,7 @@ import pytest
 from browser.chromium import Tab, chromium
 from recording.view.synthetic import HOSTILE, LAST_WORD, long, small
 from tugline.recording.file import read
-from tugline.recording.folder import load_tokenizer
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
 

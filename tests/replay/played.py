@@ -15,7 +15,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.recording.file import Recording, Writer, read
-from tugline.recording.folder import save_tokenizer
+from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_model import (

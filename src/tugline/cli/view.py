@@ -8,7 +8,7 @@ from rich.console import Console
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.errors import UsageError
 from tugline.recording.file import read
-from tugline.recording.folder import load_tokenizer
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, encode_json, view_session
 from tugline.recording.view.terminal import Terminal

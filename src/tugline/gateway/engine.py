@@ -27,8 +27,8 @@ from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
 from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.file import Writer
-from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import Header, RecordedEvent, RecordedEventKind
+from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.types import Call, LogprobMeaning, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 

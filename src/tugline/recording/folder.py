@@ -4,15 +4,11 @@ A run keeps its recordings in one folder as ``<session>.<epoch>.rec``. The token
 is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
 """
 
-import hashlib
 import io
 import tarfile
 from pathlib import Path
 
-from tugline.atomic import write_file
-from tugline.chat.tokenizer import Tokenizer
-from tugline.errors import CaptureError, UsageError
-from tugline.recording.records import Header
+from tugline.errors import UsageError
 from tugline.types import Session
 
 RUNS = Path("runs")
@@ -31,43 +27,17 @@ def parse_name(path: Path) -> tuple[str, int]:
     return (session, int(epoch)) if session and epoch.isdecimal() else (path.stem, 0)
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
-    """Write the tokenizer's file into `folder` unless it is there; returns its SHA-256 in hex."""
-    text = tokenizer.to_json().encode()
-    digest = hashlib.sha256(text).hexdigest()
-    path = folder / _tokenizer_name(digest)
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, text)
-    return digest
-
-
-def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -> Tokenizer | None:
-    """Load the tokenizer of a recording: `other` if given, else the one beside it, else None.
-
-    Raises `CaptureError` if the file beside it is not the one that the header names.
-    """
-    if other is not None:
-        return Tokenizer.load(other)
-    path = recording.parent / _tokenizer_name(header.tokenizer)
-    if not header.tokenizer or not path.exists():
-        return None
-    if hashlib.sha256(path.read_bytes()).hexdigest() != header.tokenizer:
-        msg = f"{path} is not the tokenizer that {recording} was made with; its digest differs"
-        raise CaptureError(msg)
-    return Tokenizer.load(path)
-
-
 def pack_files(recording: Path) -> bytes:
     """Pack a recording and the tokenizers beside it as a tar archive."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as files:
-        for path in (recording, *recording.parent.glob(_tokenizer_name("*"))):
+        for path in (recording, *recording.parent.glob(tokenizer_name("*"))):
             files.add(path, path.name)
     return archive.getvalue()
 
 
-def _tokenizer_name(digest: str) -> str:
+def tokenizer_name(digest: str) -> str:
+    """Return the file name of the tokenizer with this digest, or a pattern for ``*``."""
     return f"tokenizer-{digest[:16]}.json"
 
 

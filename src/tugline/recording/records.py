@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     thinking_retention: str = ""
     tokenizer: str = ""
     """SHA-256, in hex, of the ``tokenizer.json`` beside the recordings (see
-    `tugline.recording.folder`); empty if the engine makes the ids."""
+    `tugline.recording.tokenizer_file`); empty if the engine makes the ids."""
     workdir: str = ""
     """The agent's working folder as its programs saw it; a replay uses the same path."""
     home: str = ""

@@ -21,8 +21,8 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
 from tugline.recording.file import read
-from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header, RecordedResult
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.replay.matching import Difference, Normalizer, folder_patterns
 from tugline.replay.mounted import MountedRuntime, Prefix, find_prefix
 from tugline.replay.source import Live, RecordedSource

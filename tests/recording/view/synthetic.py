@@ -12,8 +12,8 @@ from calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
 from tugline.recording.file import Writer
-from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import RecordedEvent, RecordedEventKind, RecordedResult
+from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.types import (
     Branch,
     Call,

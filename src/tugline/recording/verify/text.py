@@ -18,8 +18,8 @@ from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
-from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.traces.lineage import extends
 from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from tugline.recording.file import read
-from tugline.recording.folder import load_tokenizer
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.view.session_view import (
     SessionView,
     TokenText,

@@ -1,0 +1,40 @@
+"""The tokenizer of a run's recordings, kept once beside them.
+
+Apart from `folder`, so that a command that only finds recordings imports no tokenizer.
+"""
+
+import hashlib
+from pathlib import Path
+
+from tugline.atomic import write_file
+from tugline.chat.tokenizer import Tokenizer
+from tugline.errors import CaptureError
+from tugline.recording.folder import tokenizer_name
+from tugline.recording.records import Header
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+    """Write the tokenizer's file into `folder` unless it is there; returns its SHA-256 in hex."""
+    text = tokenizer.to_json().encode()
+    digest = hashlib.sha256(text).hexdigest()
+    path = folder / tokenizer_name(digest)
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, text)
+    return digest
+
+
+def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -> Tokenizer | None:
+    """Load the tokenizer of a recording: `other` if given, else the one beside it, else None.
+
+    Raises `CaptureError` if the file beside it is not the one that the header names.
+    """
+    if other is not None:
+        return Tokenizer.load(other)
+    path = recording.parent / tokenizer_name(header.tokenizer)
+    if not header.tokenizer or not path.exists():
+        return None
+    if hashlib.sha256(path.read_bytes()).hexdigest() != header.tokenizer:
+        msg = f"{path} is not the tokenizer that {recording} was made with; its digest differs"
+        raise CaptureError(msg)
+    return Tokenizer.load(path)
