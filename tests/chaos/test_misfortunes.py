@@ -85,6 +85,19 @@ def test_an_engine_that_hangs_costs_its_agents_nothing(launch: Open) -> None:
     wait_until_all_is_well(fleet, 4)
 
 
+def test_agents_whose_time_ends_before_a_hang_is_noticed_are_not_charged(launch: Open) -> None:
+    """The engine does not answer when they end: it failed, and they run again for nothing."""
+    fleet = launch(engine={"silent_s": 60.0})
+    ask(fleet, "hung", pause_s=2.0, limits={"agent_s": 20.0})
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    engine = fleet.programs["engine"]
+    engine.freeze(3600)
+    until(lambda: kinds(fleet).count("session.requeued") >= 4, "their time to end", DONE)
+    assert "replica ejected" not in (fleet.folder / "node0.log").read_text()
+    engine.thaw()
+    wait_until_all_is_well(fleet, 4)
+
+
 def test_a_broken_node_takes_no_work_from_a_healthy_one(launch: Open) -> None:
     """Nothing can be opened on one of two nodes: it is in quarantine, all is done by the other."""
     fleet = launch(nodes=2)

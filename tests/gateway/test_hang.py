@@ -96,18 +96,51 @@ async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
             url = f"{opened.base_url}/v1/messages"
             hung = upstream.choose("s")
             for stream in (False, True):
+                lost.clear()
                 os.kill(processes[hung.url], signal.SIGSTOP)
                 async with http.post(url, json={**BODY, "stream": stream}) as response:
                     assert response.status == 200
                     text = await response.text()
                     assert "eight" in (text_of(text) if stream else text)
                 assert hung.ejected
+                assert sum(lost) > QUICK.silent_s
                 assert upstream.choose("s") is not hung
                 os.kill(processes[hung.url], signal.SIGCONT)
                 await until(lambda: not hung.ejected)
             assert gateway.engine_failure("s") is None
-    assert len(lost) == 2
-    assert min(lost) > QUICK.silent_s
+
+
+async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_path: Path) -> None:
+    """With the first probe that fails, so also where the engine goes on in time."""
+    lost: list[float] = []
+    returned = asyncio.Event()
+
+    def credit(seconds: float) -> None:
+        lost.append(seconds)
+        returned.set()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+            return
+        await asyncio.wait_for(returned.wait(), 20)
+        event = chunk(ids("An answer")[:2]) + chunk([], finish="stop")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(event) + event)
+        await writer.drain()
+
+    quick = replace(QUICK, eject_after=1000, probe_timeout_s=0.1)
+    async with raw_engine(hang) as url:
+        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=quick)
+        async with (
+            Gateway(upstream, RENDERING, tmp_path, settings=quick) as gateway,
+            gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=credit) as opened,
+            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
+        ):
+            messages = f"{opened.base_url}/v1/messages"
+            async with http.post(messages, json={**BODY, "stream": True}) as response:
+                assert '"end_turn"' in await asyncio.wait_for(response.text(), 20)
+            assert gateway.engine_failure("s") is None
+    assert sum(lost) > quick.silent_s
 
 
 @pytest.mark.parametrize("stream", [False, True])

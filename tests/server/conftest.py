@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,20 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:{tmp_path / 'tugline.db'}"
     url: str = request.getfixturevalue("postgres_url")
     return url
+
+
+@pytest.fixture
+def wipe_store(store_url: str) -> Callable[[], None]:
+    """Empties the store of this test, which no server has open."""
+
+    def wipe() -> None:
+        if store_url.startswith("sqlite:"):
+            Path(store_url.removeprefix("sqlite:")).unlink()
+            return
+        with psycopg.connect(store_url, autocommit=True) as connection:
+            connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+
+    return wipe
 
 
 @pytest.fixture

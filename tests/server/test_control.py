@@ -160,7 +160,7 @@ async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, 
     await control.submit([a_task("t")])
     await node.ask()
     with pytest.raises(Invalid, match=match):
-        await control.dispatcher.commit("t-0", 1, data)
+        await control.dispatcher.commit("t-0", node.held["t-0"].epoch, data)
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
@@ -215,11 +215,12 @@ async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> No
     asking = await node.start_asking()
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
     assert (await asyncio.wait_for(asking, 20)).follow == ("t-0",)
-    assert await control.dispatcher.log("t-0", 1, 0, b"hello") == 5
+    epoch = node.held["t-0"].epoch
+    assert await control.dispatcher.log("t-0", epoch, 0, b"hello") == 5
     part = await asyncio.wait_for(reading, 20)
     assert (part.data, part.offset, part.ended) == (b"hello", 5, False)
     with pytest.raises(FencedError):
-        await control.dispatcher.log("t-0", 2, 5, b"!")
+        await control.dispatcher.log("t-0", epoch + 1, 5, b"!")
     await node.commit("t-0")
     assert (await control.read_log("t-0", offset=5)).ended
     with pytest.raises(Missing):

@@ -125,7 +125,8 @@ async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how
     if how == "lost":
         await Idler.join(control, "a")
     elif how == "handed back":
-        await control.dispatcher.release("t-0", Release(epoch=1, reason="draining"))
+        epoch = node.held["t-0"].epoch
+        await control.dispatcher.release("t-0", Release(epoch=epoch, reason="draining"))
     elif how == "failed":
         kept = await node.commit("t-0", failure=Boundary.INFRASTRUCTURE)
         assert kept.outcome is CommitOutcome.COMMITTED

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tugline.protocol import (
     CommitOutcome,
     EventKind,
     EventQuery,
+    HeldSession,
     LeaseRequest,
     NodeRegistered,
     NodeRegistration,
@@ -38,7 +39,7 @@ async def test_a_node_that_waits_gets_work_at_once(control: ControlPlane) -> Non
     assert names(orders.work) == ["t-0", "t-1", "t-2", "t-3"]
     first = orders.work[0]
     assert first.task == a_task("t", 4)
-    assert (first.session.epoch, first.session.attempt) == (1, 0)
+    assert (first.session.epoch > 0, first.session.attempt) == (True, 0)
     assert first.session.status is Status.INIT
 
 
@@ -69,7 +70,7 @@ async def test_an_answer_that_got_lost_is_given_again(control: ControlPlane) -> 
     node.held.clear()
     again = await node.ask()
     assert sorted(names(again.work)) == sorted(names(lost.work)) == ["t-0", "t-1"]
-    assert {work.session.epoch for work in again.work} == {1}
+    assert {work.session for work in again.work} == {work.session for work in lost.work}
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
@@ -95,11 +96,11 @@ async def test_a_result_is_kept_once(control: ControlPlane) -> None:
     node = await Idler.join(control)
     await control.submit([a_task("t")])
     [work] = (await node.ask()).work
-    data = result(work.session)
-    assert (await control.dispatcher.commit("t-0", 1, data)).outcome is CommitOutcome.COMMITTED
-    assert (await control.dispatcher.commit("t-0", 1, data)).outcome is CommitOutcome.ALREADY
+    data, epoch = result(work.session), work.session.epoch
+    assert (await control.dispatcher.commit("t-0", epoch, data)).outcome is CommitOutcome.COMMITTED
+    assert (await control.dispatcher.commit("t-0", epoch, data)).outcome is CommitOutcome.ALREADY
     with pytest.raises(FencedError):
-        await control.dispatcher.commit("t-0", 1, result(work.session, reward=0.5))
+        await control.dispatcher.commit("t-0", epoch, result(work.session, reward=0.5))
     found = await control.results()
     assert [item.reward for item in found.items] == [1.0]
     assert await control.trajectory("t-0") == data
@@ -114,9 +115,10 @@ async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None
     asking = await alive.start_asking()
     await pass_time(control, 20.0)
     await asyncio.wait_for(asking, 10)
-    assert (alive.held["t-0"].epoch, alive.held["t-0"].attempt) == (2, 0)
+    epoch = work.session.epoch
+    assert (alive.held["t-0"].epoch > epoch, alive.held["t-0"].attempt) == (True, 0)
     with pytest.raises(FencedError):
-        await control.dispatcher.commit("t-0", 1, result(work.session))
+        await control.dispatcher.commit("t-0", epoch, result(work.session))
     for says in (dead.ask, dead.renew):
         with pytest.raises(FencedError, match="register again"):
             await says()
@@ -125,11 +127,40 @@ async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None
     assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
 
 
+async def test_a_wiped_store_takes_nothing_from_its_old_life(
+    open_control: Open, wipe_store: Callable[[], None]
+) -> None:
+    """A task of the same id is leased again: the late result, log and release are refused."""
+    async with open_control() as control:
+        node = await Idler.join(control)
+        await control.submit([a_task("t")])
+        [old] = (await node.ask()).work
+    wipe_store()
+    async with open_control(ahead_s=1.0) as control:
+        node = await Idler.join(control, "another")
+        await control.submit([a_task("t")])
+        [new] = (await node.ask()).work
+        again, epoch = control.dispatcher, old.session.epoch
+        for late in (
+            again.commit("t-0", epoch, result(old.session, reward=0.0)),
+            again.release("t-0", Release(epoch=epoch, reason="late")),
+            again.log("t-0", epoch, 0, b"late"),
+        ):
+            with pytest.raises(FencedError):
+                await late
+        held = HeldSession("t-0", epoch, Status.RUN)
+        answer = await again.renew(node.node, Renewal(held=(held,), applied=0))
+        assert [stop.epoch for stop in answer.stop] == [epoch]
+        assert (await node.commit("t-0", reward=1.0)).outcome is CommitOutcome.COMMITTED
+    assert new.session.epoch > epoch
+
+
 async def test_leases_end_by_themselves(open_control: Open) -> None:
     """The server wakes when one is due; nobody has to ask."""
     async with open_control(lease_s=0.2) as control:
         await Idler.join(control)
-        events = await control.events(EventQuery(after=1, wait_s=20.0))
+        after = (await control.events(EventQuery()))[-1].position
+        events = await control.events(EventQuery(after=after, wait_s=20.0))
         assert [event.kind for event in events] == [EventKind.LOST]
 
 
@@ -151,7 +182,7 @@ async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPla
     await before.ask()
     after = await Idler.join(control, "a")
     assert names((await after.ask()).work) == ["t-0"]
-    assert after.held["t-0"].epoch == 2
+    assert after.held["t-0"].epoch > before.held["t-0"].epoch
     with pytest.raises(FencedError):
         await before.renew()
 
@@ -193,7 +224,7 @@ async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPla
     node = await Idler.join(control)
     await control.submit([a_task("t", 2)])
     await node.ask()
-    handed = Release(epoch=1, reason="no room")
+    handed = Release(epoch=node.held["t-1"].epoch, reason="no room")
     await control.dispatcher.release("t-1", handed)
     assert [(stop.session, stop.reason) for stop in (await node.renew()).stop] == [
         ("t-1", StopKind.FENCED)
@@ -227,10 +258,11 @@ async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> No
     assert (await asyncio.wait_for(asking, 20)).draining
     await control.submit([a_task("u")])
     assert (await node.ask(wait_s=0.2)).work == ()
-    await control.dispatcher.release("t-0", Release(epoch=1, reason="going"))
+    epoch = node.held["t-0"].epoch
+    await control.dispatcher.release("t-0", Release(epoch=epoch, reason="going"))
     other = await Idler.join(control, "b")
     await other.ask()
-    assert (other.held["t-0"].attempt, other.held["t-0"].epoch) == (0, 2)
+    assert (other.held["t-0"].attempt, other.held["t-0"].epoch > epoch) == (0, True)
     assert set(other.held) == {"t-0", "u-0"}
 
 
@@ -376,10 +408,11 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     [stop] = (await asyncio.wait_for(asking, 20)).stop
     assert (stop.session, stop.reason) == ("strict-0", StopKind.STALE)
     await announcing
-    await control.dispatcher.release("strict-0", Release(epoch=1, reason="stale"))
-    del node.held["strict-0"]
+    epoch = node.held.pop("strict-0").epoch
+    await control.dispatcher.release("strict-0", Release(epoch=epoch, reason="stale"))
     [work] = (await node.ask()).work
-    assert (work.session.id, work.session.attempt, work.session.epoch) == ("strict-0", 1, 2)
+    assert (work.session.id, work.session.attempt) == ("strict-0", 1)
+    assert work.session.epoch > epoch
     assert (await control.database.read(sessions.get_view, "strict-0")).version == 2
 
 
@@ -463,7 +496,8 @@ async def test_a_clock_set_back_keeps_no_dead_node(
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
         await control.database.write(lambda tx: tx.notify("timers"))
-        events = await control.events(EventQuery(after=1, wait_s=20.0))
+        after = (await control.events(EventQuery()))[-1].position
+        events = await control.events(EventQuery(after=after, wait_s=20.0))
         assert [event.kind for event in events] == [EventKind.LOST]
 
 

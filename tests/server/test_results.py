@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from leased import Open
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs
@@ -223,9 +225,26 @@ async def test_pages_use_their_index(tmp_path: Path) -> None:
             assert index in plan, plan
 
 
+async def test_a_reader_of_a_wiped_store_sees_all_that_is_new(
+    open_control: Open, wipe_store: Callable[[], None]
+) -> None:
+    """Its old position stands before all new ones, however many results there are of either."""
+    async with open_control() as control:
+        await control.submit([a_task("t", 2)])
+        await control.database.write(results.cancel_task, "t", by="me")
+        position = (await control.results()).cursor
+    wipe_store()
+    async with open_control(ahead_s=1.0) as control:
+        await control.submit([a_task("t", 9)])
+        await control.database.write(results.cancel_task, "t", by="me")
+        again = await control.results(ResultQuery(after=position))
+    assert len(again.items) == 9
+
+
 async def test_a_position_of_another_store_is_refused(control: ControlPlane) -> None:
     """A reader that waited for it would never see what is new."""
-    with pytest.raises(Invalid, match=r"after is 5000, the latest position is \d+: .* restored"):
-        await control.results(ResultQuery(after=5000))
-    with pytest.raises(Invalid, match="after is 5000"):
-        await control.events(EventQuery(after=5000))
+    ahead = await control.database.read(events.latest) + 5000
+    with pytest.raises(Invalid, match=rf"after is {ahead}, the latest .* \d+: .* restored"):
+        await control.results(ResultQuery(after=ahead))
+    with pytest.raises(Invalid, match=f"after is {ahead}"):
+        await control.events(EventQuery(after=ahead))

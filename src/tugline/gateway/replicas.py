@@ -60,6 +60,7 @@ class _Wait:
     """A reply that is read, until `scope` ends it because its replica hangs."""
 
     replica: Replica
+    session: str
     scope: asyncio.Timeout
     since: float = field(default_factory=time.monotonic)
     """When the engine sent something, or was asked."""
@@ -238,7 +239,7 @@ class Upstream(TokenSource):
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
         """Raise `EngineError` in the block once its reply is silent and the replica hangs."""
         scope = asyncio.timeout(None)
-        wait = _Wait(replica, scope)
+        wait = _Wait(replica, session, scope)
         self._waits.add(wait)
         try:
             async with scope:
@@ -267,6 +268,8 @@ class Upstream(TokenSource):
             await self._fetch_card(replica)
         except TuglineError:
             replica.count_fault()
+            for wait in self._silent(replica):
+                self.on_hang(wait.session, time.monotonic() - wait.since)
         else:
             if replica.ejected:
                 replica.mark_healthy()

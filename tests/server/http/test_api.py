@@ -234,10 +234,11 @@ async def test_what_is_kept_is_for_its_user_only(server: Served, tmp_path: Path)
     """Store, trajectories and logs hold the work of all tenants: other users cannot read them."""
     await server.submit()
     node = await server.join()
-    await server.lease(node)
-    log = "/v1/sessions/t-0/log?epoch=1&offset=0"
+    (work,) = (await server.lease(node)).work
+    epoch = work.session.epoch
+    log = f"/v1/sessions/t-0/log?epoch={epoch}&offset=0"
     assert (await server.ask("POST", log, node.token, data=b"one")).status == 200
-    assert (await server.commit(node, "t-0", 1, result("t-0", "t"))).status == 200
+    assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
     kept = [tmp_path / name for name in ("tugline.db", "tugline.db-wal", "blobs", "logs")]
     assert [f"{path.name} {path.stat().st_mode & 0o77:o}" for path in kept] == [
         f"{path.name} 0" for path in kept

@@ -148,7 +148,7 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
         "consumer",
         "a b",
     ),
-    ("POST /v1/results/ack?consumer=a", {"json": {"cursor": 9**9}}, 422, "invalid", "cursor", "9"),
+    ("POST /v1/results/ack?consumer=a", {"json": {"cursor": 9**15}}, 422, "invalid", "cursor", "9"),
     ("POST /v1/results/ack?consumer=a", {}, 422, "invalid", "cursor", "missing"),
     ("POST /v1/weights", {"json": {"version": -1}}, 422, "invalid", "version", "-1"),
     ("POST /v1/weights/pause", {"json": {"within_s": -1}}, 422, "invalid", "within_s", ">= 0"),

@@ -52,7 +52,7 @@ async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
         node = await server.join()
         done, _ = (await server.lease(node, 2)).work
         data = result(done.session.id, "t")
-        assert (await server.commit(node, done.session.id, 1, data)).status == 200
+        assert (await server.commit(node, done.session.id, done.session.epoch, data)).status == 200
         living = asyncio.create_task(_live(server, node))
         yield server.url, [node.node, node.token, done.session.id]
         living.cancel()

@@ -64,15 +64,9 @@ def latest(tx: Tx) -> int:
 
 
 def skip_positions(tx: Tx) -> None:
-    """Go on at the present in milliseconds, beyond what a store that this is a backup of gave out.
-
-    Not in a new store, so its readers know: what they ask for is beyond its latest position.
-    """
+    """Go on at the present in milliseconds, beyond what a store gave out that this one replaces."""
     floor = int(tx.now * 1000)
-    tx.run(
-        "UPDATE positions SET at = :floor WHERE name = 'events' AND at BETWEEN 1 AND :floor",
-        floor=floor,
-    )
+    tx.run("UPDATE positions SET at = :floor WHERE name = 'events' AND at < :floor", floor=floor)
 
 
 def check_position(tx: Tx, after: int) -> None:

@@ -20,6 +20,9 @@ from tugline.types.session import RETRIES
 NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
 """Causes that count against the node; several in a row put it in quarantine."""
 
+EPOCHS_FROM = 1_600_000_000
+"""Unix seconds at which epochs begin: what a store leases, no store that it replaces has leased."""
+
 
 class LeaseOrders(NamedTuple):
     """Orders for a node, besides new work."""
@@ -102,6 +105,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
         node = _place(left, home, avoid)
+        epoch = max(epoch + 1, int(tx.now) - EPOCHS_FROM)
         left[node] -= 1
         if home not in live:
             homes[task] = node
@@ -111,12 +115,14 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
                 task=task,
                 sample=sample,
                 attempt=attempt,
-                epoch=epoch + 1,
+                epoch=epoch,
                 status=Status.INIT,
             )
         )
-        leased.append({"id": session, "node": node, "version": version, "now": tx.now})
-        detail = {"attempt": attempt, "epoch": epoch + 1, "waited": max(0.0, tx.now - since)}
+        leased.append(
+            {"id": session, "epoch": epoch, "node": node, "version": version, "now": tx.now}
+        )
+        detail = {"attempt": attempt, "epoch": epoch, "waited": max(0.0, tx.now - since)}
         notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
@@ -135,7 +141,7 @@ def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
 
 def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) -> None:
     tx.many(
-        "UPDATE sessions SET status = 'init', epoch = epoch + 1, node = :node, version = :version,"
+        "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
         " updated = :now WHERE id = :id",
         leased,
     )
@@ -184,7 +190,7 @@ def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
     if entry.stop == protocol.StopKind.CANCELLED:
         finish(tx, entry, CANCELLED)
     elif not retry(tx, entry, failure):
-        message = f"{failure.message} (try {entry.epoch}, the last)"
+        message = f"{failure.message} (try {entry.attempt + entry.outages + 1}, the last)"
         final = Failure(failure.boundary, message, failure.cause)
         finish(tx, entry, End(Status.FAILED, final))
 
