@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from observed import observed, task
 from tugline import log
+from tugline.server.store import sessions
 from tugline.web.serve import serve
 
 AGENT = (
@@ -61,6 +62,7 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
     """Node, task, session and epoch stand in what the node, its rollout and the gateway say."""
     async with observed(tmp_path) as rig:
         await rig.run(replace(task("t", AGENT), files={}))
+        epoch = (await rig.control.database.read(sessions.get_view, "t-0")).epoch
     log.get("test").info("after")
     found = lines.read()
     after = found.pop()
@@ -81,7 +83,7 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
     ]
     for line in ours:
         named = (line["task"], line["session"], line["epoch"], line["node"])
-        assert named == ("t", "t-0", 1, "here"), line
+        assert named == ("t", "t-0", epoch, "here"), line
 
 
 async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) -> None:

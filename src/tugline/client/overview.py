@@ -125,9 +125,11 @@ class Monitor:
     async def _read_events(self, latest: int) -> None:
         if self._position is None:
             self._position = max(0, latest - _HISTORY)
-            self._complete_since = 0.0 if self._position == 0 else self._clock()
+            self._complete_since = self._clock()
         while self._position < latest:
             page = await self._client.list_events(after=self._position, limit=_HISTORY)
+            if not page or page[0].position > self._position + 1:
+                self._complete_since = 0.0  # positions were skipped at the server's start
             if not page:
                 break
             self._complete_since = min(self._complete_since, page[0].created)
