@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attacked import Arena
+from attacked import Arena, shell
 from rig import rig, says
 from tugline.evaluators.base import Evaluator, SessionOutcome
 from tugline.evaluators.harbor import HarborEvaluator
@@ -18,7 +19,7 @@ from tugline.evaluators.tests import TestsEvaluator
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Content, Sandbox
-from tugline.types import Limits, PluginSpec, Session, Status, Task
+from tugline.types import Limits, PluginSpec, Session, Status, Task, Workspace
 
 FILES = {
     "bill.py": "def total(a, b):\n    return a - b\n",
@@ -148,26 +149,30 @@ def a_task(arena: Arena, script: str, **changes: Any) -> Task:
         id="t",
         instruction="Mend it.",
         runtime=PluginSpec(arena.part, arena.fixed),
-        workspace=arena.workspace,
         limits=Limits(agent_s=20.0, eval_s=20.0),
-        **{**given, **changes},
+        **{"workspace": arena.workspace, **given, **changes},
     )
 
 
-async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
-    """The reward of an agent that is this script."""
-    task = a_task(arena, script)
+async def earned(
+    arena: Arena, script: str, evaluator: Evaluator, base: Path | None = None
+) -> float:
+    """The reward of an agent that is this script, on `FILES` or on a folder."""
+    files = FILES if base is None else {}
+    workspace = Workspace(image=arena.workspace.image, folder=str(base)) if base else None
+    place = {"workspace": workspace or arena.workspace}
+    task = a_task(arena, script, files=files, **place)
     turn = next(TURNS)
     judges = itertools.count()
 
     @contextlib.asynccontextmanager
     async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        given = {"mounts": evaluator.mounts(task)}
+        given = {"mounts": evaluator.mounts(task), **place}
         async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
             await box.put(box.workdir, files)
             yield box
 
-    async with arena.box(f"agent-{turn}", files=FILES) as box:
+    async with arena.box(f"agent-{turn}", files=files, **place) as box:
         env = {"HOME": str(box.home)}
         end = await box.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
@@ -277,6 +282,82 @@ async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
     assert trajectory.status is Status.COMPLETED
     assert trajectory.reward is not None
     assert trajectory.reward.value == 0.0
+
+
+OTHER = f"""import os, sys, time
+report = [word.partition("=")[2] for word in sys.argv if word.startswith("--junitxml=")]
+runner = os.getpid()
+if report and os.fork() == 0:
+    os.setsid()
+    for _ in range(100):
+        time.sleep(0.01)
+        with open(report[0], "w") as file: file.write({REPORT!r})
+        END
+    os._exit(0)
+def total(a, b): return a - b
+"""
+FROM_ANOTHER = {
+    "rewrite the report": OTHER.replace("END", "pass"),
+    "and kill the runner": OTHER.replace(
+        "END", "try: os.kill(runner, 9)\n        except OSError: pass"
+    ),
+}
+
+
+@pytest.fixture
+def by_report() -> Evaluator:
+    """A command of the task's own, whose report is a file that the judged code can write."""
+    pytest_command = "python3 -m pytest -q -p no:cacheprovider --junitxml={report}"
+    expected = ["test_bill.py::test_total"]
+    return TestsEvaluator(
+        command=f"{pytest_command}; code=$?; sleep 0.3; exit $code",
+        format="junit",
+        expected=expected,
+        timeout_s=20.0,
+    )
+
+
+@pytest.mark.parametrize("attack", FROM_ANOTHER)
+async def test_forge_the_report_from_another_process(
+    sandbox: Arena, by_report: Evaluator, attack: str
+) -> None:
+    """It outlives the runner and has the last word in the file, which the exit code contradicts."""
+    script = f"cat > bill.py <<'END'\n{FROM_ANOTHER[attack]}END"
+    assert await earned(sandbox, script, by_report) == 0.0
+    assert await earned(sandbox, HONEST, by_report) == 1.0
+
+
+BUILT = {
+    "Makefile": "test: build/t\n\t@sh build/t\nbuild/t: t.sh\n\t@mkdir -p build; cp t.sh build/t\n",
+    "t.sh": "[ $(sh sum.sh 2 3) = 5 ] || printf 'not '; echo 'ok 1 - a'; echo 1..1\n",
+    "sum.sh": "echo $(($1 - $2))\n",
+}
+COMMITTED = 1_600_000_000.0
+"""When its files were changed last."""
+LIE = "echo 'ok 1 - a'; echo 1..1"
+OF_MAKE = {
+    "an output": f'mkdir -p build; echo "{LIE}" > build/t; touch -d 2040-01-01 build/t',
+    "settings": f"printf 'test:\\n\\t@%s\\n' \"{LIE}\" > GNUmakefile",
+}
+
+
+@pytest.mark.parametrize("attack", OF_MAKE)
+async def test_forge_what_make_builds(sandbox: Arena, attack: str, tmp_path: Path) -> None:
+    """Whatever date it has, and where a task lets it in: what is built is built of the sources."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for name, text in BUILT.items():
+        (base / name).write_text(text)
+        os.utime(base / name, (COMMITTED, COMMITTED))
+    async with sandbox.box("asked") as box:
+        if (await shell(box, "command -v make")).exit.code != 0:
+            pytest.skip(f"there is no make in {sandbox.name}")
+    options: dict[str, Any] = {"command": "make -s test", "format": "tap", "expected": ["a"]}
+    for editable in ([], ["build/"]):
+        tests = TestsEvaluator(**options, editable=editable, timeout_s=20.0)
+        assert await earned(sandbox, OF_MAKE[attack], tests, base) == 0.0
+    honest = f"{OF_MAKE[attack]}; sed -i s/-/+/ sum.sh"
+    assert await earned(sandbox, honest, tests, base) == 1.0
 
 
 ASKING = """#!/bin/sh
