@@ -72,8 +72,8 @@ class Arena:
         """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
         runtime = self.runtime(**(options or {}))
         given = SandboxSpec(**{"workspace": self.workspace, **place})
-        async with runtime.open(self.folder / name, given) as box:
-            yield box
+        async with runtime.open(self.folder / name, given) as sandbox:
+            yield sandbox
 
 
 async def python(box: Sandbox, code: str, *given: object, timeout_s: float = WITHIN) -> Said:

@@ -25,10 +25,13 @@ _FORKS.set_forkserver_preload(
 
 
 def run_command(
-    *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 60
+    *arguments: object,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``tugline WORDS`` in `cwd`, with `env` added to the environment, to its end."""
-    argv = [str(TUGLINE), *map(str, words)]
+    argv = [str(TUGLINE), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         variables = {**os.environ, **(env or {})}

@@ -112,8 +112,8 @@ def make_apptainer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         program.write_text(STAND_IN)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    elif why := Apptainer().check_available():
-        pytest.skip(why)
+    elif reason := Apptainer().check_available():
+        pytest.skip(reason)
     return Apptainer(disk_mb=64)
 
 

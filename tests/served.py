@@ -75,25 +75,25 @@ class Served:
 
     async def submit(self, **changes: Any) -> Any:
         """A task, or what became of it."""
-        told = await self.ask("POST", "/v1/tasks", json={**TASK, **changes})
-        assert told.status in {200, 201}, told
-        return told.json
+        response = await self.ask("POST", "/v1/tasks", json={**TASK, **changes})
+        assert response.status in {200, 201}, response
+        return response.json
 
     async def join(self, name: str = "n") -> NodeRegistered:
         """A new node."""
         hello = msgspec.to_builtins(NodeRegistration(name=name, slots=8, capacity=8))
-        told = await self.ask("POST", "/v1/nodes", "join", json=hello)
-        assert told.status == 201, told
-        return msgspec.json.decode(told.body, type=NodeRegistered)
+        response = await self.ask("POST", "/v1/nodes", "join", json=hello)
+        assert response.status == 201, response
+        return msgspec.json.decode(response.body, type=NodeRegistered)
 
     async def lease(
         self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int = 0
     ) -> LeaseResponse:
         """Work for a node, once there is some; at once if there are orders after `applied`."""
         how = {"capacity": room, "wait_s": wait_s, "applied": applied}
-        told = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
-        assert told.status == 200, told
-        return msgspec.json.decode(told.body, type=LeaseResponse)
+        response = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
+        assert response.status == 200, response
+        return msgspec.json.decode(response.body, type=LeaseResponse)
 
     async def commit(self, node: NodeRegistered, session: str, epoch: int, data: bytes) -> Answer:
         """Hand in a result."""
@@ -107,8 +107,8 @@ class Served:
         work = (await self.lease(node, len(accepted["sessions"]))).work
         for one in work:
             data = result(one.session.id, one.task.id, one.session.sample)
-            told = await self.commit(node, one.session.id, one.session.epoch, data)
-            assert told.json == {"outcome": "committed"}, told
+            response = await self.commit(node, one.session.id, one.session.epoch, data)
+            assert response.json == {"outcome": "committed"}, response
         return [one.session.id for one in work]
 
 

@@ -44,7 +44,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "why"),
+    ("target", "reason"),
     [
         ("no_such_module:X", "No module named 'no_such_module'"),
         ("collections:Nothing", "no attribute 'Nothing'"),
@@ -52,9 +52,9 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         (":X", "mpty module name"),
     ],
 )
-def test_a_target_that_cannot_be_loaded_says_why(target: str, why: str) -> None:
+def test_a_target_that_cannot_be_loaded_says_why(target: str, reason: str) -> None:
     """A misspelt module or class is an error at the door, with Python's own reason."""
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", target)
     assert target in str(caught.value)
-    assert why in str(caught.value)
+    assert reason in str(caught.value)

@@ -96,9 +96,9 @@ async def test_a_killed_consumer_gets_what_it_did_not_acknowledge(house: House) 
 
 async def start_consumer(house: House) -> asyncio.subprocess.Process:
     """A loop in a process of its own."""
-    words = (sys.executable, "-c", CONSUMER, house.url, TOKENS.client)
+    arguments = (sys.executable, "-c", CONSUMER, house.url, TOKENS.client)
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+    return await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe)
 
 
 async def read_line(process: asyncio.subprocess.Process) -> str:

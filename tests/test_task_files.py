@@ -77,7 +77,7 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("sample: 3", "t.yaml: unknown key 'sample'; did you mean 'samples'?"),
         ("limits: {agent: 3}", "t.yaml: unknown key 'limits.agent'; did you mean 'agent_s'?"),
@@ -94,17 +94,17 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
         ("[", "t.yaml is not valid YAML"),
     ],
 )
-def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, told: str) -> None:
+def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, expected: str) -> None:
     """One line that says what would be right."""
     path = written(tmp_path, "t.yaml", YAML.format(id="t") + line)
     with pytest.raises(ConfigError) as raised:
         load_tasks([path])
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
     assert str(path) in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("t.jsonl", '{"id": "t"}\n{', "t.jsonl, line 1: instruction is missing"),
         ("t.jsonl", "{", "t.jsonl, line 1 is not valid JSON"),
@@ -113,11 +113,11 @@ def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, told: s
         ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, expected: str) -> None:
     """With the place in it."""
     with pytest.raises(ConfigError) as raised:
         load_tasks([written(tmp_path, name, text)])
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_a_plugin_may_be_its_name_alone(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ def main() -> None:
     if any(map(shutil.which, NAMES)):
         return
     print("browser: installing chromium with apt-get ...", file=sys.stderr, flush=True)
-    why = install(["chromium"])
-    if why:
-        sys.exit(f"browser: install one of {', '.join(NAMES)} yourself; {why}")
+    reason = install(["chromium"])
+    if reason:
+        sys.exit(f"browser: install one of {', '.join(NAMES)} yourself; {reason}")
 
 
 main()

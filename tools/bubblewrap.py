@@ -13,9 +13,9 @@ def main() -> None:
     if shutil.which("bwrap") or sys.platform != "linux":
         return
     print("bubblewrap: installing it with apt-get ...", file=sys.stderr, flush=True)
-    why = install(["bubblewrap"])
-    if why:
-        print(f"bubblewrap: its tests are skipped; install it yourself; {why}", file=sys.stderr)
+    reason = install(["bubblewrap"])
+    if reason:
+        print(f"bubblewrap: its tests are skipped; install it yourself; {reason}", file=sys.stderr)
 
 
 main()

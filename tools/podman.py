@@ -65,11 +65,11 @@ def run(*argv: str | Path, **env: str) -> str:
 def provide(packages: list[str]) -> None:
     """By apt, as root; elsewhere the tests that need it are skipped."""
     say(f"installing {' '.join(packages)} with apt-get")
-    if why := install(packages):
+    if reason := install(packages):
         if os.geteuid() == 0 and shutil.which("apt-get"):
-            sys.exit(f"podman: {why}")
+            sys.exit(f"podman: {reason}")
         wanted = " ".join(packages)
-        print(f"podman: tests skip what is missing ({wanted}); {why}", file=sys.stderr)
+        print(f"podman: tests skip what is missing ({wanted}); {reason}", file=sys.stderr)
         sys.exit(0)
 
 

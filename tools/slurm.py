@@ -27,8 +27,8 @@ def main() -> None:
     if not missing:
         return
     print(f"slurm: installing {' '.join(missing)} with apt-get ...", file=sys.stderr, flush=True)
-    if why := install(missing):
-        print(f"slurm: its tests are skipped; {' '.join(missing)}: {why}", file=sys.stderr)
+    if reason := install(missing):
+        print(f"slurm: its tests are skipped; {' '.join(missing)}: {reason}", file=sys.stderr)
 
 
 main()

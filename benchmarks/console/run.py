@@ -222,11 +222,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--sessions", type=int, default=100_000, help="in multiples of 1,000")
     options = parser.parse_args()
-    told = asyncio.run(run(options.sessions))
+    report = asyncio.run(run(options.sessions))
     if options.json:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
         return
-    for key, value in told.items():
+    for key, value in report.items():
         budget = f"budget {BUDGETS[key]:,}" if key in BUDGETS else ""
         sys.stdout.write(f"{key:<24}{value!s:<16}{budget}".rstrip() + "\n")
 

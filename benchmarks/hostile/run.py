@@ -204,11 +204,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="a dozen sessions, spells of 3 s")
     options = parser.parse_args()
-    told = asyncio.run(run(12, 3.0) if options.quick else run(50, 8.0))
+    report = asyncio.run(run(12, 3.0) if options.quick else run(50, 8.0))
     if options.json:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
     else:
-        print_table(told)
+        print_table(report)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ async def _command(sandbox: Sandbox) -> float:
     began = time.perf_counter()
     end = await sandbox.run(COMMAND, env={}, timeout_s=60.0)
     if end.code != 0:
-        said = (sandbox.logs / "agent.log").read_text(errors="replace")[-300:]
-        msg = f"a command that cannot fail ended with {end.code}: {said}"
+        output = (sandbox.logs / "agent.log").read_text(errors="replace")[-300:]
+        msg = f"a command that cannot fail ended with {end.code}: {output}"
         raise SystemExit(msg)
     return 1e3 * (time.perf_counter() - began)
 
@@ -261,9 +261,9 @@ async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
     usable: dict[str, tuple[Runtime, SandboxSpec]] = {}
     for name in RUNTIMES:
         runtime: Runtime = find("runtime", name)()
-        why = await asyncio.to_thread(unusable, name, runtime)
-        if why is not None:
-            told[name] = {"unavailable": why}
+        reason = await asyncio.to_thread(unusable, name, runtime)
+        if reason is not None:
+            told[name] = {"unavailable": reason}
             continue
         _console.print(f"{name} ...")
         spec = SandboxSpec(workspace=image(root / "image") if name == "container" else Workspace())
@@ -308,11 +308,11 @@ def main() -> None:
     asked = parser.parse_args()
     log.configure(level="error")
     with tempfile.TemporaryDirectory(prefix="bench-runtimes-", ignore_cleanup_errors=True) as root:
-        told = asyncio.run(measure(Path(root), quick=asked.quick))
+        report = asyncio.run(measure(Path(root), quick=asked.quick))
     if asked.json:
-        print(json.dumps(told))  # noqa: T201 - a program
+        print(json.dumps(report))  # noqa: T201 - a program
     else:
-        show(told)
+        show(report)
 
 
 if __name__ == "__main__":

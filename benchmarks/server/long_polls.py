@@ -91,11 +91,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", action="store_true")
     how = parser.parse_args()
-    told = asyncio.run(measure(how.polls, how.seconds))
+    report = asyncio.run(measure(how.polls, how.seconds))
     if how.json:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
         return
-    for name, value in told.items():
+    for name, value in report.items():
         sys.stdout.write(f"{name:20} {value}\n")
 
 

@@ -53,11 +53,11 @@ class Memory(Runtime):
         """Three empty folders: what is told of an agent is read from there."""
         if self._client is None:
             self._client = aiohttp.ClientSession()  # as long as the process
-        box = MemorySandbox(directory, self._client)
-        for folder in (box.workdir, box.home, box.logs):
+        sandbox = MemorySandbox(directory, self._client)
+        for folder in (sandbox.workdir, sandbox.home, sandbox.logs):
             folder.mkdir(parents=True)
-        (box.logs / "agent.log").touch()
-        yield box
+        (sandbox.logs / "agent.log").touch()
+        yield sandbox
 
     def reap(self, directory: Path) -> int:
         """Nothing can be left."""

@@ -122,21 +122,21 @@ class Server(Program):
     @property
     def tokens(self) -> dict[str, str]:
         """Those that it made when it was started."""
-        told: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
-        return told
+        report: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
+        return report
 
 
 @contextlib.asynccontextmanager
 async def engine(folder: Path) -> AsyncIterator[str]:
     """An engine without a model in this process; what a node must be told of it is `node.yaml`."""
-    words = make_tokenizer()
-    answer = [*words.encode("nothing"), END_ID]
+    tokenizer = make_tokenizer()
+    answer = [*tokenizer.encode("nothing"), END_ID]
     scripted = ScriptedEngine(
         lambda _prompt, _request: Reply(answer, tokens_per_chunk=len(answer)),
-        vocab_size=words.size,
+        vocab_size=tokenizer.size,
         eos_ids=[END_ID],
     )
-    (folder / "tokenizer.json").write_text(words.to_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     told = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}
     (folder / "node.yaml").write_text(json.dumps(told), encoding="utf-8")
     async with serve(create_app(scripted, model_name="noop")) as url:

@@ -82,9 +82,9 @@ def main() -> None:
     parser.add_argument("--store", choices=STORES, default="sqlite", help="where the server keeps")
     parser.set_defaults(size="full")
     options = parser.parse_args()
-    told = uvloop.run(run(options.store, options.size))
-    rows = (f"{key:<28}{value}" for key, value in told.items())
-    sys.stdout.write((json.dumps(told) if options.json else "\n".join(rows)) + "\n")
+    report = uvloop.run(run(options.store, options.size))
+    rows = (f"{key:<28}{value}" for key, value in report.items())
+    sys.stdout.write((json.dumps(report) if options.json else "\n".join(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -116,10 +116,10 @@ class Believed(Evaluator):
         left = apply_patch(outcome.task.files, outcome.patch, {})
         key = repr(sorted(left.items()))
         if key not in self._known:
-            async with outcome.open_sandbox(left) as box:
-                end = await box.run(
+            async with outcome.open_sandbox(left) as sandbox:
+                end = await sandbox.run(
                     (sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-                    env={"HOME": str(box.home), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+                    env={"HOME": str(sandbox.home), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
                     timeout_s=60.0,
                 )
             self._known[key] = Verdict(Reward(float(end.code == 0)), {"exit": end.code})

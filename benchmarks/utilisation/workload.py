@@ -204,8 +204,8 @@ class RolloutEvaluator(Evaluator):
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Half a point."""
-        async with outcome.open_sandbox({}) as box:
-            session = box.logs.parent.parent.name.rpartition(".")[0]
+        async with outcome.open_sandbox({}) as sandbox:
+            session = sandbox.logs.parent.parent.name.rpartition(".")[0]
             await asyncio.sleep(draw(self._rollouts.seed, session).judging)
         self._rollouts.marks.judged[session] = time.monotonic()
         return Verdict(Reward(0.5), {})

@@ -11,9 +11,9 @@ SANDBOXES = ["bubblewrap", pytest.param("podman", marks=pytest.mark.podman)]
 
 def _arena(name: str, folder: Path) -> Arena:
     arena = Arena(name, folder)
-    why = arena.runtime().check_available()
-    if why is not None:
-        pytest.skip(f"{name}: {why}")
+    reason = arena.runtime().check_available()
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
     return arena
 
 

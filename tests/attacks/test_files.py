@@ -47,37 +47,37 @@ LINKS = ("folder", "relative", "chain", "magic")
 
 async def test_write_through_planted_links(anywhere: Arena, outside: Path) -> None:
     """What is put lands in the box, whatever stands at its path or above it."""
-    async with anywhere.box() as box:
-        await python(box, PLANT, outside, box.workdir, box.home)
-        for root in (box.workdir, box.home):
+    async with anywhere.box() as sandbox:
+        await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
+        for root in (sandbox.workdir, sandbox.home):
             files = [f"{link}/{name}" for link in LINKS for name in ("secret", "new")]
             for path in (*files, "file", "dangling", "loop"):
                 with contextlib.suppress(SandboxError, UsageError):
                     async with asyncio.timeout(DEADLINE):
-                        await box.put(root, {path: "put"})
-                    assert await box.get(root / path) == b"put"
+                        await sandbox.put(root, {path: "put"})
+                    assert await sandbox.get(root / path) == b"put"
         untouched(outside)
 
 
 async def test_remove_through_planted_links(anywhere: Arena, outside: Path) -> None:
     """What is removed is the box's own, too."""
-    async with anywhere.box() as box:
-        await python(box, PLANT, outside, box.workdir)
+    async with anywhere.box() as sandbox:
+        await python(sandbox, PLANT, outside, sandbox.workdir)
         for path in (*(f"{link}/secret" for link in LINKS), "file", "folder"):
             with contextlib.suppress(SandboxError, UsageError):
-                await box.put(box.workdir, {path: None})
+                await sandbox.put(sandbox.workdir, {path: None})
         untouched(outside)
 
 
 async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> None:
     """What is read is the box's own: neither by name nor as part of the agent's work."""
-    async with anywhere.box() as box:
-        await python(box, PLANT, outside, box.workdir, box.home)
-        for root in (box.workdir, box.home):
+    async with anywhere.box() as sandbox:
+        await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
+        for root in (sandbox.workdir, sandbox.home):
             for path in (*(f"{link}/secret" for link in LINKS), "file", "loop", "../x"):
                 with contextlib.suppress(UsageError, SandboxError):
-                    assert await box.get(root / path) is None
-        patch = await box.diff()
+                    assert await sandbox.get(root / path) is None
+        patch = await sandbox.diff()
     assert b"the node's own" not in b"".join(
         change.data for change in patch.files.values() if change
     )
@@ -86,10 +86,10 @@ async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> Non
 @pytest.mark.parametrize("path", ["../out", "a/../../out", "/etc/out", ".", "", "a\0b"])
 async def test_put_files_by_paths_that_leave(anywhere: Arena, path: str) -> None:
     """Refused before anything is written."""
-    async with anywhere.box() as box:
+    async with anywhere.box() as sandbox:
         with pytest.raises(UsageError):
-            await box.put(box.workdir, {"first": "x", path: "x"})
-        assert await box.get(box.workdir / "first") is None
+            await sandbox.put(sandbox.workdir, {"first": "x", path: "x"})
+        assert await sandbox.get(sandbox.workdir / "first") is None
 
 
 SWAP = """
@@ -106,16 +106,18 @@ while True:
 
 async def test_swap_a_folder_for_a_link_meanwhile(anywhere: Arena, outside: Path) -> None:
     """A race for the moment between a look and a write is not won, in hundreds of tries."""
-    async with anywhere.box() as box:
-        swapping = asyncio.create_task(python(box, SWAP, outside, box.workdir, timeout_s=60))
+    async with anywhere.box() as sandbox:
+        swapping = asyncio.create_task(
+            python(sandbox, SWAP, outside, sandbox.workdir, timeout_s=60)
+        )
         try:
             end = asyncio.get_running_loop().time() + 1.0
             tries = 0
             while asyncio.get_running_loop().time() < end:
                 tries += 1
                 with contextlib.suppress(SandboxError, UsageError):
-                    await box.put(box.workdir, {"at/new": "put", "at/secret": "put"})
-                found = await box.get(box.workdir / "at" / "secret")
+                    await sandbox.put(sandbox.workdir, {"at/new": "put", "at/secret": "put"})
+                found = await sandbox.get(sandbox.workdir / "at" / "secret")
                 assert found in {None, b"put"}
             untouched(outside)
             assert tries > 20
@@ -146,15 +148,17 @@ open("honest", "w").write("work")
 
 async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
     """Pipes, devices, names that are no text, a terabyte of nothing, folders without end."""
-    async with anywhere.box() as box:
-        got = await python(box, TRAPS, box.workdir)
+    async with anywhere.box() as sandbox:
+        got = await python(sandbox, TRAPS, sandbox.workdir)
         assert got.exit.code == 0, got.text
         async with asyncio.timeout(DEADLINE):
-            patch = await box.diff()
+            patch = await sandbox.diff()
             for name in ("pipe", "socket", "zero", "in", "kmsg", "sparse", "report.xml"):
-                assert await box.get(box.workdir / name) is None
-            await box.put(box.workdir, {"pipe": "put", "report.xml": "put", "sparse": "put"})
-            assert await box.get(box.workdir / "report.xml") == b"put"
+                assert await sandbox.get(sandbox.workdir / name) is None
+            await sandbox.put(
+                sandbox.workdir, {"pipe": "put", "report.xml": "put", "sparse": "put"}
+            )
+            assert await sandbox.get(sandbox.workdir / "report.xml") == b"put"
     honest = patch.files["honest"]
     assert honest is not None
     assert honest.data == b"work"

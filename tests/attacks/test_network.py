@@ -45,12 +45,12 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Rig]:
 
 async def asked(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
     """The answers to (method, path, key), asked in a box that reaches `url`."""
-    async with arena.box() as box:
-        inside = await box.expose(url)
+    async with arena.box() as sandbox:
+        inside = await sandbox.expose(url)
         origin = f"http://{urlsplit(inside).netloc}"
         lines = [f"{method} {origin}{path} {key}" for method, path, key in asks]
-        await box.put(box.home, {"asks": "\n".join(lines)})
-        got = await python(box, ASK, box.home / "asks")
+        await sandbox.put(sandbox.home, {"asks": "\n".join(lines)})
+        got = await python(sandbox, ASK, sandbox.home / "asks")
     assert got.exit.code == 0, got.text
     answers = got.text.splitlines()
     assert len(answers) == len(asks), got.text
@@ -63,18 +63,18 @@ async def test_reach_the_control_plane(anywhere: Arena) -> None:
         f"sqlite:{anywhere.folder}/store.db", anywhere.folder / "server"
     ) as server:
         ask = f"GET {server.url}/v1/tasks {served.TOKENS.client}"
-        async with anywhere.box() as box:
-            await box.put(box.home, {"asks": ask})
-            got = await python(box, ASK, box.home / "asks")
+        async with anywhere.box() as sandbox:
+            await sandbox.put(sandbox.home, {"asks": ask})
+            got = await python(sandbox, ASK, sandbox.home / "asks")
     assert got.text.endswith(" 200\n") is not anywhere.contains, got.text
 
 
 async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
     """Tokens that are sampled past the gateway are in no record."""
     replica = gateway.gateway._upstream.replicas[0].url
-    async with anywhere.box() as box:
-        await box.expose(gateway.url)
-        got = await python(box, CONNECT, urlsplit(replica).netloc)
+    async with anywhere.box() as sandbox:
+        await sandbox.expose(gateway.url)
+        got = await python(sandbox, CONNECT, urlsplit(replica).netloc)
     assert ("reached" in got.text) is not anywhere.contains, got.text
 
 
@@ -85,9 +85,9 @@ async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
         own = socket.gethostbyname(socket.gethostname())
     with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104
         port = listener.getsockname()[1]
-        async with anywhere.box() as box:
+        async with anywhere.box() as sandbox:
             places = [f"{host}:{port}" for host in ("127.0.0.1", own, "::1", "localhost")]
-            got = await python(box, CONNECT, *places)
+            got = await python(sandbox, CONNECT, *places)
     reached = got.text.count("reached")
     assert (reached == 0) if anywhere.contains else (reached >= 2), got.text
 
@@ -117,8 +117,8 @@ async def test_reach_abstract_sockets(anywhere: Arena) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        async with anywhere.box() as box:
-            got = await python(box, code, name)
+        async with anywhere.box() as sandbox:
+            got = await python(sandbox, code, name)
     assert ("reached" in got.text) is not anywhere.contains
 
 
@@ -142,8 +142,8 @@ async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
     code = "import socket, sys; socket.socket(1).connect(sys.argv[1]); print('reached')"
     try:
         with listening(Path(folder)) as path:
-            async with anywhere.box() as box:
-                got = await python(box, code, path)
+            async with anywhere.box() as sandbox:
+                got = await python(sandbox, code, path)
     except PermissionError:
         pytest.skip(f"{folder} is not ours to write to")
     assert ("reached" in got.text) is not anywhere.contains, got.text

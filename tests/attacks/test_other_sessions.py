@@ -36,16 +36,16 @@ print("found" if found() else "nothing")
 async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path]]:
     """Another session with a secret in its files, its environment and its command line."""
     folder = arena.folder / "victim"
-    async with arena.box("victim", files={"answer.txt": secret}) as box:
-        await box.put(box.home, {"settings.json": secret})
+    async with arena.box("victim", files={"answer.txt": secret}) as sandbox:
+        await sandbox.put(sandbox.home, {"settings.json": secret})
         mark = token()
         program = ("sh", "-c", "sleep 60; true", mark, f"--key={secret}")
-        going = asyncio.create_task(box.run(program, env={"KEY": secret}, timeout_s=60))
+        going = asyncio.create_task(sandbox.run(program, env={"KEY": secret}, timeout_s=60))
         async with asyncio.timeout(10):
             while not running(mark):  # noqa: ASYNC110 - it has no other way to say so
                 await asyncio.sleep(0.02)
         try:
-            yield box, folder
+            yield sandbox, folder
         finally:
             going.cancel()
             await asyncio.gather(going, return_exceptions=True)
@@ -54,8 +54,8 @@ async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path
 async def test_read_another_sessions_files(anywhere: Arena) -> None:
     """By the path they have on the node, and by /proc of whatever runs."""
     secret = token()
-    async with victim(anywhere, secret) as (_, folder), anywhere.box() as box:
-        got = await python(box, READ, secret, folder)
+    async with victim(anywhere, secret) as (_, folder), anywhere.box() as sandbox:
+        got = await python(sandbox, READ, secret, folder)
     assert got.text == ("nothing\n" if anywhere.contains else "found\n")
 
 
@@ -73,8 +73,8 @@ for pid in os.listdir("/proc"):
 async def test_read_another_sessions_environment(anywhere: Arena) -> None:
     """Keys that another agent was given in its environment or command line."""
     secret = token()
-    async with victim(anywhere, secret), anywhere.box() as box:
-        got = await python(box, ENVIRONMENTS, secret[::-1])
+    async with victim(anywhere, secret), anywhere.box() as sandbox:
+        got = await python(sandbox, ENVIRONMENTS, secret[::-1])
     assert got.exit.code == 0, got.text
     found = {line.split()[-1] for line in got.text.splitlines()}
     assert found == (set() if anywhere.contains else {"environ", "cmdline"})
@@ -85,8 +85,10 @@ async def test_read_the_nodes_files(anywhere: Arena) -> None:
     secret = token()
     (anywhere.folder / "node").mkdir()
     (anywhere.folder / "node" / "token").write_text(secret)
-    async with anywhere.box() as box:
-        got = await shell(box, 'cat "$1"; ls -A "$2"', anywhere.folder / "node/token", Path.home())
+    async with anywhere.box() as sandbox:
+        got = await shell(
+            sandbox, 'cat "$1"; ls -A "$2"', anywhere.folder / "node/token", Path.home()
+        )
     assert (secret in got.text) is not anywhere.contains
     if anywhere.contains:
         # A Python that is installed there is the one that sandboxes have, too.
@@ -112,8 +114,8 @@ async def test_see_processes_of_the_host(
 ) -> None:
     """Neither those of the node nor anybody's."""
     mark = str(outsider.args[-1])  # type: ignore[index]
-    async with anywhere.box() as box:
-        got = await shell(box, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    async with anywhere.box() as sandbox:
+        got = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     assert (mark in got.text) is not anywhere.contains
 
 
@@ -121,8 +123,8 @@ async def test_signal_processes_of_the_host(
     anywhere: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
     """A process that is not in the sandbox cannot be ended."""
-    async with anywhere.box() as box:
-        await python(box, "import os, sys; os.kill(int(sys.argv[1]), 9)", outsider.pid)
+    async with anywhere.box() as sandbox:
+        await python(sandbox, "import os, sys; os.kill(int(sys.argv[1]), 9)", outsider.pid)
     await asyncio.sleep(0.05)
     assert (outsider.poll() is None) is anywhere.contains
 
@@ -139,8 +141,8 @@ async def test_attach_to_processes_of_the_host(
     anywhere: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
     """Nor can it be debugged."""
-    async with anywhere.box() as box:
-        got = await python(box, ATTACH, outsider.pid)
+    async with anywhere.box() as sandbox:
+        got = await python(sandbox, ATTACH, outsider.pid)
     if not anywhere.contains and "attached" not in got.text:
         pytest.skip("this machine lets nobody debug another's child")
     assert ("attached" in got.text) is not anywhere.contains, got.text

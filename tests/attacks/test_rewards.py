@@ -168,15 +168,15 @@ async def earned(
     @contextlib.asynccontextmanager
     async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         given = {"mounts": evaluator.mounts(task), **place}
-        async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
-            await box.put(box.workdir, files)
-            yield box
+        async with arena.box(f"judge-{turn}-{next(judges)}", **given) as sandbox:
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
 
-    async with arena.box(f"agent-{turn}", files=files, **place) as box:
-        env = {"HOME": str(box.home)}
-        end = await box.run(("sh", "-c", script), env=env, timeout_s=10)
+    async with arena.box(f"agent-{turn}", files=files, **place) as sandbox:
+        env = {"HOME": str(sandbox.home)}
+        end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
-        patch = await box.diff()
+        patch = await sandbox.diff()
     outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
     return (await evaluator.evaluate(outcome)).reward.value
 

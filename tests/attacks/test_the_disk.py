@@ -48,11 +48,11 @@ threading.Thread(target=hold).start()
 async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
     """Whoever holds a file has it on the disk, whether or not anybody can find it by its name."""
     arena = Arena("bubblewrap", tmp_path)
-    if why := await asyncio.to_thread(arena.runtime().check_available):
-        pytest.skip(why)
+    if reason := await asyncio.to_thread(arena.runtime().check_available):
+        pytest.skip(reason)
     if how == MAPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what is mapped")
-    async with arena.box(options={"disk_mb": 32}) as box:
-        got = await python(box, how)
+    async with arena.box(options={"disk_mb": 32}) as sandbox:
+        got = await python(sandbox, how)
         assert got.exit.cause is Cause.AGENT_DISK, got
-        assert (await shell(box, "echo well")).text == "well\n"
+        assert (await shell(sandbox, "echo well")).text == "well\n"

@@ -199,11 +199,11 @@ print("own")
 async def test_bound_or_slow_the_first_process_of_the_sandbox(tmp_path: Path) -> None:
     """A limit of no open files would end it, as a fault of the node's; its own are its own."""
     arena = Arena("bubblewrap", tmp_path)
-    if why := await asyncio.to_thread(arena.runtime().check_available):
-        pytest.skip(why)
-    async with arena.box() as box:
-        assert (await python(box, STARVE)).text == "own\n"
-        await still_works(box)
+    if reason := await asyncio.to_thread(arena.runtime().check_available):
+        pytest.skip(reason)
+    async with arena.box() as sandbox:
+        assert (await python(sandbox, STARVE)).text == "own\n"
+        await still_works(sandbox)
 
 
 FORGE = """
@@ -398,8 +398,8 @@ for path in paths:
 
 async def test_tune_the_kernel(anywhere: Arena) -> None:
     """Nothing of it can be opened for writing, where a container's escape usually begins."""
-    async with anywhere.box() as box:
-        got = await python(box, TUNE)
+    async with anywhere.box() as sandbox:
+        got = await python(sandbox, TUNE)
     if not anywhere.contains and not got.text:
         pytest.skip("not root: the kernel refuses already")
     assert (got.text == "") is anywhere.contains, got.text[:2000]

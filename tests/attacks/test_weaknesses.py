@@ -17,9 +17,9 @@ async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixt
     parts, local = Parts(), PluginSpec("local")
     log.configure()
     await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     lines = parts.runtime(local).list_weaknesses()
-    assert [said.count(line) for line in lines] == [1] * len(lines)
+    assert [output.count(line) for line in lines] == [1] * len(lines)
     for word in ("files", "network", "memory", "processes"):
         assert any(word in line for line in lines)
 

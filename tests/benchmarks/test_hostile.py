@@ -11,9 +11,13 @@ from benchmarks.conftest import Measure
 @pytest.mark.timeout(300)
 def test_no_attack_fails_another_session(measure: Measure) -> None:
     """Every attack is refused or bounded; the others' calls and sessions all succeed."""
-    told = measure("hostile", "run.py", "--json", "--quick", timeout=240)
-    assert (told["failed"], told["completed"], told["attempts_spent"]) == (0, told["sessions"], 0)
-    spells = told["spells"]
+    report = measure("hostile", "run.py", "--json", "--quick", timeout=240)
+    assert (report["failed"], report["completed"], report["attempts_spent"]) == (
+        0,
+        report["sessions"],
+        0,
+    )
+    spells = report["spells"]
     for name in ("big_body", "many_messages", "many_parts", "deep", "bomb", "padding"):
         assert set(spells[name]["hostile"]) == {"400"}, (name, spells[name])
     assert set(spells["n_128"]["hostile"]) <= {"200", "429"}

@@ -17,8 +17,8 @@ print(json.dumps({"few": few, "many": many, "busy": seen.busy, "sessions": seen.
 
 def test_a_small_run(measure: Measure) -> None:
     """52 agents keep 32 slots full if they are always ready, 36 cannot; the node gets near."""
-    told = measure("utilisation", "-c", SMALL)
-    assert 0.99 < told["many"] <= 1.0
-    assert 0.6 < told["few"] < 0.85
-    assert 0.3 < told["busy"] <= 1.0
-    assert told["sessions"] == 64
+    report = measure("utilisation", "-c", SMALL)
+    assert 0.99 < report["many"] <= 1.0
+    assert 0.6 < report["few"] < 0.85
+    assert 0.3 < report["busy"] <= 1.0
+    assert report["sessions"] == 64

@@ -48,8 +48,8 @@ async def commit(served: Served, node: NodeRegistered, work: Work, n: int) -> No
         seconds={"init": 1.2, "ready": 0.3, "run": 20.0 + 7 * n % 60, "build": 0.4, "eval": 3.1},
     )
     data = zstandard.compress(encode(trajectory))
-    told = await served.commit(node, work.session.id, work.session.epoch, data)
-    assert told.json == {"outcome": "committed"}, told
+    response = await served.commit(node, work.session.id, work.session.epoch, data)
+    assert response.json == {"outcome": "committed"}, response
 
 
 async def fill(served: Served) -> list[NodeRegistered]:
@@ -71,11 +71,11 @@ async def fill(served: Served) -> list[NodeRegistered]:
             HeldSession(each.session.id, each.session.epoch, stage)
             for each, stage in zip(work, stages, strict=True)
         ]
-        told = await served.ask(
+        response = await served.ask(
             "POST",
             f"/v1/nodes/{node.node}/renew",
             node.token,
             json={"held": msgspec.to_builtins(held)},
         )
-        assert told.status == 200, told
+        assert response.status == 200, response
     return nodes

@@ -105,11 +105,11 @@ class Tab:
 
     async def click(self, what: str) -> None:
         """Click in the middle of the first element that a selector finds, with a real mouse."""
-        box = await self.js(
+        sandbox = await self.js(
             f"(() => {{ const b = document.querySelector({what!r}).getBoundingClientRect();"
             " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        at = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+        at = {"x": sandbox[0], "y": sandbox[1], "button": "left", "clickCount": 1}
         await self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
         await self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
 

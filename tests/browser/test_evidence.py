@@ -72,14 +72,14 @@ class Rig:
         own = {"session": one.id, "task": one.task, "sample": one.sample, **changes}
         data = zstandard.compress(pack(msgspec.structs.replace(trajectory, **own)))
         path = f"/v1/sessions/{one.id}/result?epoch={one.epoch}"
-        told = await self.served.ask("POST", path, self.node.token, data=io.BytesIO(data))
-        assert told.json == {"outcome": "committed"}, told
+        response = await self.served.ask("POST", path, self.node.token, data=io.BytesIO(data))
+        assert response.json == {"outcome": "committed"}, response
 
     async def log(self, work: Work, text: str) -> None:
         """Append to the agent's log."""
         path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
-        told = await self.served.ask("POST", path, self.node.token, data=text.encode())
-        assert told.status == 200, told
+        response = await self.served.ask("POST", path, self.node.token, data=text.encode())
+        assert response.status == 200, response
 
 
 @pytest.fixture

@@ -179,8 +179,8 @@ class Fleet:
     @property
     def tokens(self) -> dict[str, str]:
         """Those that the server made when it was started first."""
-        told: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
-        return told
+        report: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
+        return report
 
     @property
     def nodes(self) -> list[Program]:

@@ -32,10 +32,10 @@ class Postgres:
         """End it."""
         self._ctl("-m", "immediate", "stop")
 
-    def _ctl(self, *words: str) -> None:
+    def _ctl(self, *arguments: str) -> None:
         folder = str(self._server.pgdata)
         where = ("-w", "-D", folder, "-l", str(self._server.log))
-        pgexec("pg_ctl", (*where, *words), bin_path=self._server.bin_path,
+        pgexec("pg_ctl", (*where, *arguments), bin_path=self._server.bin_path,
                user=self._server.system_user)  # fmt: skip
 
 

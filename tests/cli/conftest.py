@@ -40,19 +40,19 @@ class Shell:
         """A file in the folder."""
         (self.folder / name).write_text(text)
 
-    async def start(self, *words: str) -> asyncio.subprocess.Process:
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         """A command that goes on."""
         return await asyncio.create_subprocess_exec(
             TUGLINE,
-            *words,
+            *arguments,
             cwd=self.folder,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
 
-    async def run(self, *words: str) -> Done:
+    async def run(self, *arguments: str) -> Done:
         """A command, to its end."""
-        done = await asyncio.to_thread(run_command, *words, cwd=self.folder, timeout=40)
+        done = await asyncio.to_thread(run_command, *arguments, cwd=self.folder, timeout=40)
         return Done(done.returncode, done.stdout, done.stderr)
 
 

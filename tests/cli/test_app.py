@@ -28,7 +28,7 @@ def test_the_summary_is_the_one_of_the_command(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ("stauts", "there is no command 'stauts'"),
         ("status --jsn", "Unknown option: --jsn"),
@@ -37,20 +37,20 @@ def test_the_summary_is_the_one_of_the_command(name: str) -> None:
         ("harness chek", "chek"),
     ],
 )
-def test_what_is_no_command_or_option_is_one_line(words: str, line: str) -> None:
+def test_what_is_no_command_or_option_is_one_line(arguments: str, line: str) -> None:
     """On stderr, with exit code 2."""
-    done = run_command(*words.split())
+    done = run_command(*arguments.split())
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
     assert line in done.stderr
 
 
-@pytest.mark.parametrize("words", ["task schema", "-h"])
-def test_a_reader_that_goes_away_ends_a_command_quietly(words: str) -> None:
+@pytest.mark.parametrize("arguments", ["task schema", "-h"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(arguments: str) -> None:
     """As ``head`` does."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as nobody:
-        argv = [TUGLINE, *words.split()]
+        argv = [TUGLINE, *arguments.split()]
         done = subprocess.run(
             argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
         )
@@ -67,7 +67,7 @@ def test_options_stand_before_and_behind_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "heavy"),
+    ("arguments", "heavy"),
     [
         (("--help",), CLIENT_ROOM),
         (("--version",), CLIENT_ROOM),
@@ -77,12 +77,12 @@ def test_options_stand_before_and_behind_arguments() -> None:
     ids=["help", "version", "status", "logs"],
 )
 def test_a_command_imports_only_what_it_needs(
-    words: tuple[str, ...], heavy: tuple[str, ...]
+    arguments: tuple[str, ...], heavy: tuple[str, ...]
 ) -> None:
     """Help needs no command's libraries, and a client's command none of the server's."""
     code = (
         "import sys\nfrom tugline.cli.app import main\n"
-        f"sys.argv = ['tugline', *{words!r}]\n"
+        f"sys.argv = ['tugline', *{arguments!r}]\n"
         "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
         f"found = sorted(set({heavy!r}) & sys.modules.keys())\n"
         "assert not found, found\n"

@@ -168,7 +168,7 @@ async def test_a_missing_or_wrong_key_is_named(
             run_command, command, "set.json", "--out", "run", "--engine", url, *API,
             cwd=tmp_path, env={VARIABLE: key},
         )  # fmt: skip
-    said = " ".join(done.stderr.split())
+    output = " ".join(done.stderr.split())
     assert done.returncode == 2
-    assert message in said
-    assert "stale" not in said
+    assert message in output
+    assert "stale" not in output

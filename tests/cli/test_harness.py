@@ -40,12 +40,12 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     (install_dir() / "pi-0.90.0" / "program").write_text("wrong")
     done = tugline("list", "--json", cache=tmp_path)
     assert done.returncode == 1
-    told = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]
-    assert [(one["version"], one["pinned"], one["sound"]) for one in told] == [
+    report = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]
+    assert [(one["version"], one["pinned"], one["sound"]) for one in report] == [
         ("0.87.1", True, True),
         ("0.90.0", False, False),
     ]
-    assert told[0]["bytes"] == len("right")
+    assert report[0]["bytes"] == len("right")
     assert tugline("list", cache=tmp_path).returncode == 1
     again = tugline("install", "pi", "--version", "0.90.0", cache=tmp_path)
     assert (again.returncode, again.stdout) == (1, "")

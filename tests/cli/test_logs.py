@@ -42,8 +42,8 @@ async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
     terminal, side = os.openpty()
     try:
         command = (TUGLINE, "logs", "a-0")
-        shown = await asyncio.create_subprocess_exec(*command, cwd=shell.folder, stdout=side)
-        assert await asyncio.wait_for(shown.wait(), 40) == 0
+        output = await asyncio.create_subprocess_exec(*command, cwd=shell.folder, stdout=side)
+        assert await asyncio.wait_for(output.wait(), 40) == 0
         text = os.read(terminal, 4096).decode()
     finally:
         os.close(side)

@@ -30,9 +30,9 @@ async def run_session(shell: Shell, *, elsewhere: bool = True) -> None:
 async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
     """Its recording and its tokenizer; nothing of them stays, and a folder is asked no server."""
     await run_session(shell)
-    shown = await shell.run("view", "s-1")
-    assert shown.code == 0, shown.err
-    assert "I read it." in shown.out
+    output = await shell.run("view", "s-1")
+    assert output.code == 0, output.err
+    assert "I read it." in output.out
     verified = json.loads((await shell.run("verify", "s-1", "--json")).out)
     assert verified["sessions"][0]["session"] == "s-1"
     assert verified["sessions"][0]["checks"]["text"]["verdict"] != "unchecked"

@@ -34,10 +34,10 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
     ]
     assert done.out.splitlines()[-1].endswith("are usable, mean reward 1, 4 of 4 passed")
     again = await shell.run("submit", "a.yaml", "--wait", "--json")
-    told = json.loads(again.out)
+    report = json.loads(again.out)
     assert "accepted tasks: 1 (known already: 1), sessions: 2" in again.err
-    assert [one["new"] for one in told["accepted"]] == [False]
-    assert told["released"][0]["usable"] == 2
+    assert [one["new"] for one in report["accepted"]] == [False]
+    assert report["released"][0]["usable"] == 2
 
 
 async def test_samples_that_miss_are_exit_code_1(shell: Shell) -> None:
@@ -76,8 +76,8 @@ async def test_what_the_server_refuses_is_exit_code_2(shell: Shell) -> None:
 async def test_a_run_has_ids_of_its_own(shell: Shell) -> None:
     """The same file twice are two tasks; a name that no id may have is refused."""
     shell.file("a.yaml", TASK.format(id="a"))
-    for words in ((), ("--run", "second"), ("--run", "second")):
-        assert (await shell.run("submit", "a.yaml", *words)).code == 0
+    for arguments in ((), ("--run", "second"), ("--run", "second")):
+        assert (await shell.run("submit", "a.yaml", *arguments)).code == 0
     page = await shell.house.control.database.read(tasks.page)
     assert sorted(task.id for task in page.tasks) == ["a", "second-a"]
     refused = await shell.run("submit", "a.yaml", "--run", "a/b")

@@ -13,9 +13,9 @@ from commands import run_command
 SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "task.schema.json"
 
 
-def task(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def task(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    return run_command("task", *words, cwd=cwd)
+    return run_command("task", *arguments, cwd=cwd)
 
 
 def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
@@ -29,20 +29,20 @@ def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ("sampels: 4", "unknown key 'sampels'; did you mean 'samples'?"),
         ("samples: 0", "t.yaml: samples is 0, must be an integer >= 1"),
         ("runtime: {name: lokal}", "unknown runtime 'lokal'; did you mean 'local'?"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, line: str, told: str) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path, line: str, expected: str) -> None:
     """What is unknown, out of range or cannot be made: exit code 2."""
     text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
     (tmp_path / "t.yaml").write_text(text + line)
     done = task("check", "t.yaml", cwd=tmp_path)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert expected in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

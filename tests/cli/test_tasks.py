@@ -46,18 +46,18 @@ GOOD = "if grep -q right work; then echo 1; else echo 0; fi > /logs/verifier/rew
 
 
 def tugline(
-    *words: str | Path, env: dict[str, str] | None = None
+    *arguments: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
-    return run_command(*words, env=env, timeout=110)
+    return run_command(*arguments, env=env, timeout=110)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a task-set file, its rows and a task file, for sandboxes that this machine has."""
-    why = find("runtime", "bubblewrap")().check_available()
-    if why is not None:
-        pytest.skip(why)
+    reason = find("runtime", "bubblewrap")().check_available()
+    if reason is not None:
+        pytest.skip(reason)
     for name, script in (("good", GOOD), ("bad", "exit 1")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "test.sh").write_text(script)
@@ -167,18 +167,18 @@ async def test_a_set_is_submitted_as_tasks_are(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "expected"),
     [
         (("validate", "none.yaml"), "there is no file none.yaml"),
         (("validate", EXAMPLES / "tasks.yaml", "--runtime", "lokal"), "unknown runtime 'lokal'"),
     ],
     ids=["file", "runtime"],
 )
-def test_a_mistake_is_one_line(words: tuple[str | Path, ...], told: str) -> None:
+def test_a_mistake_is_one_line(arguments: tuple[str | Path, ...], expected: str) -> None:
     """Exit code 2."""
-    done = tugline("tasks", *words)
+    done = tugline("tasks", *arguments)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert told in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.podman
@@ -214,14 +214,14 @@ def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) 
 
 def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     """A repository is checked out once; one that is not there is named, and the others are had."""
-    why = find("runtime", "bubblewrap")().check_available()
-    if why is not None:
-        pytest.skip(why)
+    reason = find("runtime", "bubblewrap")().check_available()
+    if reason is not None:
+        pytest.skip(reason)
     repo = tmp_path / "repo"
     who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
-    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "all")):
+    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "all")):
         repo.mkdir(exist_ok=True)
-        subprocess.run(("git", "-C", str(repo), *words), check=True, timeout=20)
+        subprocess.run(("git", "-C", str(repo), *arguments), check=True, timeout=20)
     part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
     part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
     tasks = [
@@ -231,7 +231,7 @@ def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     (tmp_path / "tasks.json").write_text(json.dumps(tasks))
     cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
     done = tugline("tasks", "prefetch", tmp_path / "tasks.json", "--json", env=cache)
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["workspaces"], len(told["failed"])) == (1, 2, 1), done.stderr
-    assert "gone" in told["failed"][0]
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
+    assert "gone" in report["failed"][0]
     assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1

@@ -28,11 +28,11 @@ TORCHRUN = [str(TUGLINE.with_name("torchrun")), "--standalone", "--nproc-per-nod
 
 
 async def start(
-    folder: Path, *words: str, before: Sequence[str] = ()
+    folder: Path, *arguments: str, before: Sequence[str] = ()
 ) -> asyncio.subprocess.Process:
     """The command, with the evaluator of the tests on its path."""
     return await asyncio.create_subprocess_exec(
-        *before, str(TUGLINE), "train", "config.json", *words,
+        *before, str(TUGLINE), "train", "config.json", *arguments,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         stdout=asyncio.subprocess.PIPE,

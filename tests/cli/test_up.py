@@ -80,27 +80,27 @@ def test_what_cannot_be_used_ends_the_start(
     tmp_path: Path, options: tuple[str, ...], line: str
 ) -> None:
     """A store, a model and a server, each one clear line."""
-    code, said = tugline(*options, cwd=tmp_path)
-    assert code == 2, said
-    assert line in said
+    code, output = tugline(*options, cwd=tmp_path)
+    assert code == 2, output
+    assert line in output
 
 
 def test_a_taken_port_and_a_taken_folder_are_named(tmp_path: Path) -> None:
     """Somebody else has them."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        code, said = tugline("up", "--no-node", "--port", str(port), cwd=tmp_path)
-    assert (code, f"cannot listen on 127.0.0.1:{port}" in said) == (2, True)
+        code, output = tugline("up", "--no-node", "--port", str(port), cwd=tmp_path)
+    assert (code, f"cannot listen on 127.0.0.1:{port}" in output) == (2, True)
     with (tmp_path / "tugline-data/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, said = tugline("up", "--no-node", "--port", "0", cwd=tmp_path)
-    assert (code, "another process is running in tugline-data" in said) == (2, True)
+        code, output = tugline("up", "--no-node", "--port", "0", cwd=tmp_path)
+    assert (code, "another process is running in tugline-data" in output) == (2, True)
 
 
 def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
     """Clients of the folder are told that there is no server, not that it is down."""
-    code, said = tugline("up", "--model", "nowhere", "--port", "0", cwd=tmp_path)
-    assert (code, "the server is up" in said) == (2, True)
+    code, output = tugline("up", "--model", "nowhere", "--port", "0", cwd=tmp_path)
+    assert (code, "the server is up" in output) == (2, True)
     assert not (tmp_path / "tugline-data/server.json").exists()
     assert (tmp_path / "tugline-data/tokens.json").exists()
 

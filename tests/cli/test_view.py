@@ -62,9 +62,9 @@ def test_a_damaged_file_is_shown_as_far_as_it_goes(
     with pytest.raises(CaptureError, match="is damaged at offset"):
         view(str(path))
     view(str(path), salvage=True)
-    said = capsys.readouterr().out
-    assert f"{path} is damaged at offset" in said
-    assert "I read it." in said
+    output = capsys.readouterr().out
+    assert f"{path} is damaged at offset" in output
+    assert "I read it." in output
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
         for name, port in zip(NODES, ports[1:], strict=True)
     ]
-    words = {"host": host, "ports": ports, "folder": folder, "nodes": "\n".join(nodes)}
+    arguments = {"host": host, "ports": ports, "folder": folder, "nodes": "\n".join(nodes)}
     folder.chmod(0o755)
     for name in ("state", *(f"spool.{name}" for name in NODES)):
         (folder / name).mkdir()
-    (folder / "slurm.conf").write_text(CONFIG.format(**words))
+    (folder / "slurm.conf").write_text(CONFIG.format(**arguments))
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)

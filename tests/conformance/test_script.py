@@ -164,7 +164,7 @@ def edited(**changes: Any) -> tuple[Call, ...]:
 
 
 @pytest.mark.parametrize(
-    ("check", "ran", "why"),
+    ("check", "ran", "reason"),
     [
         ("completes", session(exit=Exit(0, timed_out=True, seconds=9)), "still running after 9 s"),
         ("completes", session(calls=session().calls[:2]), "2 turns instead of 4"),
@@ -199,11 +199,11 @@ def edited(**changes: Any) -> tuple[Call, ...]:
         ("budget_stop_survived", session(requests=session().requests * 9), "36 requests"),
     ],
 )
-def test_what_is_wrong_is_named(check: str, ran: SessionRun, why: str) -> None:
+def test_what_is_wrong_is_named(check: str, ran: SessionRun, reason: str) -> None:
     """Each check can fail, and says how."""
     found = verdicts(ran)[check]
     assert found is not None
-    assert why in found
+    assert reason in found
 
 
 def test_side_calls_are_not_turns() -> None:

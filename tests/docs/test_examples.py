@@ -61,10 +61,10 @@ def list_typed(text: str) -> Iterator[str]:
 
 def split(line: str) -> list[str]:
     """Words of the command, without what the shell takes."""
-    words = shlex.split(line, comments=True)
-    words = words[words.index("tugline") + 1 :]
-    ends = [number for number, word in enumerate(words) if word in _ENDS]
-    return words[: ends[0]] if ends else words
+    arguments = shlex.split(line, comments=True)
+    arguments = arguments[arguments.index("tugline") + 1 :]
+    ends = [number for number, word in enumerate(arguments) if word in _ENDS]
+    return arguments[: ends[0]] if ends else arguments
 
 
 def find_mistake(line: str, *, whole: bool) -> str:

@@ -69,5 +69,7 @@ def test_python_of_the_pages_runs(
 def test_what_is_not_run_exists() -> None:
     """No reason outlives its block, and blocks are run at all."""
     counts = {page: len(list_blocks(page)) for page in PAGES}
-    assert [(page, n) for page, why in NOT_RUN.items() for n in why if n >= counts[page]] == []
+    assert [
+        (page, n) for page, reason in NOT_RUN.items() for n in reason if n >= counts[page]
+    ] == []
     assert sum(counts.values()) - sum(map(len, NOT_RUN.values())) >= 8

@@ -66,14 +66,14 @@ PARTS = Path(__file__).parent / "parts"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 
-async def run(url: str, folder: Path, trainer: str, script: str, *words: str | Path) -> Any:
+async def run(url: str, folder: Path, trainer: str, script: str, *arguments: str | Path) -> Any:
     """Run a script with the trainer's own Python; return the JSON that it writes to a file."""
     path = (ROOT / "src", EXAMPLES / trainer)
     process = await asyncio.create_subprocess_exec(
         installed(trainer) / "bin" / "python",
         PARTS / script,
         folder / "result.json",
-        *words,
+        *arguments,
         env=os.environ
         | {"TUGLINE_SERVER": url, "TUGLINE_TOKEN": TOKENS.client}
         | {"PYTHONPATH": os.pathsep.join(str(one) for one in path)}

@@ -73,12 +73,12 @@ class OneFolder(Judge):
         """The sources are as old as their commit."""
         folder = self.folder / "box"
         shutil.rmtree(folder, ignore_errors=True)
-        async with LocalRuntime(grace_s=0.1).open(folder) as box:
-            await box.put(box.workdir, self.base)
+        async with LocalRuntime(grace_s=0.1).open(folder) as sandbox:
+            await sandbox.put(sandbox.workdir, self.base)
             for path in self.base:
-                os.utime(Path(box.workdir, path), (COMMITTED, COMMITTED))
-            await box.put(box.workdir, files)
-            yield box
+                os.utime(Path(sandbox.workdir, path), (COMMITTED, COMMITTED))
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
 
 
 def use_cargo(folder: Path) -> Tool:
@@ -164,14 +164,14 @@ def take_outputs(workdir: Path) -> dict[str, FileChange]:
 
 async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange]:
     """What the tool builds of the right sources; it is believed beside the wrong ones."""
-    async with judge.open_sandbox(tool.right) as box:
-        source = Path(box.workdir, tool.source)
+    async with judge.open_sandbox(tool.right) as sandbox:
+        source = Path(sandbox.workdir, tool.source)
         os.utime(source, (COMMITTED, COMMITTED))
-        assert await passes(tool, box), (box.logs / "agent.log").read_text()
-        built = take_outputs(Path(box.workdir))
-        await box.put(box.workdir, {tool.source: tool.base[tool.source]})
+        assert await passes(tool, sandbox), (sandbox.logs / "agent.log").read_text()
+        built = take_outputs(Path(sandbox.workdir))
+        await sandbox.put(sandbox.workdir, {tool.source: tool.base[tool.source]})
         os.utime(source, (COMMITTED, COMMITTED))
-        assert await passes(tool, box), "the forgery is none: the tool has built again"
+        assert await passes(tool, sandbox), "the forgery is none: the tool has built again"
     return built
 
 

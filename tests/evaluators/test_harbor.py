@@ -44,9 +44,9 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         runtime = PluginSpec("container", {"engine": request.getfixturevalue("podman")})
         workspace = msgspec.structs.replace(workspace, image=DEBIAN)
     else:
-        why = find("runtime", "bubblewrap")().check_available()
-        if why is not None:
-            pytest.skip(why)
+        reason = find("runtime", "bubblewrap")().check_available()
+        if reason is not None:
+            pytest.skip(reason)
 
     def judged(
         command: str, script: str = RIGHT, *, allow: Sequence[str] = (), **options: Any

@@ -51,9 +51,9 @@ def judged(
     if request.param == "container":
         runtime, image = Container(engine=request.getfixturevalue("podman")), DEBIAN
     else:
-        why = runtime.check_available()
-        if why is not None:
-            pytest.skip(why)
+        reason = runtime.check_available()
+        if reason is not None:
+            pytest.skip(reason)
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     repo = tmp_path / "repo"
     (repo / "tests").mkdir(parents=True)

@@ -263,8 +263,8 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
         assert (await probe(url, "mine")).model == "mine"
 
 
-@pytest.mark.parametrize(("status", "told"), [(500, 500), (403, 403), (404, 404), (503, None)])
-async def test_a_status_of_the_list_is_told(status: int, told: int | None) -> None:
+@pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
+async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -> None:
     """The error has the status, unless the engine is about to come back; 404 may have a name."""
 
     class Broken(Stub):
@@ -274,7 +274,7 @@ async def test_a_status_of_the_list_is_told(status: int, told: int | None) -> No
     async with served(Broken(owner="")) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
             await probe(url)
-        assert caught.value.status == told
+        assert caught.value.status == expected
         if status == 404:
             assert (await probe(url, "mine")).model == "mine"
 

@@ -53,7 +53,7 @@ async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "words", "spent"),
+    ("limits", "expected", "spent"),
     [
         (Limits(max_turns=1), "1 model calls", SpentLimit.MAX_TURNS),
         (Limits(max_sampled_tokens=3), "3 sampled tokens", SpentLimit.MAX_SAMPLED_TOKENS),
@@ -62,7 +62,7 @@ async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:
     ids=["turns", "tokens", "time"],
 )
 async def test_a_spent_budget_has_the_status_its_harness_stops_on(
-    tmp_path: Path, limits: Limits, words: str, spent: SpentLimit
+    tmp_path: Path, limits: Limits, expected: str, spent: SpentLimit
 ) -> None:
     """Nothing is sampled any more, and the message says which budget it was."""
     now = [100.0]
@@ -76,7 +76,7 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
         now[0] += 61.0
         reply = await it.ask([*ASK, *ASK])
         assert reply["status"] == 404
-        assert words in reply["error"]["message"]
+        assert expected in reply["error"]["message"]
         assert len(it.calls) == len(it.engines[0].calls) == 1
         assert it.gateway.find_spent_limit("s1") is spent
     assert it.gateway.find_spent_limit("s1") is spent  # closed, it is still known

@@ -93,7 +93,7 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         (("-e", "throw new Error('of its own')"), "nobody caught"),
         (("-e", "Promise.reject(new Error('of its own'))"), "nobody caught"),
@@ -101,12 +101,14 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     ],
     ids=["thrown", "rejected", "heap"],
 )
-async def test_node_says_when_it_breaks(options: tuple[str, ...], why: str, tmp_path: Path) -> None:
+async def test_node_says_when_it_breaks(
+    options: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
     """The last words of the very Node that runs the presets."""
     pi = harness("pi")
     await pi.install()
     async with LocalRuntime().open(tmp_path) as sandbox:
         end = await sandbox.run((pi.package.command[0], *options), env={}, timeout_s=60)
-        said = (sandbox.logs / "agent.log").read_text().strip()[-TAIL:]
-    assert why in (pi.find_crash(end, said) or ""), said
-    assert pi.find_crash(Exit(0, timed_out=False, seconds=1.0), said) is None
+        output = (sandbox.logs / "agent.log").read_text().strip()[-TAIL:]
+    assert reason in (pi.find_crash(end, output) or ""), output
+    assert pi.find_crash(Exit(0, timed_out=False, seconds=1.0), output) is None

@@ -147,7 +147,7 @@ async def test_requests_are_aborted_by_their_id(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("change", "status", "param", "words"),
+    ("change", "status", "param", "expected"),
     [
         ({"token_ids": [5] * WINDOW}, 400, "input_tokens", ["256 tokens", "value=256"]),
         ({"sampling_params": {"max_tokens": 257}}, 400, "max_tokens", ["257", "256"]),
@@ -168,13 +168,13 @@ async def test_errors_name_what_is_wrong(
     change: dict[str, Any],
     status: int,
     param: str,
-    words: list[str],
+    expected: list[str],
 ) -> None:
     """Every refusal is plain JSON in vLLM's shape, before any event of a stream."""
     code, answer = await served.post(GENERATE, body() | {"stream": stream} | change)
     error = answer["error"]
     assert (code, error["code"], error["param"]) == (status, status, param)
-    assert all(word in error["message"] for word in words), error["message"]
+    assert all(word in error["message"] for word in expected), error["message"]
     assert set(error) == {"message", "type", "param", "code"}
 
 

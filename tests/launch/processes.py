@@ -77,9 +77,11 @@ class World:
         """What a process has written so far."""
         return (self.folder / f"{name}.log").read_text()
 
-    def up(self, name: str, *words: str) -> None:
+    def up(self, name: str, *arguments: str) -> None:
         """Wait until it said so."""
-        until(lambda: all(one in self.said(name) for one in words), name, lambda: self.said(name))
+        until(
+            lambda: all(one in self.said(name) for one in arguments), name, lambda: self.said(name)
+        )
 
     def end(self, name: str, sign: int = signal.SIGTERM, within_s: float = 20.0) -> int:
         """Send a signal and wait; the exit code."""

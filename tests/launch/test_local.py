@@ -88,8 +88,8 @@ async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Pat
         (trace,) = one.traces
         assert [span.call for span in trace.spans] == [0, 1, 2]
         assert int(trace.mask.sum()) == one.ledger.trained == one.ledger.sampled
-        said = RENDERING.tokenizer.decode(trace.ids[trace.mask].tolist())
-        assert said == "".join(f"{turn}<|im_end|>" for turn in TURNS)
+        output = RENDERING.tokenizer.decode(trace.ids[trace.mask].tolist())
+        assert output == "".join(f"{turn}<|im_end|>" for turn in TURNS)
 
 
 async def test_a_second_run_does_nothing_again(tmp_path: Path) -> None:

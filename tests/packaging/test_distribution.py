@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
-def run(*words: object, cwd: Path) -> str:
+def run(*arguments: object, cwd: Path) -> str:
     """Run a program to its end, without the environment's Python settings; its output."""
     done = subprocess.run(
-        [str(word) for word in words],
+        [str(word) for word in arguments],
         cwd=cwd,
         env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         capture_output=True,
@@ -29,7 +29,7 @@ def run(*words: object, cwd: Path) -> str:
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, f"{words}: {done.stdout} {done.stderr}"
+    assert done.returncode == 0, f"{arguments}: {done.stdout} {done.stderr}"
     return done.stdout
 
 

@@ -22,12 +22,12 @@ async def test_programs_find_their_folder_at_another_place(
         pytest.skip("this machine or user may not make such a name space")
     async with MountedRuntime(LocalRuntime(), old, start).open(
         tmp_path / "new", SandboxSpec(files={"a.txt": "a"})
-    ) as box:
-        await box.put(box.home, {"settings": f"at {box.workdir}"})
+    ) as sandbox:
+        await sandbox.put(sandbox.home, {"settings": f"at {sandbox.workdir}"})
         script = 'pwd; echo "$HOME $TMPDIR $WHERE"; ls; cat "$HOME/settings"; echo b > b.txt'
-        env = {"WHERE": str(box.workdir / "a.txt")}
-        done = await box.run(("sh", "-c", script), env=env, timeout_s=20)
-        output = (box.logs / "agent.log").read_text().splitlines()
+        env = {"WHERE": str(sandbox.workdir / "a.txt")}
+        done = await sandbox.run(("sh", "-c", script), env=env, timeout_s=20)
+        output = (sandbox.logs / "agent.log").read_text().splitlines()
     assert done.code == 0, output
     assert output == [
         f"{old}/work",

@@ -99,8 +99,8 @@ def podman_runtime(engine: str = "podman") -> PluginSpec:
 def _repository(folder: Path) -> None:
     (folder / "repo").mkdir()
     who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
-        subprocess.run(["git", *words], cwd=folder / "repo", check=True)
+    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run(["git", *arguments], cwd=folder / "repo", check=True)
 
 
 def _dockerfile(text: str) -> Callable[[Path], None]:
@@ -445,9 +445,9 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
     if one.marks == PODMAN:
         engine = request.getfixturevalue("podman")
         one = dataclasses.replace(one, runtime=podman_runtime(engine))
-    why = Bubblewrap().check_available() if one.runtime.name == "bubblewrap" else None
-    if why is not None:
-        pytest.skip(why)
+    reason = Bubblewrap().check_available() if one.runtime.name == "bubblewrap" else None
+    if reason is not None:
+        pytest.skip(reason)
     if one.before is not None:
         one.before(tmp_path)
     yield one

@@ -79,9 +79,9 @@ def test_a_wrong_option_names_its_value_and_what_is_right(
     """Before the part is made, so that no text becomes a list of letters."""
     with pytest.raises(ConfigError) as caught:
         getattr(Parts(), kind)(PluginSpec(name, options))
-    said = str(caught.value)
-    assert said.startswith(f"{kind} {name!r}: ")
-    assert line in said
+    output = str(caught.value)
+    assert output.startswith(f"{kind} {name!r}: ")
+    assert line in output
 
 
 @pytest.mark.parametrize("kind", ["Loose", "Typed"])

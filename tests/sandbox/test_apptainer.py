@@ -164,7 +164,7 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
 
 
 @pytest.mark.parametrize(
-    ("workspace", "said"),
+    ("workspace", "expected"),
     [
         (Workspace(), "needs workspace.image: a sandbox directory, or what"),
         (Workspace(build="/x"), "builds no Dockerfile"),
@@ -172,10 +172,10 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
     ],
 )
 async def test_what_it_cannot_give_is_the_tasks_mistake(
-    runtime: Apptainer, tmp_path: Path, workspace: Workspace, said: str
+    runtime: Apptainer, tmp_path: Path, workspace: Workspace, expected: str
 ) -> None:
     """Named, with what would be right."""
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=expected):
         async with runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=workspace)):
             pass
 

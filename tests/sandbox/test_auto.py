@@ -15,11 +15,11 @@ async def test_a_sandbox_is_taken_where_there_is_one(tmp_path: Path) -> None:
     """Nothing is said then, and the sandbox is one."""
     if Bubblewrap().check_available():
         pytest.skip("no bubblewrap here")
-    with capture_logs() as said:
+    with capture_logs() as output:
         async with Auto(memory_mb=512).open(tmp_path, SandboxSpec(files={"a": "1"})) as sandbox:
             assert str(sandbox.workdir) == "/workspace"
             assert (await sandbox.run(("cat", "a"), env={}, timeout_s=5)).code == 0
-    assert not said
+    assert not output
 
 
 async def test_without_one_it_refuses_and_says_what_to_do(

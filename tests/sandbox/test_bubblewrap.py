@@ -32,9 +32,9 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 def runtime() -> Bubblewrap:
     """The runtime with what it is by itself, where it can be had."""
     made = Bubblewrap()
-    why = made.check_available()
-    if why is not None:
-        pytest.skip(why)
+    reason = made.check_available()
+    if reason is not None:
+        pytest.skip(reason)
     return made
 
 

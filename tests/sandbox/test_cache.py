@@ -156,7 +156,7 @@ async def test_what_cannot_be_had_says_what_and_why(
 
 
 @pytest.mark.parametrize(
-    ("workspace", "said"),
+    ("workspace", "expected"),
     [
         (Workspace(repo="/r", folder="/f"), "repo and folder are both given"),
         (Workspace(commit="x"), "workspace.commit is 'x', but there is no workspace.repo"),
@@ -169,10 +169,10 @@ async def test_what_cannot_be_had_says_what_and_why(
     ],
 )
 async def test_a_contradiction_is_the_tasks_mistake(
-    bases: WorkspaceCache, workspace: Workspace, said: str
+    bases: WorkspaceCache, workspace: Workspace, expected: str
 ) -> None:
     """It names the field, the value and what would be right; nothing is run for it."""
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=expected):
         async with bases.open(workspace):
             pass
 

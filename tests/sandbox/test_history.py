@@ -36,10 +36,10 @@ class Clone:
         self.git("update-ref", "refs/remotes/origin/main", self.future)
         self.git("checkout", "-q", self.present)
 
-    def git(self, *words: str, code: int = 0) -> str:
+    def git(self, *arguments: str, code: int = 0) -> str:
         """What git says."""
         done = subprocess.run(
-            ["git", *words],
+            ["git", *arguments],
             cwd=self.folder,
             env=os.environ | WHO,
             capture_output=True,

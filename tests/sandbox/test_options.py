@@ -31,8 +31,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "words"), WRONG)
-def test_wrong_options_are_named(name: str, options: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("name", "options", "expected"), WRONG)
+def test_wrong_options_are_named(name: str, options: dict[str, Any], expected: str) -> None:
     """The error has the option, its value and what would be right."""
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=expected):
         make("runtime", PluginSpec(name, options), Runtime)

@@ -125,12 +125,12 @@ async def test_arguments_and_variables_arrive_byte_for_byte(sandbox: Sandbox) ->
     every = os.fsdecode(bytes(range(1, 256)))
     long = "x" * 131_000
     hard = "a\n'b' \"c\" $(d) `e` \\f\\ #g\r\t "
-    words = [every, long, hard, "", "-n"]
+    arguments = [every, long, hard, "", "-n"]
     done = await sandbox.run(
-        ("sh", "-c", 'printf "%s|" "$@" "$EVERY"', "0", *words), env={"EVERY": every}
+        ("sh", "-c", 'printf "%s|" "$@" "$EVERY"', "0", *arguments), env={"EVERY": every}
     )
     assert done.code == 0
-    assert sandbox.log() == b"".join(os.fsencode(word) + b"|" for word in [*words, every])
+    assert sandbox.log() == b"".join(os.fsencode(word) + b"|" for word in [*arguments, every])
     await sandbox.run(("env",), env={"odd-name": "it's"})
     assert b"\nodd-name=it's\n" in b"\n" + sandbox.log().rpartition(b"|")[2]
 

@@ -15,8 +15,8 @@ from tugline.types import Workspace
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     """Each that can be had here without a container engine."""
     made: Runtime = request.param()
-    if why := made.check_available():
-        pytest.skip(why)
+    if reason := made.check_available():
+        pytest.skip(reason)
     return made
 
 

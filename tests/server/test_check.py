@@ -36,17 +36,17 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         assert f"blob {name!r} has not the SHA-256" in running["damaged"]["t-1"]
         assert "no blob 't-3." in running["damaged"]["t-3"]
     assert check(tmp_path, *store) == (1, running)
-    shown = run_command("server", "check", "--dir", tmp_path, *store)
-    assert shown.returncode == 1
-    lines = shown.stdout.splitlines()
+    output = run_command("server", "check", "--dir", tmp_path, *store)
+    assert output.returncode == 1
+    lines = output.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == ["t-1", "t-3"]
     assert lines[-1] == "4 results and 0 recordings were read, 2 are damaged or lost"
 
 
 def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
     """As is one that is not there, which is not created."""
-    code, said = check(tmp_path)
-    assert (code, "unable to open" in said, list(tmp_path.iterdir())) == (1, True, [])
+    code, output = check(tmp_path)
+    assert (code, "unable to open" in output, list(tmp_path.iterdir())) == (1, True, [])
 
     async def fill() -> None:
         async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as server:
@@ -58,8 +58,8 @@ def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[4096:] = b"\x5a" * (len(data) - 4096)
     file.write_bytes(data)
-    code, said = check(tmp_path)
-    assert (code, "server.db" in said) == (1, True), said
+    code, output = check(tmp_path)
+    assert (code, "server.db" in output) == (1, True), output
 
 
 @pytest.mark.parametrize("damaged", [False, True])

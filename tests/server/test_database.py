@@ -367,8 +367,8 @@ def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", _FULL, url], capture_output=True, text=True, timeout=30, check=False
     )
-    said, kept = run.stdout.splitlines()
-    assert f"store {tmp_path / 'a.db'}: " in said, run.stderr
+    output, kept = run.stdout.splitlines()
+    assert f"store {tmp_path / 'a.db'}: " in output, run.stderr
     before, after = map(int, kept.split())
     assert 1 < before == after
 

@@ -97,8 +97,8 @@ async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
 @pytest.mark.slow
 async def test_the_toy_runs_to_its_end(world: World) -> None:
     """Sandbox, agent, model, patch, and SWE-bench's grading: half of the sessions earn 1."""
-    if why := Bubblewrap().check_available():
-        pytest.skip(why)
+    if reason := Bubblewrap().check_available():
+        pytest.skip(reason)
     async with serve_engine(make(world.folder / "toy")) as url:
         options = ("--engine", url, "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
         process = world.tugline(

@@ -86,8 +86,8 @@ def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> N
     example = render_session(
         rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
     )
-    said = rendering.tokenizer.decode(example.ids[example.mask].tolist())
-    answers = said.split("<|im_end|>")
+    output = rendering.tokenizer.decode(example.ids[example.mask].tolist())
+    answers = output.split("<|im_end|>")
     assert len(example.ids) == len(example.mask)
     assert answers[0].startswith('<tool_call>\n{"name": "read"')
     assert answers[1].startswith('<tool_call>\n{"name": "edit"')

@@ -204,12 +204,12 @@ def linear() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"), [(sliding, "sliding_attention"), (linear, "linear_attention")]
+    ("make", "message"), [(sliding, "sliding_attention"), (linear, "linear_attention")]
 )
-def test_models_that_cannot_share_say_so(make: Any, words: str) -> None:
+def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
     """Windows and recurrent states are refused by name, and trained without trees."""
     model = make()
-    with pytest.raises(ConfigError, match=f"{words}.*tree_packing to false") as error:
+    with pytest.raises(ConfigError, match=f"{message}.*tree_packing to false") as error:
         PolicyModel(model, TREE)
     assert error.value.field == "tree_packing"
     samples = [sample([1, 2, 3, 4], [False, True, True, True])]

@@ -73,14 +73,14 @@ def read(folder: Path, rank: int) -> list[MicroBatch]:
     return batches
 
 
-async def run(house: House, out: Path, *words: str) -> None:
+async def run(house: House, out: Path, *arguments: str) -> None:
     """The script, to the newest group."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         RECIPE / "tugline_prime_rl.py",
         out,
         "--no-follow",
-        *words,
+        *arguments,
         env=os.environ | {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client},
     )
     assert await process.wait() == 0
@@ -111,8 +111,8 @@ async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -
     assert signs[0] == [0, 0, 1, 1, 0, 0, 0, 0, -1, -1, 0, 0]
     assert not (tmp_path / "rollouts" / "step_2").exists()
     await finish(house, e=[1.0, 0.0])
-    words = ("--groups", "2", "--ranks", "2", "--seq-len", "12", "--consumer", "another")
-    await run(house, tmp_path, *words)
+    arguments = ("--groups", "2", "--ranks", "2", "--seq-len", "12", "--consumer", "another")
+    await run(house, tmp_path, *arguments)
     second = tmp_path / "rollouts" / "step_2" / "groups.json"
     assert msgspec.json.decode(second.read_bytes()) == ["d", "e"]
 

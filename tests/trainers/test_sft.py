@@ -113,10 +113,10 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
     made, ids, mask = rendering(), sample.input_ids, sample.loss_mask
     assert (sample.session, sample.group) == ("s-0", "s")
     runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    said = [made.tokenizer.decode(ids[first:last].tolist()) for first, last in runs]
-    assert len(said) == 2
-    assert '"command": "ls"' in said[0]
-    assert said[1].endswith("There is a.txt.<|im_end|>")
+    output = [made.tokenizer.decode(ids[first:last].tolist()) for first, last in runs]
+    assert len(output) == 2
+    assert '"command": "ls"' in output[0]
+    assert output[1].endswith("There is a.txt.<|im_end|>")
     for number, (first, _) in zip((2, 4), runs, strict=True):
         prompt = made.render(CONVERSATION[:number], ())
         assert ids[:first].tolist() == prompt[:first].tolist()

@@ -566,7 +566,7 @@ REFUSED = "invalid_request_error"
 
 
 @pytest.mark.parametrize(
-    ("wire", "error", "status", "words", "retry"),
+    ("wire", "error", "status", "expected", "retry"),
     [
         (ANTHROPIC, NO, 400, REFUSED, "false"),
         (ANTHROPIC, BudgetExhausted("no", status=404), 404, "not_found_error", "false"),
@@ -603,13 +603,13 @@ REFUSED = "invalid_request_error"
     ],
 )
 def test_errors_have_the_original_shape(
-    wire: Wire, error: TuglineError, status: int, words: str, retry: str | None
+    wire: Wire, error: TuglineError, status: int, expected: str, retry: str | None
 ) -> None:
     """Status, text and type; a retry that cannot help is not asked for; the same in a stream."""
     found, headers, body = wire.dialect.encode_error(error)
     inner = json.loads(body)["error"]
     assert (found, inner["message"]) == (status, "no")
-    assert words in {*map(str, inner.values())}
+    assert expected in {*map(str, inner.values())}
     assert headers.get("x-should-retry") == retry
     assert headers.get("retry-after") == ("2" if getattr(error, "retry_after", None) else None)
     if wire in (CHAT, RESPONSES):

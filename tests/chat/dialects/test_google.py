@@ -241,10 +241,10 @@ def test_a_whole_answer() -> None:
         finished(Message(Role.ASSISTANT, "Look.", calls, reasoning="Hm.")),
         finished(Message(Role.ASSISTANT, "x"), finish=Finish.LENGTH, usage=Usage(31, 4, 20)),
     ]
-    told = json.loads(GOOGLE.encode(parse([user("Hi")]), answers))
-    signature = told["candidates"][0]["content"]["parts"][2].pop("thoughtSignature")
+    report = json.loads(GOOGLE.encode(parse([user("Hi")]), answers))
+    signature = report["candidates"][0]["content"]["parts"][2].pop("thoughtSignature")
     assert signature
-    assert told == {
+    assert report == {
         "candidates": [
             {
                 "content": {
@@ -324,9 +324,9 @@ def test_without_sse_a_stream_is_one_list(*, fault: bool) -> None:
         stream = GOOGLE.stream(request, "s1-4", 0)
         data = stream.start(Usage(31, 0)) + b"".join(stream.add(piece) for piece in pieces)
         done = [finished(Message(Role.ASSISTANT, "xy"))]
-        told = json.loads(
+        report = json.loads(
             data + (stream.fail(EngineError("gone")) if fault else stream.finish(done))
         )
-        assert len(told) == len(pieces) + 1
-        assert ("error" in told[-1]) == fault
+        assert len(report) == len(pieces) + 1
+        assert ("error" in report[-1]) == fault
         assert stream.content_type == "application/json"

@@ -88,7 +88,7 @@ def _likelier(value: float) -> Callable[[Call], Call]:
 
 
 @pytest.mark.parametrize(
-    ("change", "wrong", "words"),
+    ("change", "wrong", "expected"),
     [
         (_flip, {"lineage", "text"}, "call 0 was answered with text 'Let me look.'"),
         (_other_prompt, {"lineage"}, "call 1 has only 5 of the"),
@@ -111,7 +111,7 @@ def _likelier(value: float) -> Callable[[Call], Call]:
     ],
 )
 async def test_what_is_false_is_found(
-    change: Callable[[Call], Call], wrong: set[str], words: str, tmp_path: Path
+    change: Callable[[Call], Call], wrong: set[str], expected: str, tmp_path: Path
 ) -> None:
     """One changed id, number, text or link fails its check and is named with its call."""
     await work(tmp_path)
@@ -120,7 +120,7 @@ async def test_what_is_false_is_found(
     found = verify(tmp_path)
     failed = {name for name, check in found.checks.items() if check.verdict is VerifyVerdict.FAIL}
     assert failed == wrong
-    assert words in " ".join(fault for turn in found.turns for fault in turn.faults)
+    assert expected in " ".join(fault for turn in found.turns for fault in turn.faults)
     assert found.failed
 
 

@@ -89,24 +89,24 @@ async def test_other_weights_are_told_and_not_judged(tmp_path: Path) -> None:
         await it.talk(1)
         both = await scored(tmp_path, it)
     assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
-    why = "sampled under weights of version 0, the engine has 5"
-    assert why in found.checks["engine"].detail
+    reason = "sampled under weights of version 0, the engine has 5"
+    assert reason in found.checks["engine"].detail
     assert found.turns[0].max_dlogprob is not None
     assert found.turns[0].max_dlogprob > 0.1
     assert both.checks["engine"].verdict is VerifyVerdict.PASS
-    assert any(why in note for note in both.notes)
+    assert any(reason in note for note in both.notes)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         ({"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}, "top_p or top_k"),
         ({"constrained": True}, "a grammar or a ban"),
     ],
 )
 async def test_what_means_something_else_is_not_judged(
-    change: dict[str, object], why: str, tmp_path: Path
+    change: dict[str, object], reason: str, tmp_path: Path
 ) -> None:
     """Truncated and constrained draws have no counterpart; raw ones have, whatever was drawn."""
     async with modelled(tmp_path) as it:
@@ -115,7 +115,7 @@ async def test_what_means_something_else_is_not_judged(
         rewritten(path, recording, changed(0, **change))
         found = await scored(tmp_path, it)
         assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
-        assert why in found.checks["engine"].detail
+        assert reason in found.checks["engine"].detail
         raw = {**change, "logprob_meaning": LogprobMeaning.RAW}
         rewritten(path, recording, changed(0, **raw))
         found = await scored(tmp_path, it)

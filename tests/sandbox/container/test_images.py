@@ -65,8 +65,8 @@ async def test_a_name_reaches_nothing_else_of_the_engine(
     podman: str, tmp_path: Path, name: str
 ) -> None:
     """It is a part of a URL; what is no name is refused before it is asked for."""
-    said = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
-    assert said == f"image {name!r}: that is no name of an image"
+    output = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
+    assert output == f"image {name!r}: that is no name of an image"
 
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
@@ -103,18 +103,18 @@ async def test_missing_image_is_named(podman: str, tmp_path: Path) -> None:
     """An image that no registry gives is named with the engine's words, soon."""
     name = "registry.invalid/nobody/nothing:1"
     began = time.monotonic()
-    said = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
+    output = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
     assert time.monotonic() - began < 30
-    assert said.startswith(f"image {name!r} cannot be pulled: ")
-    assert "registry.invalid" in said.partition(": ")[2]
-    assert "load it into the engine by hand" in said
+    assert output.startswith(f"image {name!r} cannot be pulled: ")
+    assert "registry.invalid" in output.partition(": ")[2]
+    assert "load it into the engine by hand" in output
 
 
 async def test_never_pulled(podman: str, tmp_path: Path) -> None:
     """With pull 'never' no registry is asked."""
     runtime = Container(engine=podman, pull="never")
-    said = await refused(runtime, tmp_path, Workspace(image="registry.invalid/x"))
-    assert said == "image 'registry.invalid/x' is not there, and the option pull is 'never'"
+    output = await refused(runtime, tmp_path, Workspace(image="registry.invalid/x"))
+    assert output == "image 'registry.invalid/x' is not there, and the option pull is 'never'"
 
 
 async def test_registry_that_never_answers(podman: str, tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ async def test_registry_that_never_answers(podman: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         runtime = Container(engine=podman, pull_s=1.0)
-        said = await refused(runtime, tmp_path, Workspace(image=f"127.0.0.1:{port}/x:1"))
-    assert "cannot be pulled: not done within 1 s (option pull_s)" in said
+        output = await refused(runtime, tmp_path, Workspace(image=f"127.0.0.1:{port}/x:1"))
+    assert "cannot be pulled: not done within 1 s (option pull_s)" in output
 
 
 async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
@@ -137,8 +137,12 @@ async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
         async with runtime.open(tmp_path / f"sandbox{number}", place) as sandbox:
             assert str(sandbox.workdir) == "/app"
             await sandbox.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
-            said = (sandbox.logs / "agent.log").read_text()
-            return await sandbox.get(sandbox.workdir / "stamp"), (await sandbox.diff()).files, said
+            output = (sandbox.logs / "agent.log").read_text()
+            return (
+                await sandbox.get(sandbox.workdir / "stamp"),
+                (await sandbox.diff()).files,
+                output,
+            )
 
     try:
         found = await asyncio.gather(*map(session, range(3)))
@@ -164,33 +168,35 @@ async def test_broken_dockerfile_is_told_with_its_last_lines(podman: str, tmp_pa
     """A step that fails is told with what it said; nothing is left in the engine."""
     dockerfile = f"FROM {BUSYBOX}\nRUN echo this is why >&2; exit 3\n"
     workspace = context(tmp_path / "context", dockerfile)
-    said = await refused(Container(engine=podman), tmp_path, workspace)
-    assert said.startswith(f"{tmp_path}/context/Dockerfile cannot be built: ")
-    assert "this is why" in said
-    assert "exit status 3" in said or "non-zero code: 3" in said
-    assert "\x1b" not in said
+    output = await refused(Container(engine=podman), tmp_path, workspace)
+    assert output.startswith(f"{tmp_path}/context/Dockerfile cannot be built: ")
+    assert "this is why" in output
+    assert "exit status 3" in output or "non-zero code: 3" in output
+    assert "\x1b" not in output
     assert not built(podman, workspace)
 
 
 async def test_dockerfile_that_is_none(podman: str, tmp_path: Path) -> None:
     """An unknown instruction, a missing base and a missing file are told as what they are."""
     runtime = Container(engine=podman)
-    said = await refused(
+    output = await refused(
         runtime, tmp_path, context(tmp_path / "a", f"FROM {BUSYBOX}\nNONSENSE x\n")
     )
-    assert "NONSENSE" in said.upper()
-    said = await refused(runtime, tmp_path, context(tmp_path / "b", "FROM registry.invalid/x:1\n"))
-    assert "registry.invalid" in said
+    assert "NONSENSE" in output.upper()
+    output = await refused(
+        runtime, tmp_path, context(tmp_path / "b", "FROM registry.invalid/x:1\n")
+    )
+    assert "registry.invalid" in output
     (tmp_path / "empty").mkdir()
-    said = await refused(runtime, tmp_path, Workspace(build=str(tmp_path / "empty")))
-    assert said.endswith("must be a folder with a Dockerfile")
+    output = await refused(runtime, tmp_path, Workspace(build=str(tmp_path / "empty")))
+    assert output.endswith("must be a folder with a Dockerfile")
 
 
 async def test_build_has_a_deadline(podman: str, tmp_path: Path) -> None:
     """A build that hangs is given up after `build_s`."""
     workspace = context(tmp_path / "context", f"FROM {BUSYBOX}\nRUN sleep 20\n")
-    said = await refused(Container(engine=podman, build_s=2.0), tmp_path, workspace)
-    assert "cannot be built: not done within 2 s (option build_s)" in said
+    output = await refused(Container(engine=podman, build_s=2.0), tmp_path, workspace)
+    assert "cannot be built: not done within 2 s (option build_s)" in output
 
 
 async def test_session_that_gives_up_does_not_stop_the_build(podman: str, tmp_path: Path) -> None:

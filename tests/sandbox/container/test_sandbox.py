@@ -338,10 +338,10 @@ async def test_workspace_that_cannot_be(podman: str, tmp_path: Path) -> None:
 async def test_engine_that_is_not_there(tmp_path: Path) -> None:
     """Without an engine the runtime says what to do, and a session is the place's failure."""
     runtime = Container(engine=f"unix://{tmp_path}/none.sock", image=DEBIAN)
-    why = await asyncio.to_thread(runtime.check_available)
-    assert why is not None
-    assert "none.sock" in why
-    assert "install podman" in why
+    reason = await asyncio.to_thread(runtime.check_available)
+    assert reason is not None
+    assert "none.sock" in reason
+    assert "install podman" in reason
     assert await asyncio.to_thread(runtime.list_weaknesses) == ()
     with pytest.raises(SandboxError, match=r"none\.sock"):
         async with runtime.open(tmp_path / "sandbox"):

@@ -43,9 +43,9 @@ async def test_a_batch_is_kept_whole_or_not_at_all(server: Served) -> None:
     """One conflict in a thousand keeps the other 999 out."""
     await server.submit()
     batch = [{**TASK, "id": f"b{n}"} for n in range(999)]
-    told = await server.ask("POST", "/v1/tasks", json=[*batch, {**TASK, "instruction": "x"}])
-    assert told.status == 409
-    assert told.problem.field == "999.id"
+    response = await server.ask("POST", "/v1/tasks", json=[*batch, {**TASK, "instruction": "x"}])
+    assert response.status == 409
+    assert response.problem.field == "999.id"
     assert (await server.ask("GET", "/v1/tasks/b0")).status == 404
     assert len((await server.ask("POST", "/v1/tasks", json=batch)).json) == 999
 
@@ -76,9 +76,9 @@ async def test_what_waits_is_cancelled_at_once_and_what_runs_is_told(server: Ser
     await server.submit(samples=2)
     node = await server.join()
     (work,) = (await server.lease(node, 1)).work
-    told = await server.ask("POST", "/v1/tasks/t/cancel?by=me")
+    response = await server.ask("POST", "/v1/tasks/t/cancel?by=me")
     (waited,) = {"t-0", "t-1"} - {work.session.id}
-    assert told.json == {"ended": [waited], "stopping": [work.session.id], "final": 0}
+    assert response.json == {"ended": [waited], "stopping": [work.session.id], "final": 0}
     again = await server.ask("POST", f"/v1/sessions/{waited}/cancel")
     assert again.json == {"ended": [], "stopping": [], "final": 1}
 
@@ -126,12 +126,12 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     folder = tmp_path / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
     small(folder).rename(folder / f"{work.session.id}.{work.session.epoch}.rec")
-    told = await server.ask("GET", f"/v1/sessions/{work.session.id}/recording", "read")
-    assert (told.status, told.headers["content-type"]) == (200, "application/gzip")
-    block = gzip.decompress(told.body)
-    shown = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])
-    assert [turn["call"] for turn in shown["session"]["turns"]] == [0, 1, 2, 3, 4, 5]
-    assert shown["session"]["recording"] == f"{work.session.id}.{work.session.epoch}.rec"
+    response = await server.ask("GET", f"/v1/sessions/{work.session.id}/recording", "read")
+    assert (response.status, response.headers["content-type"]) == (200, "application/gzip")
+    block = gzip.decompress(response.body)
+    output = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])
+    assert [turn["call"] for turn in output["session"]["turns"]] == [0, 1, 2, 3, 4, 5]
+    assert output["session"]["recording"] == f"{work.session.id}.{work.session.epoch}.rec"
     path = f"/v1/sessions/{work.session.id}/recording?files=true"
     packed = await server.ask("GET", path, "read")
     assert (packed.status, packed.headers["content-type"]) == (200, "application/x-tar")
@@ -306,13 +306,13 @@ async def test_a_store_that_cannot_be_used_is_503_and_a_fault_names_its_id(
 
     monkeypatch.setattr(stats, "counts", full)
     monkeypatch.setattr(nodes, "list_views", broken)
-    told = await server.ask("GET", "/v1/status")
-    assert (told.status, told.problem.type[20:]) == (503, "unavailable")
-    assert told.headers["retry-after"] == "1"
-    told = await server.ask("GET", "/v1/nodes")
-    assert (told.status, "secret" in told.problem.detail) == (500, False)
+    response = await server.ask("GET", "/v1/status")
+    assert (response.status, response.problem.type[20:]) == (503, "unavailable")
+    assert response.headers["retry-after"] == "1"
+    response = await server.ask("GET", "/v1/nodes")
+    assert (response.status, "secret" in response.problem.detail) == (500, False)
     logged = capsys.readouterr().out
-    assert told.problem.detail.split()[-1] in logged
+    assert response.problem.detail.split()[-1] in logged
     assert "secret detail" in logged
     assert TOKENS.client not in logged
 

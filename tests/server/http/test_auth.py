@@ -25,12 +25,18 @@ async def test_no_route_opens_without_its_token(server: Served) -> None:
     keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
     for route in GUARDED:
         for key in (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1]):
-            told = await server.ask(route.method, _path(route), key)
-            assert (told.status, told.problem.type[20:]) == (401, "unauthorized"), (route.path, key)
-            assert told.headers["www-authenticate"].startswith("Bearer")
+            response = await server.ask(route.method, _path(route), key)
+            assert (response.status, response.problem.type[20:]) == (401, "unauthorized"), (
+                route.path,
+                key,
+            )
+            assert response.headers["www-authenticate"].startswith("Bearer")
         for role in set(ApiRole) - route.roles:
-            told = await server.ask(route.method, _path(route), keys[role])
-            assert (told.status, told.problem.type[20:]) == (403, "forbidden"), (route.path, role)
+            response = await server.ask(route.method, _path(route), keys[role])
+            assert (response.status, response.problem.type[20:]) == (403, "forbidden"), (
+                route.path,
+                role,
+            )
 
 
 async def test_the_roles_are_these() -> None:
@@ -57,14 +63,14 @@ async def test_the_roles_are_these() -> None:
 @pytest.mark.parametrize("header", ["Bearer", "Basic client-token", "client-token", "Bearer  "])
 async def test_only_bearer_tokens_are_tokens(server: Served, header: str) -> None:
     """A token elsewhere in the header is none."""
-    told = await server.ask("GET", "/v1/status", None, headers={"authorization": header})
-    assert told.status == 401
+    response = await server.ask("GET", "/v1/status", None, headers={"authorization": header})
+    assert response.status == 401
 
 
 async def test_a_token_in_the_query_or_a_cookie_is_none(server: Served) -> None:
     """Tokens stay out of addresses, which end up in logs."""
-    told = await server.ask("GET", f"/v1/status?token={TOKENS.client}", None)
-    assert told.status == 401
+    response = await server.ask("GET", f"/v1/status?token={TOKENS.client}", None)
+    assert response.status == 401
     cookie = {"cookie": f"token={TOKENS.client}"}
     assert (await server.ask("GET", "/v1/status", None, headers=cookie)).status == 401
 
@@ -74,8 +80,8 @@ async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
     one, two = await server.join("one"), await server.join("two")
     for verb in ("lease", "renew", "drain"):
         body = {"capacity": 1, "wait_s": 0} if verb == "lease" else {}
-        told = await server.ask("POST", f"/v1/nodes/{two.node}/{verb}", one.token, json=body)
-        assert told.status == 403, verb
+        response = await server.ask("POST", f"/v1/nodes/{two.node}/{verb}", one.token, json=body)
+        assert response.status == 403, verb
     assert {one["state"] for one in (await server.ask("GET", "/v1/nodes")).json} == {"live"}
 
 
@@ -85,8 +91,8 @@ async def test_a_node_cannot_touch_the_session_of_another(server: Served) -> Non
     one, two = await server.join("one"), await server.join("two")
     (work,) = (await server.lease(one)).work
     sid, epoch = work.session.id, work.session.epoch
-    told = await server.commit(two, sid, epoch, result(sid, "t", reward=99.0))
-    assert (told.status, told.problem.type[20:]) == (409, "fenced")
+    response = await server.commit(two, sid, epoch, result(sid, "t", reward=99.0))
+    assert (response.status, response.problem.type[20:]) == (409, "fenced")
     log = f"/v1/sessions/{sid}/log?epoch={epoch}&offset=0"
     assert (await server.ask("POST", log, two.token, data=b"lies")).status == 409
     back = {"epoch": epoch, "reason": "because"}
@@ -104,16 +110,18 @@ async def test_a_node_cannot_write_to_a_session_that_nobody_holds(server: Served
     for node, epoch in ((early, 0), (early, 1)):
         sent = [await server.ask("POST", f"{log}{epoch}", node.token, data=b"lies")]
         sent.append(await server.commit(node, "t-0", epoch, noise))
-        assert [(told.status, told.problem.type[20:]) for told in sent] == [(409, "fenced")] * 2
+        assert [(response.status, response.problem.type[20:]) for response in sent] == [
+            (409, "fenced")
+        ] * 2
     (work,) = (await server.lease(early)).work
     data = result("t-0", "t")
     assert (await server.commit(early, "t-0", work.session.epoch, data)).status == 200
     late = await server.join("late")
-    for told in (
+    for response in (
         await server.ask("POST", f"{log}{work.session.epoch}", late.token, data=b"lies"),
         await server.commit(late, "t-0", work.session.epoch, noise),
     ):
-        assert (told.status, told.problem.type[20:]) == (409, "fenced")
+        assert (response.status, response.problem.type[20:]) == (409, "fenced")
     assert (await server.commit(early, "t-0", work.session.epoch, data)).json[
         "outcome"
     ] == "already"

@@ -162,9 +162,9 @@ async def test_the_table_of_bad_input(server_of_each: Served) -> None:
     server, wrong = server_of_each, []
     for request, how, status, name, field, part in TABLE:
         method, path = request.split(" ")
-        told = await server.ask(method, path, **how)
-        problem = told.problem
-        got = (told.status, problem.type.removeprefix("urn:tugline:problem:"), problem.field)
+        response = await server.ask(method, path, **how)
+        problem = response.problem
+        got = (response.status, problem.type.removeprefix("urn:tugline:problem:"), problem.field)
         if got != (status, name, field) or part not in problem.detail or problem.status != status:
             wrong.append((request, str(how)[:80], got, problem.detail))
     assert not wrong, "\n".join(map(str, wrong))
@@ -174,15 +174,15 @@ async def test_the_table_of_bad_input(server_of_each: Served) -> None:
 async def test_bodies_are_bounded(server: Served) -> None:
     """What is too large is refused by its length, and where none is told, as soon as it shows."""
     too_much = io.BytesIO(b" " * ((1 << 20) + 1))
-    told = await server.ask("POST", "/v1/weights", headers=JSON, data=too_much)
-    assert (told.status, told.problem.type[20:]) == (413, "too-large")
+    response = await server.ask("POST", "/v1/weights", headers=JSON, data=too_much)
+    assert (response.status, response.problem.type[20:]) == (413, "too-large")
 
     async def endless() -> Any:
         for _ in range(64):
             yield b" " * (1 << 16)
 
-    told = await server.ask("POST", "/v1/weights", headers=JSON, data=endless())
-    assert told.status == 413
+    response = await server.ask("POST", "/v1/weights", headers=JSON, data=endless())
+    assert response.status == 413
 
 
 async def test_what_nodes_say_is_held_to_the_same(server: Served) -> None:
@@ -193,8 +193,8 @@ async def test_what_nodes_say_is_held_to_the_same(server: Served) -> None:
         ({"name": "a", "slots": 1, "capacity": 1, "gatway": ""}, "gatway"),
         ({"name": "a", "slots": 1, "capacity": 1, "labels": {"": ""}}, "labels"),
     ):
-        told = await server.ask("POST", "/v1/nodes", "join", json=body)
-        assert (told.status, told.problem.field) == (422, field)
+        response = await server.ask("POST", "/v1/nodes", "join", json=body)
+        assert (response.status, response.problem.field) == (422, field)
     node = await server.join()
     for body, field in (
         ({"capacity": -1}, "capacity"),
@@ -203,16 +203,16 @@ async def test_what_nodes_say_is_held_to_the_same(server: Served) -> None:
         ({"capacity": 1, "held": [{"session": "a", "epoch": -1, "status": "run"}]}, "held.0.epoch"),
     ):
         path = f"/v1/nodes/{node.node}/lease"
-        told = await server.ask("POST", path, node.token, json=body)
-        assert told.status == 422, told
-        assert told.problem.field in {field, "held.0"}
+        response = await server.ask("POST", path, node.token, json=body)
+        assert response.status == 422, response
+        assert response.problem.field in {field, "held.0"}
     await server.submit()
     (work,) = (await server.lease(node)).work
     for data in (b"", b"not a trajectory", b"\x28\xb5\x2f\xfd garbage"):
-        told = await server.commit(node, work.session.id, work.session.epoch, data)
-        assert told.status == 422, told
-    told = await server.commit(node, work.session.id, 2**31, b"")
-    assert told.problem.field == "epoch"
+        response = await server.commit(node, work.session.id, work.session.epoch, data)
+        assert response.status == 422, response
+    response = await server.commit(node, work.session.id, 2**31, b"")
+    assert response.problem.field == "epoch"
 
 
 def _with(field: str, value: Any) -> Task:

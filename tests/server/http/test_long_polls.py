@@ -31,16 +31,16 @@ async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -
     asking = asyncio.create_task(server.ask("GET", "/v1/results?wait_s=30"))
     await _until(server.app, 1)
     await server.finish()
-    told = await asyncio.wait_for(asking, 20)
-    assert [one["session"] for one in told.json["items"]] == ["t-0"]
+    response = await asyncio.wait_for(asking, 20)
+    assert [one["session"] for one in response.json["items"]] == ["t-0"]
     assert server.app.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
     """An empty answer, with the cursor to go on from."""
     async with asyncio.timeout(20):
-        told = await server.ask("GET", "/v1/results?wait_s=0.05&after=0")
-    assert told.json == {"items": [], "groups": [], "cursor": 0}
+        response = await server.ask("GET", "/v1/results?wait_s=0.05&after=0")
+    assert response.json == {"items": [], "groups": [], "cursor": 0}
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def test_the_server_keeps_to_its_document(
 
 async def test_the_document_is_served(server: Served) -> None:
     """As it is tested here, and only to those who have a token."""
-    told = await server.ask("GET", "/openapi.json", "read")
-    assert told.json == DOCUMENT
+    response = await server.ask("GET", "/openapi.json", "read")
+    assert response.json == DOCUMENT
     assert DOCUMENT["components"]["schemas"]["Task"]["properties"]["samples"]["maximum"] == 10_000
     assert TASK.keys() >= set(DOCUMENT["components"]["schemas"]["Task"]["required"])
 
