@@ -98,10 +98,10 @@ class Api:
 class Server(Program):
     """A server of its own, in `folder`."""
 
-    def __init__(self, folder: Path, store: str | None) -> None:
+    def __init__(self, folder: Path, store: str | None, **settings: object) -> None:
         self.folder = folder
-        told = {"server": {"port": 0, **({"store": store} if store else {})}}
-        (folder / "server.yaml").write_text(json.dumps(told), encoding="utf-8")
+        settings |= {"port": 0, **({"store": store} if store else {})}
+        (folder / "server.yaml").write_text(json.dumps({"server": settings}), encoding="utf-8")
         arguments = ("up", "--no-node", "--config", "server.yaml", "--dir", "server")
         super().__init__(folder, "server", *arguments)
 

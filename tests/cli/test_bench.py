@@ -31,7 +31,8 @@ def test_an_unknown_part_is_answered_with_the_known_ones() -> None:
     """A typing mistake costs one glance."""
     assert refused("gatway") == (
         "tugline: there is no benchmark of 'gatway'; "
-        "it must be one of gateway, trajectories, builders, server, utilisation, runtimes, hostile"
+        "it must be one of builders, cluster, console, gateway, hostile, runtimes, server,"
+        " trajectories, utilisation"
     )
 
 

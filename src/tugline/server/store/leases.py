@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tugline import protocol
 from tugline.server.store import events, nodes, results, sessions
-from tugline.server.store.base import Tx
+from tugline.server.store.base import Tx, bind_names
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status
@@ -20,6 +20,8 @@ from tugline.types.session import RETRIES
 NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
 """Causes that count against the node; several in a row put it in quarantine."""
 
+_GRANTED = 2000
+"""Sessions leased at once, so that other writes need not wait long."""
 EPOCHS_FROM = 1_600_000_000
 """Unix seconds at which epochs begin: what a store leases, no store that it replaces has leased."""
 
@@ -101,7 +103,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
     homes: dict[str, str] = {}
     leased, notes = [], []
     version = nodes.control(tx).version
-    for row in sessions.take_queued(tx, sum(left.values())):
+    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANTED)):
         session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
         node = _place(left, home, avoid)
@@ -109,16 +111,10 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         left[node] -= 1
         if home not in live:
             homes[task] = node
-        granted[node].append(
-            Session(
-                id=session,
-                task=task,
-                sample=sample,
-                attempt=attempt,
-                epoch=epoch,
-                status=Status.INIT,
-            )
+        new = Session(
+            id=session, task=task, sample=sample, attempt=attempt, epoch=epoch, status=Status.INIT
         )
+        granted[node].append(new)
         leased.append(
             {"id": session, "epoch": epoch, "node": node, "version": version, "now": tx.now}
         )
@@ -126,6 +122,8 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
+        if len(leased) == _GRANTED:
+            tx.notify("work")
         events.add(tx, protocol.EventKind.LEASED, *notes)
     for node, mine in granted.items():
         if mine and live[node]:
@@ -134,9 +132,11 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
 
 
 def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
+    if home is not None and home != avoid and left.get(home, 0) > 0:
+        return home
     free = [node for node, capacity in left.items() if capacity > 0]
     elsewhere = [node for node in free if node != avoid] or free
-    return home if home in elsewhere else max(elsewhere, key=lambda node: left[node])
+    return max(elsewhere, key=lambda node: left[node])
 
 
 def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) -> None:
@@ -168,7 +168,7 @@ def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome
     if entry is None:
         return protocol.CommitOutcome.ALREADY
     _judge_node(tx, entry, end)
-    if end.failure is not None and retry(tx, entry, end.failure):
+    if end.failure is not None and not retry(tx, [entry], end.failure):
         return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)
     return protocol.CommitOutcome.COMMITTED
@@ -180,46 +180,57 @@ def release(tx: Tx, session: str, release: protocol.Release) -> None:
     if entry.stop is not None:
         _end_stopped(tx, entry)
     elif release.boundary is None:
-        sessions.requeue(tx, entry, release.reason, ())
+        sessions.requeue(tx, [entry], release.reason, ())
     else:
-        give_up(tx, entry, Failure(release.boundary, release.reason))
+        give_up(tx, [entry], Failure(release.boundary, release.reason))
 
 
-def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
-    """Retry a leased session that failed without a result, or end it."""
-    if entry.stop == protocol.StopKind.CANCELLED:
-        finish(tx, entry, CANCELLED)
-    elif not retry(tx, entry, failure):
-        message = f"{failure.message} (try {entry.attempt + entry.outages + 1}, the last)"
-        final = Failure(failure.boundary, message, failure.cause)
-        finish(tx, entry, End(Status.FAILED, final))
+def give_up(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> None:
+    """Retry leased sessions that failed without a result, or end them."""
+    for entry in retry(tx, entries, failure):
+        if entry.stop == protocol.StopKind.CANCELLED:
+            finish(tx, entry, CANCELLED)
+        else:
+            message = f"{failure.message} (try {entry.attempt + entry.outages + 1}, the last)"
+            final = Failure(failure.boundary, message, failure.cause)
+            finish(tx, entry, End(Status.FAILED, final))
 
 
-def retry(tx: Tx, entry: SessionRow, failure: Failure) -> bool:
-    """Requeue after a failure that is retried; False if it is not (`HANDLING`)."""
-    if entry.stop == protocol.StopKind.CANCELLED:
-        return False
+def retry(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> list[SessionRow]:
+    """Requeue after a failure that is retried (`HANDLING`); returns those that are not."""
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
-    if not (_may_wait(tx, entry) if allowed is None else entry.faults < allowed):
-        return False
-    sessions.requeue(
-        tx,
-        entry,
-        f"{failure.boundary}: {failure.message}",
-        ("outages",) if allowed is None else ("attempt", "faults"),
-        elsewhere=handling is None or handling.elsewhere,
-    )
-    return True
+    patience = _read_patience(tx, entries) if allowed is None else {}
+    again = [
+        entry
+        for entry in entries
+        if entry.stop != protocol.StopKind.CANCELLED
+        and (entry.faults < allowed if allowed is not None else _may_wait(tx, entry, patience))
+    ]
+    if again:
+        sessions.requeue(
+            tx,
+            again,
+            f"{failure.boundary}: {failure.message}",
+            ("outages",) if allowed is None else ("attempt", "faults"),
+            elsewhere=handling is None or handling.elsewhere,
+        )
+    requeued = {entry.id for entry in again}
+    return [entry for entry in entries if entry.id not in requeued]
 
 
-def _may_wait(tx: Tx, entry: SessionRow) -> bool:
+def _read_patience(tx: Tx, entries: Sequence[SessionRow]) -> dict[str, tuple[int, float]]:
+    """Outages that the task of each of `entries` allows, and for how many seconds."""
+    names, values = bind_names({entry.task for entry in entries})
+    rows = tx.all(f"SELECT id, attempts, retry_s FROM tasks WHERE id IN ({names})", **values)  # noqa: S608 - constants
+    return {task: (attempts, retry_s) for task, attempts, retry_s in rows}
+
+
+def _may_wait(tx: Tx, entry: SessionRow, patience: Mapping[str, tuple[int, float]]) -> bool:
     """Whether a session outlives one more outage: `attempts` of them, and all in `retry_s`."""
-    [(attempts, retry_s)] = tx.all(
-        "SELECT attempts, retry_s FROM tasks WHERE id = :task", task=entry.task
-    )
+    attempts, retry_s = patience[entry.task]
     failing_s = 0.0 if entry.failing_since is None else tx.now - entry.failing_since
-    return bool(entry.outages + 1 < attempts or failing_s < retry_s)
+    return entry.outages + 1 < attempts or failing_s < retry_s
 
 
 def _judge_node(tx: Tx, entry: SessionRow, end: End) -> None:
@@ -233,19 +244,12 @@ def _judge_node(tx: Tx, entry: SessionRow, end: End) -> None:
         nodes.note_success(tx, entry.node)
 
 
-def has_attempts_left(tx: Tx, entry: SessionRow) -> bool:
-    """Whether its task allows another attempt; failures are not counted."""
-    [(attempts,)] = tx.all("SELECT attempts FROM tasks WHERE id = :task", task=entry.task)
-    return bool(entry.attempt - entry.faults + 1 < attempts)
-
-
 def expire_node(tx: Tx, node: str, reason: str) -> None:
     """End the lease of a lost node: its sessions are retried, its messages are refused."""
     nodes.mark_dead(tx, node, reason)
     message = f"node {node} was lost: {reason}"
     failure = Failure(HANDLING[Cause.NODE].boundary, message, Cause.NODE)
-    for entry in sessions.select(tx, "node = :node ORDER BY place", node=node):
-        give_up(tx, entry, failure)
+    give_up(tx, sessions.select(tx, "node = :node ORDER BY place", node=node), failure)
 
 
 def end_unstopped(tx: Tx, before: float) -> None:
@@ -258,7 +262,7 @@ def _end_stopped(tx: Tx, entry: SessionRow) -> None:
     if entry.stop == protocol.StopKind.CANCELLED:
         finish(tx, entry, CANCELLED)
     else:
-        sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
+        sessions.requeue(tx, [entry], f"stale: {entry.stop_by}")
 
 
 def abort_stale(tx: Tx, version: int) -> None:
@@ -269,5 +273,6 @@ def abort_stale(tx: Tx, version: int) -> None:
         " AND on_stale = 'abort' AND max_staleness < :version - sessions.version)",
         version=version,
     )
-    stale = [entry for entry in behind if has_attempts_left(tx, entry)]
+    patience = _read_patience(tx, behind)  # failures are not counted
+    stale = [one for one in behind if one.attempt - one.faults + 1 < patience[one.task][0]]
     sessions.stop(tx, stale, protocol.StopKind.STALE, f"weights {version}")

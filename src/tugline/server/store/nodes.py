@@ -18,6 +18,8 @@ MAX_FAULTS = 3
 """Failures in a row that put a node in quarantine."""
 BLOCK_S, MAX_BLOCK_S = 5.0, 300.0
 """The first and the longest time without work in a quarantine."""
+_EXPIRED = 20
+"""Nodes expired at once, so that those that live can renew meanwhile."""
 _COLUMNS = "id, name, state, registration, registered, deadline, applied, fault"
 _registration = msgspec.msgpack.Decoder(NodeRegistration)
 
@@ -126,8 +128,9 @@ def spare_all(tx: Tx, lease_s: float) -> None:
 
 
 def list_expired(tx: Tx) -> list[str]:
-    """Nodes whose lease has run out."""
-    rows = tx.all("SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now", now=tx.now)
+    """Some of the nodes whose lease has run out, those first that are over for longest."""
+    due = "SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now ORDER BY deadline"
+    rows = tx.all(f"{due} LIMIT :limit", now=tx.now, limit=_EXPIRED)
     return [node for (node,) in rows]
 
 

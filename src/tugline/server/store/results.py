@@ -19,6 +19,7 @@ import msgspec
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
+from tugline.schema import copy_fields
 from tugline.server.store import events, sessions
 from tugline.server.store.base import Tx, bind_names
 from tugline.server.store.sessions import SessionRow
@@ -82,24 +83,8 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     if end.reward is not None:
         detail["reward"] = end.reward
     position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))
-    listed = ResultView(
-        position=position,
-        session=entry.id,
-        task=entry.task,
-        tenant=entry.tenant,
-        sample=entry.sample,
-        attempt=entry.attempt,
-        status=end.status,
-        version=entry.version,
-        reward=end.reward,
-        failure=end.failure,
-        sampled=end.sampled,
-        trained=end.trained,
-        bytes=end.bytes,
-        seconds=dict(end.seconds),
-        created=tx.now,
-        node=entry.node,
-    )
+    own = {"position": position, "session": entry.id, "seconds": dict(end.seconds)}
+    listed = copy_fields(ResultView, entry, end, **own, created=tx.now)
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
     return position

@@ -10,27 +10,22 @@ work earns nothing.
 """
 
 import heapq
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from tugline import protocol
 from tugline.errors import FencedError, Missing
-from tugline.protocol import (
-    EventKind,
-    HeldSession,
-    Page,
-    ResultView,
-    SessionQuery,
-    SessionView,
-    StopKind,
-)
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, bind_names, match_columns, parse_cursor
 from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 """Stages of a leased session, in order."""
+_FEW_TASKS = 100
+"""Tasks whose sessions are looked up by name."""
 MAX_PAUSE_S = 60.0
 """The longest pause of a session after an outage."""
 
@@ -61,9 +56,9 @@ class SessionRow(NamedTuple):
         """Whether a node holds it."""
         return self.status in STAGES
 
-    def view(self) -> SessionView:
+    def view(self) -> protocol.SessionView:
         """Its state as the API shows it."""
-        return msgspec.convert({**self._asdict(), "stopping": self.stop_by}, SessionView)
+        return msgspec.convert({**self._asdict(), "stopping": self.stop_by}, protocol.SessionView)
 
     def session(self) -> Session:
         """The session as its node gets it."""
@@ -71,7 +66,7 @@ class SessionRow(NamedTuple):
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
-_result = msgspec.msgpack.Decoder(ResultView)
+_result = msgspec.msgpack.Decoder(protocol.ResultView)
 
 
 def get(tx: Tx, session: str) -> SessionRow:
@@ -82,7 +77,7 @@ def get(tx: Tx, session: str) -> SessionRow:
     return found[0]
 
 
-def get_view(tx: Tx, session: str) -> SessionView:
+def get_view(tx: Tx, session: str) -> protocol.SessionView:
     """Current state of a session. Raises `Missing`."""
     return get(tx, session).view()
 
@@ -104,12 +99,12 @@ def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
     ]
 
 
-def page(tx: Tx, query: SessionQuery) -> Page:
+def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Sessions in order of submission, or the newest first, and their results."""
     where, values = match_columns(task=query.task, status=query.status, node=query.node)
     if query.q:
-        values["q"] = query.q
-        where += " AND replace(id, :q, '') <> id"  # "contains", as for tags
+        having, named = _match_part(tx, query.q)
+        where, values = where + having, values | named
     side, order = ("<", "DESC") if query.newest else (">", "ASC")
     found = select(
         tx,
@@ -122,41 +117,65 @@ def page(tx: Tx, query: SessionQuery) -> Page:
     del found[query.limit :]
     names, ids = bind_names(entry.id for entry in found)
     ended = tx.all(f"SELECT view FROM results WHERE session IN ({names})", **ids)  # noqa: S608 - constants
-    return Page(
+    return protocol.Page(
         sessions=tuple(entry.view() for entry in found),
         results=tuple(_result.decode(view) for (view,) in ended),
         next=more,
     )
 
 
+def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, str]]:
+    """A condition that an id, ``TASK-SAMPLE``, contains `part`, and its values.
+
+    Tasks are searched first: they are fewer than sessions. A part that is in many of them is soon
+    found in sessions, too, in whose order the page is read.
+    """
+    where, values = " AND replace(id, :q, '') <> id", {"q": part}  # "contains", as for tags
+    if re.fullmatch(r"-?\d{0,5}", part):  # every task may have such a sample
+        return where, values
+    named = re.sub(r"-\d{0,5}$", "", part)
+    tasks = "SELECT id FROM tasks WHERE replace(id, :part, '') <> id LIMIT :limit"
+    found = tx.all(tasks, part=named, limit=_FEW_TASKS + 1)
+    if len(found) > _FEW_TASKS:
+        return where, values
+    names, ids = bind_names(str(task) for (task,) in found)
+    return f"{where} AND task IN ({names})", values | ids
+
+
 def requeue(
     tx: Tx,
-    entry: SessionRow,
+    entries: Sequence[SessionRow],
     reason: str,
     counters: Sequence[str] = ("attempt",),
     *,
     elsewhere: bool = False,
 ) -> None:
-    """Put a leased session back at its place in the line; `counters` are raised by one.
+    """Put leased sessions back at their places in the line; `counters` are raised by one.
 
-    With `elsewhere` another node gets it, if one has capacity. From its second outage on it waits
-    before it is leased again, each time twice as long.
+    With `elsewhere` another node gets them, if one has capacity. From its second outage on each
+    waits before it is leased again, every time twice as long.
     """
-    activate_tenant(tx, entry.tenant)
+    for tenant in dict.fromkeys(entry.tenant for entry in entries):
+        activate_tenant(tx, tenant)
     outage = "outages" in counters
-    pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
-    end_lease(
-        tx,
-        entry,
-        Status.QUEUED,
-        failing_since=tx.now if outage and entry.failing_since is None else entry.failing_since,
-        retry_at=tx.now + pause_s if outage and entry.outages else None,
-        avoid=entry.node if elsewhere else None,
-        **{name: getattr(entry, name) + 1 for name in counters},
-    )
-    attempt = entry.attempt + ("attempt" in counters)
-    detail: dict[str, str | int | float] = {"reason": reason, "attempt": attempt}
-    events.add(tx, EventKind.REQUEUED, events.Note(entry.task, entry.id, entry.node, detail))
+    rows, notes = [], []
+    for entry in entries:
+        pause_s = min(2.0 ** min(entry.outages - 1, 10), MAX_PAUSE_S)
+        begins = outage and entry.failing_since is None
+        row: dict[str, object] = {
+            "failing_since": tx.now if begins else entry.failing_since,
+            "retry_at": tx.now + pause_s if outage and entry.outages else None,
+            "avoid": entry.node if elsewhere else None,
+            **{name: getattr(entry, name) + 1 for name in counters},
+        }
+        rows.append(row | {"id": entry.id, "now": tx.now})
+        attempt = entry.attempt + ("attempt" in counters)
+        detail: dict[str, str | int | float] = {"reason": reason, "attempt": attempt}
+        notes.append(events.Note(entry.task, entry.id, entry.node, detail))
+    changes = ", ".join(f"{name} = :{name}" for name in row)
+    changes += ", status = 'queued', updated = :now, node = NULL, stop = NULL, stop_by = ''"
+    tx.many(f"UPDATE sessions SET {changes}, stop_at = NULL WHERE id = :id", rows)  # noqa: S608 - constants
+    events.add(tx, protocol.EventKind.REQUEUED, *notes)
     tx.notify("work", "timers")
 
 
@@ -172,7 +191,7 @@ def end_pauses(tx: Tx) -> None:
         tx.notify("work")
 
 
-def stop(tx: Tx, entries: Sequence[SessionRow], reason: StopKind, by: str) -> None:
+def stop(tx: Tx, entries: Sequence[SessionRow], reason: protocol.StopKind, by: str) -> None:
     """Ask the nodes of these leased sessions to stop them."""
     tx.many(
         "UPDATE sessions SET stop = :reason, stop_by = :by, stop_at = :now WHERE id = :id",
@@ -181,11 +200,11 @@ def stop(tx: Tx, entries: Sequence[SessionRow], reason: StopKind, by: str) -> No
     detail = {"reason": reason.value, "by": by}
     stopping = [events.Note(entry.task, entry.id, entry.node, detail) for entry in entries]
     if stopping:
-        events.add(tx, EventKind.STOPPING, *stopping)
+        events.add(tx, protocol.EventKind.STOPPING, *stopping)
     tx.notify("timers", *(f"node:{entry.node}" for entry in entries))
 
 
-def advance(tx: Tx, entry: SessionRow, reported: HeldSession) -> None:
+def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
     """Record the stage that a node reports; an earlier stage than the recorded one is ignored."""
     if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(
         Status(entry.status)

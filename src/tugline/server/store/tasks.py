@@ -126,21 +126,16 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
 
 
 def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
-    task = packed.task
-    group = task.group
+    task, group = packed.task, packed.task.group
+    same = {name: getattr(task, name) for name in ("id", "tenant", "priority", "samples")}
+    bounds = ("min_usable", "attempts", "retry_s", "max_staleness")
     return {
-        "id": task.id,
+        **same,
+        **{name: getattr(group, name) for name in bounds},
         "place": place,
-        "tenant": task.tenant,
-        "priority": task.priority,
         "body": packed.body,
         "digest": packed.digest,
-        "samples": task.samples,
-        "min_usable": group.min_usable,
         "deadline": None if group.deadline_s is None else now + group.deadline_s,
-        "attempts": group.attempts,
-        "retry_s": group.retry_s,
-        "max_staleness": group.max_staleness,
         "on_stale": group.on_stale.value,
         "callback": task.callback.url if task.callback else None,
         "tags": _encode_tags(task.tags),
