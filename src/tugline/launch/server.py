@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
+from tugline import log
 from tugline.atomic import write_file
-from tugline.errors import Invalid, UnknownPlugin, UsageError
+from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import Blobs, open_blobs
-from tugline.server.control import ControlPlane, KeepTimes
+from tugline.server.control import ControlPlane, KeepTimes, run_beside
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
@@ -40,9 +41,12 @@ CALLBACK_KEY = "callback.key"
 STORE = "server.db"
 BLOBS = "blobs"
 OTHER_FOLDER = "choose another --dir"
+TOKENS_EVERY_S = 5.0
+"""How often ``tokens.json`` is read again."""
 _DAY_S = 86_400.0
 _TOKEN_BYTES = 32
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = log.get("server")
 Echo = Callable[[str], None]
 """Prints a line for people."""
 
@@ -94,11 +98,28 @@ def load_tokens(folder: Path) -> Tokens:
     if not path.exists():
         tokens = Tokens(*(secrets.token_urlsafe(_TOKEN_BYTES) for _ in Tokens.__struct_fields__))
         write_file(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
+    return _read_tokens(path)
+
+
+def _read_tokens(path: Path) -> Tokens:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Tokens)
     except (OSError, msgspec.DecodeError) as error:
         msg = f"{path} cannot be read: {error}; delete it to have it made again"
         raise UsageError(msg) from error
+
+
+async def follow_tokens(app: Api, database: Database, path: Path) -> None:
+    """Take over a replaced ``tokens.json``; a missing or damaged one changes nothing."""
+    while True:
+        await asyncio.sleep(TOKENS_EVERY_S)
+        try:
+            if (tokens := _read_tokens(path)) != app.tokens:
+                await database.write(nodes.bind_tokens, tokens.join)
+                app.tokens = tokens
+                _log.warning("tokens replaced", file=str(path))
+        except TuglineError as error:
+            _log.error("tokens not replaced", error=str(error))
 
 
 def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
@@ -153,7 +174,9 @@ async def serve_control_plane(
     tokens = load_tokens(folder)
     await control.database.write(nodes.bind_tokens, tokens.join)
     app = Api(control, tokens, metrics)
-    async with serve_api(app, settings.host, settings.port) as bound:
+    follow = follow_tokens(app, control.database, folder / TOKENS)
+    serving = serve_api(app, settings.host, settings.port, settings.tls)
+    async with serving as bound, run_beside(follow):
         url = make_reachable(bound)
         write_file(folder / SERVER, msgspec.json.encode({"url": url}))
         try:
@@ -183,13 +206,16 @@ async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
 def check_runnable(task: Task) -> None:
     """Raises `Invalid` for a task that could not be run."""
     check_task(task)
+    problems: list[Invalid] = []
     parts = Parts()  # not shared: a server that runs for weeks keeps no instances
     for kind in ("harness", "runtime", "evaluator", "builder"):
         try:
             getattr(parts, kind)(getattr(task, kind))
         except UsageError as error:
             field = "name" if isinstance(error, UnknownPlugin) else "options"
-            raise Invalid(str(error), field=f"{kind}.{field}") from error
+            problems.append(Invalid(str(error), field=f"{kind}.{field}"))
+    if problems:
+        raise Invalid.combine(problems)
 
 
 def is_local(host: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import field
 
 from tugline.config import Config, from_mapping
+from tugline.errors import UsageError
 from tugline.node.settings import NodeSettings
 from tugline.schema import NonNegativeFloat, Port, PositiveFloat, read_values
 from tugline.types import Mode
@@ -23,6 +24,10 @@ class ServerSettings(Config, frozen=True):
     """Address that the API listens on; anything but loopback belongs behind TLS."""
     port: Port = 7700
     """Port of the API; 0 takes any free one."""
+    tls_cert: Path | None = None
+    """PEM file of the API's certificate and its chain; None: it speaks plain HTTP."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's key."""
     store: str | None = None
     """Store of tasks: `sqlite:PATH` or `postgresql://...`; None: a file in the folder."""
     blobs: str | None = None
@@ -39,6 +44,15 @@ class ServerSettings(Config, frozen=True):
     """Delete tasks with their acknowledged results so long after their end; None: never."""
     keep_consumers_days: PositiveFloat | None = 30.0
     """A consumer that has acknowledged nothing for so long holds no task back; None: it does."""
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """Certificate and key. Raises `UsageError` for one without the other."""
+        if self.tls_cert is None or self.tls_key is None:
+            if self.tls_cert or self.tls_key:
+                raise UsageError("server.tls_cert and server.tls_key must be given together")
+            return None
+        return self.tls_cert, self.tls_key
 
 
 class EngineSettings(Config, frozen=True):

@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -151,9 +152,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve(
-    app: Any, host: str = "127.0.0.1", port: int = 0, *, headers_timeout_s: float = HEADERS_S
+    app: Any,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    headers_timeout_s: float = HEADERS_S,
+    tls: tuple[Path, Path] | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` until the block ends; yields its base URL, such as ``http://127.0.0.1:40123``."""
+    """Serve `app` until the block ends; yields its base URL, such as ``http://127.0.0.1:40123``.
+
+    With `tls`, a certificate and its key as PEM files, it speaks HTTPS. Raises `UsageError`.
+    """
     sock = listen(host, port)
     config = uvicorn.Config(
         app,
@@ -169,7 +178,15 @@ async def serve(
         date_header=False,
         server_header=False,
         timeout_graceful_shutdown=int(STOP_S),
+        ssl_certfile=tls[0] if tls else None,
+        ssl_keyfile=tls[1] if tls else None,
     )
+    try:
+        config.load()
+    except OSError as error:  # also what `ssl` raises
+        sock.close()
+        msg = f"certificate {tls and tls[0]} and key {tls and tls[1]} cannot be used: {error}"
+        raise UsageError(msg) from error
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve([sock]))  # noqa: SLF001 - `serve` would take over signals
     try:
@@ -179,7 +196,7 @@ async def serve(
                 raise UsageError(f"the server on {host} stopped while starting")
             await asyncio.sleep(0.005)
         bound = sock.getsockname()[1]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        yield f"http{'s' * bool(tls)}://{f'[{host}]' if ':' in host else host}:{bound}"
     finally:
         server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,0 +1,105 @@
+"""A server with a certificate of its own, a node and clients that trust it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from commands import TUGLINE
+from launch.processes import World, task, write
+
+DATA = "tugline-data"
+EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Nothing runs yet."""
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+def _make_certificate(folder: Path) -> None:
+    """``cert.pem`` and ``key.pem`` for 127.0.0.1, signed by themselves."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tugline")])
+    begin = dt.datetime.now(dt.UTC) - dt.timedelta(hours=1)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + dt.timedelta(days=2))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (folder / "key.pem").write_bytes(pem)
+
+
+def _start(world: World, **settings: str) -> None:
+    tls = {"tls_cert": "cert.pem", "tls_key": "key.pem", **settings}
+    (world.folder / "server.yaml").write_text(json.dumps({"server": tls}))
+    world.tugline("server", "up", "--no-node", "--port", "0", "--config", "server.yaml")
+
+
+def _call(world: World, *options: str) -> subprocess.CompletedProcess[str]:
+    """The program itself: the certificates to trust are read when it is imported."""
+    command = [str(TUGLINE), *options]
+    return subprocess.run(
+        command, cwd=world.folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def _run(world: World, name: str) -> None:
+    """Submit a task of two sessions; both complete."""
+    tasks = write(world.folder / f"{name}.jsonl", [task(name)])
+    done = _call(world, "submit", tasks, "--wait", "--json")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not know the certificate is told so; node and clients that do work."""
+    _make_certificate(world.folder)
+    _start(world)
+    world.up("server", "the server is up at https://127.0.0.1:")
+    url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
+    refused = _call(world, "status")
+    assert refused.returncode != 0
+    assert "certificate verify failed" in refused.stderr
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(world.folder / "cert.pem"))
+    join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
+    options = ("--server", url, "--slots", "2", "--engine", world.engine(), *EXACT)
+    world.tugline("a", "node", "--name", "a", *options, TUGLINE_JOIN_TOKEN=join)
+    world.up("a", "is up: 2 slots")
+    _run(world, "t")
+    views = [json.loads(line) for line in _call(world, "results", "--json").stdout.splitlines()]
+    assert [view["status"] for view in views] == ["completed"] * 2
+
+
+def test_a_key_that_does_not_fit_is_refused_by_name(world: World) -> None:
+    """The start ends with the names of both files."""
+    _make_certificate(world.folder)
+    (world.folder / "key.pem").write_text("nothing")
+    _start(world)
+    assert world.running.pop("server").wait(20) != 0
+    assert "certificate cert.pem and key key.pem cannot be used" in world.said("server")

@@ -1,0 +1,58 @@
+"""New tokens for a server that runs: the old ones, and nodes that joined by them, are shut out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from served import TOKENS, Served, serve
+from tugline.launch import server as launch
+from tugline.server.store import nodes
+
+
+async def _until_status(server: Served, status: int, method: str, path: str, token: str) -> None:
+    """Ask with this token until the answer is `status`; fails after some seconds."""
+    for _ in range(500):
+        body = {} if method == "GET" else {"json": {}}
+        response = await server.ask(method, path, token, **body)
+        if response.status == status:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"{method} {path} is still answered {response.status}")
+
+
+async def test_a_replaced_file_takes_effect_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged file and a missing one change nothing; another join token revokes the nodes."""
+    monkeypatch.setattr(launch, "TOKENS_EVERY_S", 0.01)
+    path = tmp_path / "tokens.json"
+    async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as server:
+        await server.control.database.write(nodes.bind_tokens, TOKENS.join)
+        node = await server.join()
+        follow = launch.follow_tokens(server.app, server.control.database, path)
+        task = asyncio.create_task(follow)
+        try:
+            for damaged in (None, "{", '{"client": "a", "join": "a", "read": "b"}'):
+                if damaged is not None:
+                    path.write_text(damaged)
+                await asyncio.sleep(0.1)
+                assert (await server.ask("GET", "/v1/status", TOKENS.client)).status == 200
+
+            new = {"client": "new-client", "join": TOKENS.join, "read": "new-read"}
+            path.write_text(json.dumps(new))
+            await _until_status(server, 200, "GET", "/v1/status", "new-client")
+            assert (await server.ask("GET", "/v1/status", TOKENS.client)).status == 401
+            renew = f"/v1/nodes/{node.node}/renew"
+            assert (await server.ask("POST", renew, node.token, json={})).status == 200
+
+            path.write_text(json.dumps(new | {"join": "new-join"}))
+            await _until_status(server, 401, "POST", renew, node.token)
+            await _until_status(server, 401, "POST", "/v1/nodes", TOKENS.join)
+            await _until_status(server, 422, "POST", "/v1/nodes", "new-join")
+            assert not task.done()
+        finally:
+            task.cancel()
