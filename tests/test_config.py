@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tugline.config import Config, from_mapping, load
 from tugline.errors import ConfigError
-from tugline.schema import PositiveFloat, read_values
+from tugline.schema import MAX_PROBLEMS, PositiveFloat, decode, read_values
 
 
 class Optimizer(Config, frozen=True):
@@ -86,7 +86,7 @@ def test_yaml_and_toml_give_the_same_frozen_values(tmp_path: Path) -> None:
         ("name: x\noptimizer: {kind: adam}", "optimizer.kind is 'adam', must be one of adamw, sgd"),
         ("name: x\nsteps: many", "steps is 'many', must be an integer"),
         ("name: x\nseed: many", "seed is 'many', must be an integer or null"),
-        ("name: x\nweights: {a: b}", "weights is {'a': 'b'}, each value must be a number"),
+        ("name: x\nweights: {a: b}", "weights.a is 'b', must be a number"),
         ("name: x\nweights: {1: 1}", "weights is {1: 1}, each key must be a string"),
         ("name: x\noptimizer: {learning_rate: .inf}", "optimizer.learning_rate is inf, must"),
         ("name: x\nfolder: 3", "folder is 3, must be a string"),
@@ -148,3 +148,40 @@ def test_long_values_are_shortened_in_errors() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({"name": "x", "steps": "9" * 10_000 + "x"}, Settings)
     assert len(str(caught.value)) < 200
+
+
+def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    """Unknown keys, wrong values at any depth and missing fields, each with its own path."""
+    text = """
+        stepz: 3
+        seed: many
+        optimizer: {learning_rate: 0, kind: adam}
+        more: [{}, {learning_rate: x}, {kindd: sgd}, 3]
+        weights: {a: 1, b: c}
+        folder: 3
+    """
+    path = _write(tmp_path, "demo.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, Settings)
+    problems = [str(each).removeprefix(f"{path}: ") for each in caught.value.problems]
+    assert problems == [
+        "unknown key 'stepz'; did you mean 'steps'?",
+        "unknown key 'more.2.kindd'; did you mean 'kind'?",
+        "name is missing",
+        "seed is 'many', must be an integer or null",
+        "optimizer.learning_rate is 0, must be a number > 0",
+        "optimizer.kind is 'adam', must be one of adamw, sgd",
+        "more.1.learning_rate is 'x', must be a number",
+        "more.3 is 3, must be an object",
+        "weights.b is 'c', must be a number",
+        "folder is 3, must be a string",
+    ]
+    assert [each.field for each in caught.value.problems][:3] == ["stepz", "more.2.kindd", "name"]
+    assert str(caught.value) == f"{path}: {'; '.join(problems)}"
+
+
+def test_the_search_for_mistakes_is_bounded() -> None:
+    """A body of a million mistakes is answered with the first 50."""
+    with pytest.raises(ConfigError) as caught:
+        decode([{"learning_rate": 0, f"x{n}": 1} for n in range(10_000)], list[Optimizer])
+    assert len(caught.value.problems) == MAX_PROBLEMS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,7 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
         ("samples: 1.5", "samples is 1.5, must be an integer"),
         ("sampling_policy: allowed", "is 'allowed', must be one of enforce, allow, refuse"),
         ("group: {on_stale: drop}", "group.on_stale is 'drop', must be one of mark, abort"),
-        ("files: {a.py: 3}", "files is {'a.py': 3}, each value must be a string"),
+        ("files: {a.py: 3}", "files.a.py is 3, must be a string"),
         ("callback: {}", "callback.url is missing"),
         ("instruction_file: x", "give either instruction or instruction_file"),
         ("files: {a.py: {file: b.py}}", "files.a.py.file is 'b.py', which cannot be read: No such"),
@@ -118,6 +119,24 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, expected:
     with pytest.raises(ConfigError) as raised:
         load_tasks([written(tmp_path, name, text)])
     assert expected in str(raised.value)
+
+
+def test_the_mistakes_of_all_tasks_of_a_file_are_reported(tmp_path: Path) -> None:
+    """Also of a text that is not there; every problem names its task."""
+    text = """
+- {id: a, instruction_file: no.md, harness: pi, evaluator: tests, samples: 0}
+- {id: b, instruction: do, harness: pi, evaluator: tests}
+- {id: c, instruction: do, evaluator: tests, limits: {agent_s: x}}
+"""
+    path = written(tmp_path, "t.yaml", text)
+    with pytest.raises(ConfigError) as raised:
+        load_tasks([path])
+    assert [str(each) for each in raised.value.problems] == [
+        f"{path}, task 1: instruction_file is 'no.md', which cannot be read: {os.strerror(2)}",
+        f"{path}, task 1: samples is 0, must be an integer >= 1",
+        f"{path}, task 3: harness is missing",
+        f"{path}, task 3: limits.agent_s is 'x', must be a number",
+    ]
 
 
 def test_a_plugin_may_be_its_name_alone(tmp_path: Path) -> None:

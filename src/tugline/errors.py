@@ -25,12 +25,35 @@ TuglineError
  +- StoreError            the database is unavailable: full, locked, restarting (503)
 """
 
+import copy
+from typing import Self
+
 
 class TuglineError(Exception):
-    """Base class; the text is one line that says what to do."""
+    """Base class; the text is one line that says what to do, also of several `problems`."""
 
     problem = "fault"
     """What the server's answer calls it: the last part of `Problem.type`."""
+    parts: tuple[Self, ...] = ()
+    """Set by `combine`."""
+
+    @property
+    def problems(self) -> tuple[Self, ...]:
+        """The mistakes that it stands for, such as all those of a file; else itself."""
+        return self.parts or (self,)
+
+    @classmethod
+    def combine(cls, problems: list[Self], prefix: str = "") -> Self:
+        """One error for at least one: the first, with the texts of all, each with a prefix."""
+        start = f"{prefix}: " if prefix else ""
+        parts = [copy.copy(each) for problem in problems for each in problem.problems]
+        texts = [str(part) for part in parts]
+        for part, text in zip(parts, texts, strict=True):
+            part.args = (start + text,)
+        whole = copy.copy(parts[0])
+        whole.args = (start + "; ".join(texts),)
+        whole.parts = tuple(parts) if len(parts) > 1 else ()
+        return whole
 
 
 class UsageError(TuglineError):

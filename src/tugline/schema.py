@@ -2,9 +2,9 @@
 
 Configuration files, task files, API bodies and plug-in options all pass through `decode`. Structs
 themselves are open, so that an older reader accepts what a newer writer sends; what people write
-is held to more: an unknown key is an error that names the nearest known one, and every error is
-one line with the field's path, its value and what would be right. Bounds are declared in the
-types, as ``Annotated[int, Meta(ge=1)]``.
+is held to more: an unknown key is an error that names the nearest known one, and every mistake is
+reported at once, with the field's path, its value and what would be right. Bounds are declared in
+the types, as ``Annotated[int, Meta(ge=1)]``.
 """
 
 import ast
@@ -17,9 +17,10 @@ import re
 import reprlib
 import textwrap
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 import yaml
@@ -29,6 +30,7 @@ from msgspec import inspect as shapes
 from tugline.errors import ConfigError
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 Step = str | int
 Location = tuple[Step, ...]
 
@@ -38,6 +40,8 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
+MAX_PROBLEMS = 50
+"""Mistakes that are reported at once; a body of millions of them is not searched to its end."""
 FILE_TYPES = (".yaml", ".yml", ".toml", ".json")
 TYPE_NAMES = {
     "array": "a list",
@@ -49,9 +53,7 @@ TYPE_NAMES = {
     "str": "a string",
 }
 """What error texts call msgspec's types."""
-_PLACE = re.compile(r" - at `(key in )?(\$[^`]*)`$|( - at `key`) in `(\$[^`]*)`$")
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
+_PLACE = re.compile(r" - at `((?:key in )?\$[^`]*|key` in `\$[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 
 
@@ -59,23 +61,24 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
 def decode(
     values: Any, kind: type[T], *, source: str = "", name: str = "", strict: bool = True
 ) -> T:
-    """Convert `values` to `kind`. Raises `ConfigError`, one line with `field` and `known`.
+    """Convert `values` to `kind`. Raises one `ConfigError`, whose `problems` are all mistakes.
 
     `source` (a file) and `name` (the field that `values` belong to) stand in errors. Without
     `strict`, texts are accepted for numbers and booleans, as in a query string.
     """
-    prefix: Location = (name,) if name else ()
+    path: Location = (name,) if name else ()
+    problems: list[ConfigError] = []
+    with contextlib.suppress(TypeError):  # not hashable, or no type that msgspec knows
+        unknown = _find_unknown_keys(values, _key_tree(cast("Hashable", kind)), path)
+        problems += itertools.islice(unknown, MAX_PROBLEMS)
     try:
-        with contextlib.suppress(TypeError):  # not hashable, or no type that msgspec knows
-            _refuse_unknown_keys(values, _key_tree(cast("Hashable", kind)), prefix)
-        try:
-            return msgspec.convert(values, kind, strict=strict, dec_hook=_decode_path)
-        except msgspec.ValidationError as error:
-            raise _explain(error, values, kind, prefix) from error
-    except ConfigError as error:
-        if source:
-            raise ConfigError(f"{source}: {error}", error.field, error.known) from error
-        raise
+        decoded = msgspec.convert(values, kind, strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError:
+        wrong = _find_wrong_values(values, kind, path, strict=strict)
+        problems += itertools.islice(wrong, MAX_PROBLEMS - len(problems))
+    if problems:
+        raise ConfigError.combine(problems, source)
+    return decoded
 
 
 def _decode_path(kind: type, value: Any) -> Any:
@@ -86,30 +89,56 @@ def _decode_path(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def _explain(
-    error: msgspec.ValidationError, values: Any, kind: type, prefix: Location
-) -> ConfigError:
-    """`error` with the field's path, its value and, of a closed list, the known values."""
+def _find_wrong_values(
+    value: Any, kind: Any, path: Location, *, strict: bool
+) -> Iterator[ConfigError]:
+    """Yield what is wrong in the parts of `value`, each converted by itself; else in itself."""
+    if value is msgspec.UNSET:
+        yield ConfigError(f"{dotted(path)} is missing", dotted(path))
+        return
+    try:
+        msgspec.convert(value, kind, strict=strict, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        problem = None
+        for step, part, part_kind in _list_parts(value, kind):
+            for problem in _find_wrong_values(part, part_kind, (*path, step), strict=strict):
+                yield problem
+        if problem is None:
+            yield _explain(error, value, kind, path)
+
+
+def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
+    """The parts of a value: name or number, the part, its type. `UNSET` for a missing field."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in {Annotated, Union, UnionType}:
+        for each in inner[:1] if origin is Annotated else inner:
+            yield from _list_parts(value, each)
+    elif origin in {list, tuple, Sequence} and isinstance(value, list | tuple):
+        kinds = inner if origin is tuple and ... not in inner else itertools.repeat(inner[0])
+        for number, (part, part_kind) in enumerate(zip(value, kinds, strict=False)):
+            yield number, part, part_kind
+    elif origin in {dict, Mapping} and isinstance(value, dict):
+        for name, part in value.items():
+            yield name, part, inner[1]
+    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, Mapping):
+        for field in msgspec.structs.fields(kind):
+            name = field.encode_name
+            if field.required or name in value:
+                yield name, value.get(name, msgspec.UNSET), field.type
+
+
+def _explain(error: msgspec.ValidationError, value: Any, kind: Any, path: Location) -> ConfigError:
+    """What is wrong with a value whose parts, if it has any, are right by themselves."""
     place = _PLACE.search(str(error))
     reason = _PLACE.sub("", str(error))
-    steps = _STEP.findall((place[2] or place[4]) if place else "")
-    path = [name or (int(number) if number.isdigit() else number) for name, number in steps]
     if isinstance(error.__cause__, ConfigError):  # a struct's own check, which names its field
-        return ConfigError(dotted((*prefix, *path, reason)), error.__cause__.field)
-    if missing := _MISSING.search(reason):
-        field = dotted((*prefix, *path, missing[1]))
-        return ConfigError(f"{field} is missing", field)
-    certain = list(itertools.takewhile(lambda step: step != "...", path))  # "...": some dict value
-    for step in certain:
-        values = values[step]
-    choices = _list_choices(kind, path)
+        return ConfigError(dotted((*path, reason)), dotted((*path, error.__cause__.field)))
+    choices = _list_choices(kind)
     must = f"must be one of {', '.join(choices)}" if choices else _say_expected(reason)
-    if place and (place[1] or place[3]):
-        must = f"each key {must}"
-    elif len(certain) < len(path):
-        must = f"each value {must}"
-    field = dotted((*prefix, *certain))
-    return ConfigError(f"{field or 'the body'} is {reprlib.repr(values)}, {must}", field, choices)
+    if place:
+        must = f"each {'key' if 'key' in place[1] else 'value'} {must}"
+    field = dotted(path)
+    return ConfigError(f"{field or 'the body'} is {reprlib.repr(value)}, {must}", field, choices)
 
 
 def _say_expected(reason: str) -> str:
@@ -120,22 +149,9 @@ def _say_expected(reason: str) -> str:
     return f"must be {' or '.join(names)}{expected[2].removesuffix('.0')}"
 
 
-def _list_choices(kind: type, path: Iterable[Step]) -> tuple[str, ...]:
-    """The values of the enumeration at `path`; none where there is no enumeration."""
-    shape: Any = shapes.type_info(kind)
-    for step in path:
-        match strip_null(shape):
-            case shapes.StructType(fields=fields):
-                shape = next(field.type for field in fields if field.encode_name == step)
-            case shapes.DictType(value_type=inner):
-                shape = inner
-            case shapes.ListType(item_type=inner) | shapes.VarTupleType(item_type=inner):
-                shape = inner
-            case shapes.TupleType(item_types=inner) if isinstance(step, int):
-                shape = inner[step]
-            case _:
-                return ()
-    match strip_null(shape):
+def _list_choices(kind: type) -> tuple[str, ...]:
+    """The values of an enumeration; none of another type."""
+    match strip_null(shapes.type_info(kind)):
         case shapes.EnumType(cls=cls):
             return tuple(str(member.value) for member in cls)
         case shapes.LiteralType(values=literals):
@@ -157,7 +173,7 @@ def dotted(path: Iterable[Step]) -> str:
 
 
 # --------------------------------------------------------------------------- unknown keys
-def _refuse_unknown_keys(value: Any, tree: Any, path: Location) -> None:
+def _find_unknown_keys(value: Any, tree: Any, path: Location) -> Iterator[ConfigError]:
     """Compare keys with `tree`: a dict of known keys, a tuple of one tree for each item, or None.
 
     The key ``"*"`` stands for any key.
@@ -165,13 +181,13 @@ def _refuse_unknown_keys(value: Any, tree: Any, path: Location) -> None:
     if isinstance(tree, dict) and isinstance(value, dict):
         for name, inner in value.items():
             if name not in tree and "*" not in tree:
-                raise _unknown_key(str(name), tuple(tree), path)
+                yield _unknown_key(str(name), tuple(tree), path)
             below = tree.get(name, tree.get("*"))
             if below is not None:
-                _refuse_unknown_keys(inner, below, (*path, name))
+                yield from _find_unknown_keys(inner, below, (*path, name))
     elif isinstance(tree, tuple) and isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            _refuse_unknown_keys(inner, tree[0], (*path, number))
+            yield from _find_unknown_keys(inner, tree[0], (*path, number))
 
 
 def _unknown_key(name: str, known: tuple[str, ...], path: Location) -> ConfigError:
@@ -309,3 +325,17 @@ def list_structs(annotation: Any) -> list[type[msgspec.Struct]]:
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return [annotation]
     return [each for inner in get_args(annotation) for each in list_structs(inner)]
+
+
+def copy_fields(kind: type[S], *sources: object, **others: object) -> S:
+    """Make a struct of `others` and of the fields that `sources` have under the same names.
+
+    Where several have a field, the last one of them counts.
+    """
+    same = {
+        name: getattr(source, name)
+        for source in sources
+        for name in kind.__struct_fields__
+        if hasattr(source, name)
+    }
+    return kind(**{**same, **others})

@@ -56,9 +56,21 @@ _EXAMPLE = (Path(__file__).parent / "task_template.yaml").read_text(encoding="ut
 
 
 def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:
-    """Read the tasks of one file, each with its source for messages. Raises `ConfigError`."""
-    for source, values in _read_entries(path):
-        yield source, parse_task(values, source, path.parent)
+    """Read the tasks of one file, each with its source for messages.
+
+    Raises one `ConfigError` after the last task, with the mistakes of all.
+    """
+    problems: list[ConfigError] = []
+    try:
+        for source, values in _read_entries(path):
+            try:
+                yield source, parse_task(values, source, path.parent)
+            except ConfigError as error:
+                problems.append(error)
+    except ConfigError as error:  # a line that is no JSON
+        problems.append(error)
+    if problems:
+        raise ConfigError.combine(problems)
 
 
 def find_files(given: Path | str) -> list[Path]:
@@ -98,8 +110,9 @@ def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
 def parse_task(values: Any, source: str, folder: Path) -> Task:
     """Decode a task from its keys and values; referenced files are relative to `folder`.
 
-    Raises `ConfigError`.
+    Raises one `ConfigError` with all mistakes.
     """
+    problems: list[ConfigError] = []
     if not isinstance(values, dict):
         msg = f"{source}: {reprlib.repr(values)} is no task; keys and values are needed, key: value"
         raise ConfigError(msg)
@@ -114,26 +127,34 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
         }
     if INSTRUCTION_FILE in values:
         if "instruction" in values:
-            raise ConfigError(f"{source}: give either instruction or {INSTRUCTION_FILE}")
+            problems.append(ConfigError(f"give either instruction or {INSTRUCTION_FILE}"))
         name = values.pop(INSTRUCTION_FILE)
-        values["instruction"] = _read_referenced(folder, name, f"{source}: {INSTRUCTION_FILE}")
+        values["instruction"] = _read_referenced(folder, name, INSTRUCTION_FILE, problems)
     if isinstance(values.get("files"), dict):
         values["files"] = {
-            name: _read_referenced(folder, text["file"], f"{source}: files.{name}.file")
+            name: _read_referenced(folder, text["file"], f"files.{name}.file", problems)
             if isinstance(text, dict) and list(text) == ["file"]
             else text
             for name, text in values["files"].items()
         }
-    return decode(values, Task, source=source)
+    try:
+        task = decode(values, Task)
+    except ConfigError as error:
+        problems.append(error)
+    if problems:
+        raise ConfigError.combine(problems, source)
+    return task
 
 
-def _read_referenced(folder: Path, name: Any, field: str) -> str:
+def _read_referenced(folder: Path, name: Any, field: str, problems: list[ConfigError]) -> str:
+    """The text of a file; an empty one and a problem if it cannot be read."""
     try:
         path: Path = folder / name
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{field} is {name!r}, which cannot be read: {reason}") from error
+        problems.append(ConfigError(f"{field} is {name!r}, which cannot be read: {reason}", field))
+        return ""
 
 
 # --------------------------------------------------------------------------- reference forms

@@ -46,6 +46,31 @@ def test_a_mistake_is_one_line(tmp_path: Path, line: str, expected: str) -> None
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_every_mistake_has_its_line(tmp_path: Path) -> None:
+    """Those of the types first; of plug-ins and sense once the types are right."""
+    text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
+    (tmp_path / "t.yaml").write_text(text + "sampels: 4\npriority: x\nlimits: {agent_s: 0}")
+    done = task("check", "t.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "tugline: t.yaml: unknown key 'sampels'; did you mean 'samples'?",
+        "tugline: t.yaml: limits.agent_s is 0, must be a number > 0",
+        "tugline: t.yaml: priority is 'x', must be an integer",
+    ]
+    (tmp_path / "t.yaml").write_text(text.replace("do", "' '") + "tags: {a=b: c}")
+    done = task("check", "t.yaml", cwd=tmp_path)
+    assert done.stderr.splitlines() == [
+        "tugline: task 't': instruction is ' ', must be a text that says what to do",
+        "tugline: task 't': tags is 'a=b', must be a name without =",
+    ]
+    (tmp_path / "t.yaml").write_text(text.replace("pi", "pie") + "runtime: lokal")
+    done = task("check", "t.yaml", cwd=tmp_path)
+    assert [line.partition("?")[0] for line in done.stderr.splitlines()] == [
+        "tugline: task 't': unknown harness 'pie'; did you mean 'pi'",
+        "tugline: task 't': unknown runtime 'lokal'; did you mean 'local'",
+    ]
+
+
 def test_the_documented_schema_is_the_one_that_is_printed(tmp_path: Path) -> None:
     """Made with ``tugline task schema > docs/task.schema.json``."""
     assert json.loads(task("schema", cwd=tmp_path).stdout) == json.loads(SCHEMA.read_text())

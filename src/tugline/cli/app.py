@@ -1,4 +1,6 @@
-"""``tugline``: dispatch to the commands; every known error becomes one line and an exit code.
+"""``tugline``: dispatch to the commands; every known error becomes an exit code and a line.
+
+Of a file with several mistakes each one has a line.
 
 0: done. 2: the caller can correct it (`UsageError`, or a request that the server refuses).
 1: any other failure. 130: interrupted.
@@ -75,17 +77,17 @@ def main() -> None:
             _answer(called)
         sys.stdout.flush()
     except CycloptsError as error:
-        _exit(f"{error} See tugline {called} --help", 2)
+        _exit(f"{error} See tugline {called} --help", code=2)
     except TuglineError as error:
-        _exit(str(error), 2 if _is_correctable(error) else 1)
+        _exit(*map(str, error.problems), code=2 if _is_correctable(error) else 1)
     except BrokenPipeError:  # nobody reads stdout any more, as behind `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _exit(f"{where}{error.strerror or error}", 1)
+        _exit(f"{where}{error.strerror or error}", code=1)
     except KeyboardInterrupt:
-        _exit("interrupted", 130)
+        _exit("interrupted", code=130)
 
 
 def _answer(option: str) -> None:
@@ -101,7 +103,7 @@ def _answer(option: str) -> None:
             print(f"  {name:<10}{summary}")
         print("\ntugline COMMAND --help shows the options of a command.")
     else:
-        _exit(f"there is no command {option!r}; tugline --help lists them", 2)
+        _exit(f"there is no command {option!r}; tugline --help lists them", code=2)
 
 
 def _is_correctable(error: TuglineError) -> bool:
@@ -109,7 +111,7 @@ def _is_correctable(error: TuglineError) -> bool:
     return refused or isinstance(error, UsageError)
 
 
-def _exit(message: str, code: int) -> None:
-    line = " ".join(message.split())
-    print(f"tugline: {line}", file=sys.stderr)
+def _exit(*messages: str, code: int) -> None:
+    for message in messages:
+        print(f"tugline: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """``tugline task init | check | schema``: task files, without a server."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tugline.cli.options import Required
 from tugline.datasets.files import load_tasks
-from tugline.errors import Invalid, UsageError
+from tugline.errors import Invalid, TuglineError, UsageError
 from tugline.rollout.parts import Parts
 from tugline.server.validation import check_task
 from tugline.task_files import make_json_schema, make_template
@@ -42,12 +42,7 @@ def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
 def check(*paths: Paths) -> None:
     """Check that tasks are valid and their plug-ins can be made here."""
     tasks = read_checked(paths)
-    parts = Parts()
-    for each in tasks:
-        try:
-            parts.check(each)
-        except UsageError as error:
-            raise UsageError(f"task {each.id!r}: {error}") from error
+    _check_each(tasks, Parts().check)
     sessions = sum(each.samples for each in tasks)
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
@@ -64,9 +59,17 @@ def read_checked(paths: Sequence[str], *, prefix: str = "") -> list[Task]:
     Each id gets the `prefix`.
     """
     tasks = [replace(each, id=prefix + each.id) for each in load_tasks(paths)]
+    _check_each(tasks, check_task)
+    return tasks
+
+
+def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
+    """Check all tasks. Raises one error with the problems of all."""
+    problems: list[TuglineError] = []
     for each in tasks:
         try:
-            check_task(each)
-        except Invalid as error:
-            raise Invalid(f"task {each.id!r}: {error}", field=error.field) from error
-    return tasks
+            check(each)
+        except (UsageError, Invalid) as error:
+            problems.append(TuglineError.combine([error], f"task {each.id!r}"))
+    if problems:
+        raise TuglineError.combine(problems)

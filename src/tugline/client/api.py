@@ -20,6 +20,7 @@ from tugline import protocol
 from tugline.client import streams
 from tugline.client.transport import Transport, find_server, quote_id
 from tugline.errors import Missing, ServerError, UsageError
+from tugline.recording.trajectories import unpack
 from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
@@ -74,7 +75,8 @@ class Client:
                     "POST", "/v1/tasks", list[protocol.Accepted], body=batch
                 )
             except ServerError as error:
-                raise _shift_index(error, len(accepted)) from error
+                _shift_index(error, len(accepted))
+                raise
         return accepted
 
     async def task(self, task: str) -> protocol.TaskView:
@@ -212,7 +214,7 @@ class Client:
 
     async def trajectory(self, session: str) -> Trajectory:
         """Read the trajectory of a session. Raises `Missing` for one that never ran."""
-        return streams.unpack(
+        return unpack(
             await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}/trajectory", bytes)
         )
 
@@ -363,10 +365,9 @@ def _split_batches(tasks: Iterable[Task]) -> Iterable[list[msgspec.Struct]]:
         yield batch
 
 
-def _shift_index(error: ServerError, before: int) -> ServerError:
-    """`error` with the index of the task among all tasks, not in its batch."""
-    number, dot, rest = error.field.partition(".")
-    if not number.isdigit():
-        return error
-    field = f"{int(number) + before}{dot}{rest}"
-    return type(error)(str(error), status=error.status, field=field)
+def _shift_index(error: ServerError, before: int) -> None:
+    """Let fields begin with the index of the task among all tasks, not in its batch."""
+    for each in {error, *error.problems}:
+        number, dot, rest = each.field.partition(".")
+        if number.isdigit():
+            each.field = f"{int(number) + before}{dot}{rest}"

@@ -12,23 +12,13 @@ from typing import NamedTuple, Self
 
 import aiohttp
 import msgspec
-import zstandard
 from msgspec.structs import asdict, replace
 
-from tugline import log
+from tugline import log, protocol
 from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
 from tugline.errors import ServerError
-from tugline.protocol import (
-    Consumer,
-    Counts,
-    Event,
-    ResultQuery,
-    Results,
-    ResultView,
-    SessionView,
-    TaskView,
-)
-from tugline.types import TERMINAL, Trajectory, decode
+from tugline.recording.trajectories import unpack
+from tugline.types import TERMINAL, Trajectory
 
 _FRAMES = "application/x-msgpack"
 _log = log.get("client")
@@ -68,10 +58,10 @@ class Attempts:
 # --------------------------------------------------------------------------- events and logs
 async def stream_events(
     http: Transport, after: int | None, task: str | None
-) -> AsyncGenerator[Event, None]:
+) -> AsyncGenerator[protocol.Event, None]:
     """Events after a position, or from now on. Raises `ServerError` at the deadline."""
     if after is None:
-        after = (await http.ask("GET", "/v1/status", Counts)).position
+        after = (await http.ask("GET", "/v1/status", protocol.Counts)).position
     attempts = Attempts(http, "the stream of events")
     while not attempts.done:
         headers = {"Last-Event-ID": str(after)}
@@ -83,7 +73,7 @@ async def stream_events(
             async for line in answer.content:
                 attempts.renew()
                 if line.startswith(b"data: "):
-                    event = msgspec.json.decode(line[6:], type=Event)
+                    event = msgspec.json.decode(line[6:], type=protocol.Event)
                     yield event
                     after = event.position
                     attempts.renew()
@@ -117,7 +107,7 @@ async def stream_log(
 
 
 async def _is_final(http: Transport, session: str) -> bool:
-    view = await http.ask("GET", f"/v1/sessions/{quote_id(session)}", SessionView)
+    view = await http.ask("GET", f"/v1/sessions/{quote_id(session)}", protocol.SessionView)
     return view.status in TERMINAL
 
 
@@ -125,7 +115,7 @@ async def _is_final(http: Transport, session: str) -> bool:
 class Result:
     """The result of one session; its trajectory is decoded on first access."""
 
-    def __init__(self, view: ResultView, packed: bytes) -> None:
+    def __init__(self, view: protocol.ResultView, packed: bytes) -> None:
         self.view = view
         self.packed = packed
         """`types.encode`, zstd-compressed; empty for a session that never ran.
@@ -159,7 +149,7 @@ class Result:
 class GroupResults(NamedTuple):
     """All results of a released task."""
 
-    view: TaskView
+    view: protocol.TaskView
     """Its `missing` names the samples without a usable result."""
     results: tuple[Result, ...]
     """By sample."""
@@ -170,13 +160,8 @@ class GroupResults(NamedTuple):
         return self.view.released or 0
 
 
-def unpack(packed: bytes) -> Trajectory:
-    """Decode a compressed trajectory."""
-    return decode(zstandard.ZstdDecompressor().decompress(packed), Trajectory)
-
-
 async def stream_results(
-    http: Transport, query: ResultQuery
+    http: Transport, query: protocol.ResultQuery
 ) -> AsyncGenerator[Result | GroupResults | None, None]:
     """Results, or groups, from `query.after` on; None at the end of each page.
 
@@ -201,31 +186,31 @@ async def stream_results(
             attempts.done = not query.follow and not await _has_more(http, query, after)
 
 
-async def _find_start(http: Transport, query: ResultQuery) -> int:
+async def _find_start(http: Transport, query: protocol.ResultQuery) -> int:
     """The consumer's position; requested once, so that a break cannot return to it."""
     if query.after is not None:
         return query.after
     if query.consumer is None:
         return 0
-    consumers = await http.ask("GET", "/v1/consumers", list[Consumer])
+    consumers = await http.ask("GET", "/v1/consumers", list[protocol.Consumer])
     return next((each.acked for each in consumers if each.name == query.consumer), 0)
 
 
-async def _has_more(http: Transport, query: ResultQuery, after: int) -> bool:
+async def _has_more(http: Transport, query: protocol.ResultQuery, after: int) -> bool:
     """Whether a stream ended too early, because its server stopped."""
     parameters = asdict(replace(query, after=after, limit=1))
-    page = await http.ask("GET", "/v1/results", Results, query=parameters)
+    page = await http.ask("GET", "/v1/results", protocol.Results, query=parameters)
     return bool(page.items or page.groups)
 
 
 async def _stream_pages(
-    http: Transport, query: ResultQuery, after: int
-) -> AsyncGenerator[tuple[Results, Result | GroupResults | None], None]:
+    http: Transport, query: protocol.ResultQuery, after: int
+) -> AsyncGenerator[tuple[protocol.Results, Result | GroupResults | None], None]:
     """Each item with its page, and None after the last one of a page."""
     parameters = asdict(replace(query, after=after, limit=_GROUP_LIMIT))
     async with http.stream("/v1/results", _FRAMES, query=parameters) as answer:
         while (head := await _read_frame(answer, may_end=True)) is not None:
-            page = msgspec.msgpack.decode(head, type=Results)
+            page = msgspec.msgpack.decode(head, type=protocol.Results)
             groups = {group.id: group for group in page.groups}
             gathered: dict[str, list[Result]] = {name: [] for name in groups}
             for view in page.items:

@@ -178,7 +178,8 @@ class Transport:
 
     def make_unreachable_error(self, error: BaseException) -> ServerError:
         """Describe a lost connection."""
-        number = error.errno if isinstance(error, OSError) and error.errno else 0
+        known = isinstance(error, OSError) and not isinstance(error, aiohttp.ClientSSLError)
+        number = getattr(error, "errno", 0) or 0 if known else 0
         reason = os.strerror(number) if number > 0 else str(error) or type(error).__name__
         return ServerError(f"the server at {self.url} cannot be reached: {reason}")
 
@@ -233,7 +234,8 @@ def _parse_problem(response: aiohttp.ClientResponse, data: bytes) -> ServerError
         return ServerError(f"{response.status} {response.reason}: {text}", status=502)
     name = "missing" if response.status == 404 else problem.type.removeprefix(PROBLEM)
     kind = _CLASSES.get(name, ServerError)
-    return kind(problem.detail, status=response.status, field=problem.field)
+    mistakes = problem.errors or (problem,)
+    return kind.combine([kind(e.detail, status=response.status, field=e.field) for e in mistakes])
 
 
 def _params(query: Query | None) -> list[tuple[str, str]]:

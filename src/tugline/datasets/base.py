@@ -126,7 +126,9 @@ class TaskTemplate(msgspec.Struct, frozen=True):
         given: PluginSpec = getattr(self.task, field)
         if field not in self.given:
             return own or given
-        return given if own is None else _add_options(given, own)
+        if own is None:
+            return given
+        return msgspec.convert(_add_options(msgspec.to_builtins(given), own), PluginSpec)
 
 
 def task_id(name: str) -> str:
@@ -138,17 +140,12 @@ def task_id(name: str) -> str:
     return plain
 
 
-def _add_options(part: PluginSpec, own: PluginSpec) -> PluginSpec:
-    """Add the options of `own` to every plug-in of its name in `part`."""
-    filled = _add_within(msgspec.to_builtins(part), own)
-    return msgspec.convert(filled, PluginSpec)
-
-
-def _add_within(value: Any, own: PluginSpec) -> Any:
+def _add_options(value: Any, own: PluginSpec) -> Any:
+    """Add the options of `own` to every plug-in of its name in `value`."""
     if isinstance(value, list):
-        return [_add_within(one, own) for one in value]
+        return [_add_options(one, own) for one in value]
     if not isinstance(value, dict):
         return value
     if value.get("name") == own.name and value.keys() <= {"name", "options"}:
         return {"name": own.name, "options": own.options | (value.get("options") or {})}
-    return {key: _add_within(one, own) for key, one in value.items()}
+    return {key: _add_options(one, own) for key, one in value.items()}

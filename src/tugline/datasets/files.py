@@ -10,16 +10,16 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, UsageError
 from tugline.plugins import make
-from tugline.protocol import ResultView
-from tugline.recording.trajectories import RESULTS
+from tugline.recording.trajectories import read_results
 from tugline.schema import PositiveFloat, PositiveInt, decode, read_values
 from tugline.task_files import find_files, read_tasks
 from tugline.types import PluginSpec, Task
@@ -90,23 +90,19 @@ class TaskSelection(msgspec.Struct, frozen=True):
             if self._matches(task) and self._matches_difficulty(task, known, prefix)
         ]
         if self.shuffle is not None:
-            selected.sort(key=lambda task: _hash(f"{self.shuffle}:{_instance(task)}"))
+            selected.sort(key=lambda task: _hash(f"{self.shuffle}:{instance_of(task)}"))
         return selected[: self.limit]
 
     def _assign_split(self, task: Task) -> Task:
         if not self.shares:
             return task
-        position = _hash(_instance(task))
-        name, edge = "", 0.0
-        for split, share in self.shares.items():
-            edge += share
-            if position < edge:
-                name = split
-                break
+        position, edges = _hash(instance_of(task)), accumulate(self.shares.values())
+        splits = zip(self.shares, edges, strict=True)
+        name = next((split for split, edge in splits if position < edge), "")
         return msgspec.structs.replace(task, tags={**task.tags, SPLIT: name})
 
     def _matches(self, task: Task) -> bool:
-        name = _instance(task)
+        name = instance_of(task)
         tags = task.tags
         return (
             (self.split is None or tags.get(SPLIT) == self.split)
@@ -121,7 +117,7 @@ class TaskSelection(msgspec.Struct, frozen=True):
         if self.difficulty is None:
             return True
         before = self.difficulty.prefix
-        name = task_id((prefix if before is None else before) + _instance(task))
+        name = task_id((prefix if before is None else before) + instance_of(task))
         rewards = known.get(name, [])
         if len(rewards) < max(self.difficulty.samples, 1):
             return self.difficulty.unknown
@@ -129,7 +125,8 @@ class TaskSelection(msgspec.Struct, frozen=True):
         return self.difficulty.min <= mean <= self.difficulty.max
 
 
-def _instance(task: Task) -> str:
+def instance_of(task: Task) -> str:
+    """Return the name of the instance that a task was made of; else its id."""
     return task.tags.get(INSTANCE, task.id)
 
 
@@ -140,19 +137,12 @@ def _hash(name: str) -> float:
 
 def _read_rewards(path: Path) -> dict[str, list[float]]:
     """Read the rewards of each task. Raises `ConfigError`."""
-    file = path / RESULTS if path.is_dir() else path
     rewards: dict[str, list[float]] = {}
     try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        msg = f"select.difficulty.results is {str(file)!r}, cannot be read: {error.strerror}"
-        raise ConfigError(msg) from error
-    for number, line in enumerate(lines, 1):
-        try:
-            view = msgspec.json.decode(line, type=ResultView)
-        except msgspec.DecodeError as error:
-            msg = f"{file}, line {number} is not a result of `tugline results --json`: {error}"
-            raise ConfigError(msg) from error
+        views = read_results(path)
+    except UsageError as error:
+        raise ConfigError(f"select.difficulty.results: {error}") from error
+    for view in views:
         if view.reward is not None:
             rewards.setdefault(view.task, []).append(view.reward)
     return rewards

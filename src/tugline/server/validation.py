@@ -7,10 +7,10 @@ hour later.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,10 +18,12 @@ import zstandard
 
 from tugline.errors import ConfigError, Invalid, UsageError
 from tugline.plugins import pack_options
+from tugline.sandbox.cache import find_contradictions
+from tugline.schema import MAX_PROBLEMS
 from tugline.schema import decode as decode_strictly
 from tugline.server.store.results import End
 from tugline.server.store.tasks import Packed, pack
-from tugline.types import TERMINAL, Status, Task, Trajectory, Workspace, decode
+from tugline.types import TERMINAL, Status, Task, Trajectory, decode
 
 MAX_TEXT = 4 << 20
 """Bytes of a plug-in's options."""
@@ -42,22 +44,23 @@ Check = Callable[[Task], None]
 
 # --------------------------------------------------------------------------- tasks
 def check_task(task: Task) -> None:
-    """Raises `Invalid` for the first field that cannot be right."""
-    for name in ("harness", "evaluator", "runtime", "builder"):
-        _check_options(f"{name}.options", getattr(task, name).options)
+    """Raises one `Invalid` with every field that cannot be right."""
     check_bounds(task)
+    problems = list(_check_files(task.files))
+    problems += [_wrong(*each) for each in find_contradictions(task.workspace)]
+    for kind in ("harness", "evaluator", "runtime", "builder"):
+        problems += _check_options(f"{kind}.options", getattr(task, kind).options)
     if not task.instruction.strip():
-        _refuse("instruction", repr(task.instruction), "a text that says what to do")
+        problems.append(_wrong("instruction", task.instruction, "a text that says what to do"))
     min_usable = task.group.min_usable
     if min_usable is not None and min_usable > task.samples:
-        _refuse("group.min_usable", repr(min_usable), f"at most samples, which is {task.samples}")
-    _check_files(task.files)
-    _check_workspace(task.workspace)
-    for name in task.tags:
-        if "=" in name:
-            _refuse("tags", repr(name), "a name without =")
+        must = f"at most samples, which is {task.samples}"
+        problems.append(_wrong("group.min_usable", min_usable, must))
+    problems += [_wrong("tags", name, "a name without =") for name in task.tags if "=" in name]
     if task.callback is not None:
-        _check_callback(task.callback.url)
+        problems += _check_callback(task.callback.url)
+    if problems:
+        raise Invalid.combine(problems[:MAX_PROBLEMS])
 
 
 def check_bounds(value: msgspec.Struct) -> None:
@@ -65,61 +68,48 @@ def check_bounds(value: msgspec.Struct) -> None:
     try:
         decode_strictly(msgspec.to_builtins(value), type(value))
     except ConfigError as error:
-        raise Invalid(str(error), field=error.field) from error
+        raise Invalid.combine(
+            [Invalid(str(each), field=each.field) for each in error.problems]
+        ) from error
 
 
-def _check_options(field: str, options: dict[str, Any]) -> None:
+def _check_options(field: str, options: dict[str, Any]) -> Iterator[Invalid]:
     try:
         size = len(pack_options(field, options))
+        if size > MAX_TEXT:
+            yield _wrong(field, size, f"at most {MAX_TEXT} bytes")
     except ConfigError as error:
-        raise Invalid(str(error), field=field) from error
-    if size > MAX_TEXT:
-        _refuse(field, f"{size} bytes", f"at most {MAX_TEXT}")
+        yield Invalid(str(error), field=field)
 
 
-def _check_files(files: dict[str, str]) -> None:
+def _check_files(files: dict[str, str]) -> Iterator[Invalid]:
     if len(files) > MAX_FILES:
-        _refuse("files", f"{len(files)} files", f"at most {MAX_FILES}")
+        yield Invalid(f"files are {len(files)}, must be at most {MAX_FILES}", field="files")
+        return
     size = sum(map(len, files.values()))
     if size > MAX_FILE_BYTES:
-        _refuse("files", f"{size} characters", f"at most {MAX_FILE_BYTES}")
+        yield Invalid(f"files have {size} characters, the most is {MAX_FILE_BYTES}", field="files")
     for name in files:
         parts = name.split("/")
         if len(name) > 1024 or "\0" in name or any(part in {"", ".", ".."} for part in parts):
             must = "a relative path with / between its parts, none of them empty, . or .."
-            _refuse("files", repr(name), must)
+            yield _wrong("files", name, must)
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
-                _refuse("files", repr(name), f"outside of {str(folder)!r}, which is a file")
+                yield _wrong("files", name, f"outside of {str(folder)!r}, which is a file")
 
 
-def _check_workspace(workspace: Workspace) -> None:
-    for name, value in msgspec.structs.asdict(workspace).items():
-        if "\0" in (value or ""):
-            _refuse(f"workspace.{name}", repr(value), "without zero bytes")
-    for one, other in (("image", "build"), ("repo", "folder")):
-        if getattr(workspace, one) is not None and getattr(workspace, other) is not None:
-            _refuse(
-                f"workspace.{other}", repr(getattr(workspace, other)), f"left out beside `{one}`"
-            )
-    if workspace.commit is not None and workspace.repo is None:
-        _refuse("workspace.commit", repr(workspace.commit), "left out without `repo`")
-    if workspace.path is not None and (
-        not workspace.path.startswith("/") or ".." in workspace.path.split("/")
-    ):
-        _refuse("workspace.path", repr(workspace.path), "an absolute path without '..'")
-
-
-def _check_callback(url: str) -> None:
-    must = "an http:// or https:// URL of at most 2048 characters, without a user name"
+def _check_callback(url: str) -> Iterator[Invalid]:
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port  # the port raises when it is none
+        sound = parts.scheme in {"http", "https"} and bool(host) and "@" not in parts.netloc
     except ValueError:
-        _refuse("callback.url", repr(url), must)
+        sound = False
     plain = url.isascii() and url.isprintable() and " " not in url and len(url) <= 2048
-    if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc or not plain:
-        _refuse("callback.url", repr(url), must)
+    if not (sound and plain):
+        must = "an http:// or https:// URL of at most 2048 characters, without a user name"
+        yield _wrong("callback.url", url, must)
 
 
 async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
@@ -128,14 +118,17 @@ async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 
 
 def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
+    problems: list[Invalid] = []
     for n, task in enumerate(batch):
         try:
             check_bounds(task)
             check(task)
-        except Invalid as error:
-            raise Invalid(str(error), field=f"{n}.{error.field}".rstrip(".")) from error
-        except UsageError as error:
-            raise Invalid(str(error), field=str(n)) from error
+        except (Invalid, UsageError) as error:
+            for each in error.problems:
+                field = f"{n}.{getattr(each, 'field', '')}".rstrip(".")
+                problems.append(Invalid(str(each), field=field))
+    if problems:
+        raise Invalid.combine(problems[:MAX_PROBLEMS])
     return [pack(task) for task in batch]
 
 
@@ -191,6 +184,7 @@ async def _run(work: Callable[[], T], *, in_thread: bool) -> T:
 
 
 # --------------------------------------------------------------------------- errors
-def _refuse(field: str, value: str, must: str) -> NoReturn:
-    text = value if len(value) <= 80 else f"{value[:60]}..."
-    raise Invalid(f"{field} is {text}, must be {must}", field=field)
+def _wrong(field: str, value: object, must: str) -> Invalid:
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:60]}..."
+    return Invalid(f"{field} is {text}, must be {must}", field=field)

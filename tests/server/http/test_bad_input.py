@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from served import TASK, Served
+from served import TASK, TOKENS, Served
+from tugline.client.api import Client
 from tugline.errors import Invalid
 from tugline.server.http.app import THREAD_BYTES
 from tugline.server.validation import check_task
@@ -70,7 +71,7 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"json": _task(sampling_policy="x")}, 422, "invalid", "0.sampling_policy", "enforce"),
     (POST, {"json": _task(instruction="")}, 422, "invalid", "0.instruction", "is '', must be"),
     (POST, {"json": _task(instruction=" \n")}, 422, "invalid", "0.instruction", "what to do"),
-    (POST, {"json": _task(tags={"a": 1})}, 422, "invalid", "0.tags", "a string"),
+    (POST, {"json": _task(tags={"a": 1})}, 422, "invalid", "0.tags.a", "a string"),
     (POST, {"json": _task(files={"../x": ""})}, 422, "invalid", "0.files", "'../x'"),
     (POST, {"json": _task(files={"/etc/x": ""})}, 422, "invalid", "0.files", "relative"),
     (POST, {"json": _task(files={"a": "", "a/b": ""})}, 422, "invalid", "0.files", "file"),
@@ -169,6 +170,27 @@ async def test_the_table_of_bad_input(server_of_each: Served) -> None:
             wrong.append((request, str(how)[:80], got, problem.detail))
     assert not wrong, "\n".join(map(str, wrong))
     assert (await server.ask("GET", "/v1/status")).json["tasks_open"] == 0
+
+
+async def test_all_mistakes_of_a_body_are_answered_at_once(server: Served) -> None:
+    """Of the types, and then of what is sensible; the client raises one error with all of them."""
+    wrong = [_task(samples=0, limits={"agent_s": "x"}), _task(id="u", priority="x")]
+    problem = (await server.ask("POST", "/v1/tasks", json=wrong)).problem
+    assert [each.field for each in problem.errors] == [
+        "0.samples",
+        "0.limits.agent_s",
+        "1.priority",
+    ]
+    assert problem.field == "0.samples"
+    assert problem.detail == "; ".join(each.detail for each in problem.errors)
+    odd = [_task(instruction=" ", tags={"a=": ""}), _task(id="u", files={"../x": ""})]
+    problem = (await server.ask("POST", "/v1/tasks", json=odd)).problem
+    assert [each.field for each in problem.errors] == ["0.instruction", "0.tags", "1.files"]
+    task = Task(id="t", instruction=" ", harness=PluginSpec("a"), evaluator=PluginSpec("b"))
+    async with Client(server.url, TOKENS.client) as client:
+        with pytest.raises(Invalid) as refused:
+            await client.submit([msgspec.structs.replace(task, tags={"a=": ""})])
+    assert [each.field for each in refused.value.problems] == ["0.instruction", "0.tags"]
 
 
 async def test_bodies_are_bounded(server: Served) -> None:
@@ -286,6 +308,8 @@ def test_a_callback_must_be_a_web_address(url: str) -> None:
         (Workspace(image="a", build="b"), "workspace.build"),
         (Workspace(repo="a", folder="b"), "workspace.folder"),
         (Workspace(commit="main"), "workspace.commit"),
+        (Workspace(folder="/a", commit="main"), "workspace.commit"),
+        (Workspace(folder="a"), "workspace.folder"),
         (Workspace(path="testbed"), "workspace.path"),
         (Workspace(path="/a/../etc"), "workspace.path"),
         (Workspace(image=""), "workspace.image"),
@@ -299,4 +323,5 @@ def test_a_workspace_that_cannot_be_is_refused(workspace: Workspace, field: str)
         check_task(task)
     assert refused.value.field == field
     good = Workspace(image="python:3.11-slim", repo="repo", commit="v1", path="/testbed")
-    check_task(msgspec.structs.replace(task, workspace=good))
+    for each in (good, Workspace(image="an-image-with-a-repository", commit="HEAD")):
+        check_task(msgspec.structs.replace(task, workspace=each))

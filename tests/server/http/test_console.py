@@ -7,6 +7,7 @@ import re
 import pytest
 
 from served import Served
+from tugline.server.store import sessions
 
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])
@@ -33,7 +34,9 @@ async def test_nothing_else_is_served(server: Served, path: str) -> None:
     assert (await server.ask("GET", path, None)).problem.type.endswith("no-route")
 
 
-async def test_the_newest_come_first_with_their_results(server_of_each: Served) -> None:
+async def test_the_newest_come_first_with_their_results(
+    server_of_each: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages backwards, results of those that have ended with their node, parts of ids."""
     server = server_of_each
     await server.finish(id="mend", samples=3)
@@ -48,6 +51,23 @@ async def test_the_newest_come_first_with_their_results(server_of_each: Served) 
     assert second["next"] is None
     part = (await server.ask("GET", "/v1/sessions?q=end-1", "read")).json
     assert [one["id"] for one in part["sessions"]] == ["mend-1"]
+    for q, found in {
+        "mend": ["mend-0", "mend-1", "mend-2"],
+        "mend-": ["mend-0", "mend-1", "mend-2"],
+        "-1": ["mend-1", "later-1"],
+        "1": ["mend-1", "later-1"],
+        "e": ["mend-0", "mend-1", "mend-2", "later-0", "later-1"],
+        "mend-3": [],
+        "1111111": [],
+        "-1111111": [],
+        "d-1111111": [],
+        "nothing": [],
+    }.items():
+        part = (await server.ask("GET", f"/v1/sessions?q={q}", "read")).json
+        assert [one["id"] for one in part["sessions"]] == found, q
+    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)  # then sessions are searched, not tasks
+    part = (await server.ask("GET", "/v1/sessions?q=e", "read")).json
+    assert len(part["sessions"]) == 5
     tasks = (await server.ask("GET", "/v1/tasks?newest=true&limit=1", "read")).json
     assert [one["id"] for one in tasks["tasks"]] == ["later"]
     path = f"/v1/tasks?newest=true&after={tasks['next']}"

@@ -20,7 +20,7 @@ import msgspec
 from starlette.responses import Response
 
 from tugline import errors, log
-from tugline.protocol import PROBLEM, Problem
+from tugline.protocol import PROBLEM, FieldError, Problem
 
 PROBLEMS: dict[str, tuple[int, str]] = {
     "malformed": (400, "The request cannot be parsed"),
@@ -67,8 +67,8 @@ def respond(error: Exception) -> Response:
     name, detail = _name_of(error), str(error)
     if name == "fault":
         fault = uuid.uuid4().hex[:12]
-        trace = "".join(traceback.format_exception(error))  # without locals: they hold tokens
-        _log.error("fault", id=fault, exception=trace)
+        # without locals: they hold tokens
+        _log.error("fault", id=fault, exception="".join(traceback.format_exception(error)))
         detail = f"something went wrong here; the server's log has it under the id {fault}"
     status, title = PROBLEMS[name]
     problem = Problem(
@@ -78,9 +78,15 @@ def respond(error: Exception) -> Response:
         detail=detail,
         field=getattr(error, "field", ""),
         known=getattr(error, "known", ()),
+        errors=tuple(map(_describe, getattr(error, "problems", ()) if status == 422 else ())),
     )
     headers = {"allow": ", ".join(problem.known)} if status == 405 else _HEADERS.get(status)
     return Response(msgspec.json.encode(problem), status, headers, media_type=MEDIA)
+
+
+def _describe(error: errors.TuglineError) -> FieldError:
+    """One of several mistakes."""
+    return FieldError(str(error), getattr(error, "field", ""), getattr(error, "known", ()))
 
 
 def _name_of(error: Exception) -> str:

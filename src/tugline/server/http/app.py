@@ -70,14 +70,14 @@ ROUTES = (*tasks.ROUTES, *results.ROUTES)
 class Api:
     """The application. Call `waits.stop` before its sockets are closed: it ends long answers.
 
-    A body must arrive within `BODY_S`.
+    A body must arrive within `BODY_S`. `tokens` may be replaced at any time.
     """
 
     def __init__(
         self, control: ControlPlane, tokens: Tokens, metrics: ServerMetrics | None = None
     ) -> None:
         self.waits = Waits()
-        self._control, self._tokens = control, tokens
+        self._control, self.tokens = control, tokens
         self._metrics = metrics or ServerMetrics(control.database)
         self._metrics.waiting = lambda: self.waits.open
         self._paths: dict[re.Pattern[str], dict[str, Route]] = {}
@@ -123,11 +123,8 @@ class Api:
         """Authorize and decode a request, and run its handler."""
         caller = Caller()
         if route.roles:
-            header, find_node = (
-                request.headers.get("authorization"),
-                self._control.dispatcher.find_node,
-            )
-            caller = await identify(header, self._tokens, find_node)
+            find_node = self._control.dispatcher.find_node
+            caller = await identify(request.headers.get("authorization"), self.tokens, find_node)
             if caller.role not in route.roles:
                 needed = " or ".join(sorted(route.roles))
                 msg = f"{route.name} needs the {needed} token; this is a {caller.role} token"
@@ -217,9 +214,11 @@ def decode_query(query: str, kind: type[S]) -> S:
 
 
 @contextlib.asynccontextmanager
-async def serve_api(app: Api, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serve_api(
+    app: Api, host: str = "127.0.0.1", port: int = 0, tls: tuple[Path, Path] | None = None
+) -> AsyncIterator[str]:
     """Serve `app` until the block ends; its long answers end first. Yields its base URL."""
-    async with serve(app, host, port) as url:
+    async with serve(app, host, port, tls=tls) as url:
         try:
             yield url
         finally:

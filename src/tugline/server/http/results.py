@@ -13,21 +13,8 @@ import msgspec
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tugline import log
+from tugline import log, protocol
 from tugline.errors import Invalid, Missing
-from tugline.protocol import (
-    Ack,
-    Consumer,
-    Counts,
-    Delivery,
-    DeliveryQuery,
-    Event,
-    EventQuery,
-    Name,
-    ResultQuery,
-    Results,
-    ResultView,
-)
 from tugline.server.control import ControlPlane
 from tugline.server.http import route
 from tugline.server.store import events, nodes, results, stats
@@ -40,12 +27,14 @@ _log = log.get("server")
 class AckQuery(msgspec.Struct, frozen=True):
     """Whose position."""
 
-    consumer: Name
+    consumer: protocol.Name
     """Name of the consumer, which it chooses itself."""
 
 
 @ROUTES.add("GET", "/v1/results", route.READERS, media=(route.JSON, route.NDJSON, route.MSGPACK))
-async def list_results(call: route.ApiCall[ResultQuery, route.Nothing]) -> Results | Response:
+async def list_results(
+    call: route.ApiCall[protocol.ResultQuery, route.Nothing],
+) -> protocol.Results | Response:
     """List results after a cursor: a page, lines, or frames with the trajectories."""
     media, query = call.accept(route.JSON, route.NDJSON, route.MSGPACK), call.query
     if media == route.JSON:
@@ -57,8 +46,8 @@ async def list_results(call: route.ApiCall[ResultQuery, route.Nothing]) -> Resul
 
 
 async def _pages(
-    call: route.ApiCall[ResultQuery, route.Nothing], page: Results
-) -> AsyncGenerator[Results]:
+    call: route.ApiCall[protocol.ResultQuery, route.Nothing], page: protocol.Results
+) -> AsyncGenerator[protocol.Results]:
     """`page` and what follows; empty ones keep a quiet stream alive."""
     query = replace(call.query, wait_s=call.waits.keep_alive_s if call.query.follow else 0.0)
     while page.items or page.groups or query.follow:
@@ -67,14 +56,14 @@ async def _pages(
 
 
 async def _lines(
-    call: route.ApiCall[ResultQuery, route.Nothing], first: Results
+    call: route.ApiCall[protocol.ResultQuery, route.Nothing], first: protocol.Results
 ) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield msgspec.json.encode(page) + b"\n"
 
 
 async def _frames(
-    call: route.ApiCall[ResultQuery, route.Nothing], first: Results
+    call: route.ApiCall[protocol.ResultQuery, route.Nothing], first: protocol.Results
 ) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield _frame(msgspec.msgpack.encode(page))
@@ -82,7 +71,7 @@ async def _frames(
             yield _frame(await _read_trajectory(call.control, item) if item.bytes else b"")
 
 
-async def _read_trajectory(control: ControlPlane, item: ResultView) -> bytes:
+async def _read_trajectory(control: ControlPlane, item: protocol.ResultView) -> bytes:
     """Empty for one that is lost or damaged: what follows it can still be read."""
     try:
         return await control.trajectory(item.session)
@@ -96,13 +85,13 @@ def _frame(data: bytes) -> bytes:
 
 
 @ROUTES.add("POST", "/v1/results/ack", route.CLIENTS)
-async def acknowledge(call: route.ApiCall[AckQuery, Ack]) -> Consumer:
+async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
     """Acknowledge results up to a cursor."""
     return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
 
 
 @ROUTES.add("GET", "/v1/consumers", route.READERS)
-async def list_consumers(call: route.PlainCall) -> list[Consumer]:
+async def list_consumers(call: route.PlainCall) -> list[protocol.Consumer]:
     """List consumers and their positions."""
     return await call.db.read(results.list_consumers)
 
@@ -115,7 +104,9 @@ async def delete_consumer(call: route.PlainCall) -> None:
 
 # --------------------------------------------------------------------------- events
 @ROUTES.add("GET", "/v1/events", route.READERS, media=(route.JSON, route.SSE))
-async def list_events(call: route.ApiCall[EventQuery, route.Nothing]) -> list[Event] | Response:
+async def list_events(
+    call: route.ApiCall[protocol.EventQuery, route.Nothing],
+) -> list[protocol.Event] | Response:
     """List events after a position: a page, or server-sent events."""
     query = call.query
     if call.accept(route.JSON, route.SSE) == route.JSON:
@@ -128,7 +119,7 @@ async def list_events(call: route.ApiCall[EventQuery, route.Nothing]) -> list[Ev
     return call.stream(_stream(call, await call.control.events(query), after), route.SSE)
 
 
-def _parse_last_event_id(call: route.ApiCall[EventQuery, route.Nothing]) -> int | None:
+def _parse_last_event_id(call: route.ApiCall[protocol.EventQuery, route.Nothing]) -> int | None:
     header = call.request.headers.get("last-event-id")
     if header is None:
         return call.query.after
@@ -139,7 +130,7 @@ def _parse_last_event_id(call: route.ApiCall[EventQuery, route.Nothing]) -> int 
 
 
 async def _stream(
-    call: route.ApiCall[EventQuery, route.Nothing], page: list[Event], after: int
+    call: route.ApiCall[protocol.EventQuery, route.Nothing], page: list[protocol.Event], after: int
 ) -> AsyncGenerator[bytes]:
     yield b": events\n\n"
     while True:
@@ -155,20 +146,22 @@ async def _stream(
 
 # --------------------------------------------------------------------------- webhooks
 @ROUTES.add("GET", "/v1/deliveries", route.READERS)
-async def list_deliveries(call: route.ApiCall[DeliveryQuery, route.Nothing]) -> list[Delivery]:
+async def list_deliveries(
+    call: route.ApiCall[protocol.DeliveryQuery, route.Nothing],
+) -> list[protocol.Delivery]:
     """List webhook deliveries and their states."""
     return await call.db.read(events.list_deliveries, call.query)
 
 
 @ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS)
-async def retry_delivery(call: route.PlainCall) -> Delivery:
+async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
     """Send a webhook delivery again."""
     return await call.db.write(events.retry_delivery, int(call.id))
 
 
 # --------------------------------------------------------------------------- the server
 @ROUTES.add("GET", "/v1/status", route.READERS)
-async def get_status(call: route.PlainCall) -> Counts:
+async def get_status(call: route.PlainCall) -> protocol.Counts:
     """Count sessions, tasks and nodes."""
     return await call.db.read(stats.counts)
 
