@@ -48,6 +48,7 @@ LISTED = {
     "a status that none has": "newest=true&status=timed_out",
     "a part of an id": "newest=true&q=77",
     "an id that none has": "newest=true&q=nothing",
+    "a number that none has": "newest=true&q=9999",
     "a task": "newest=true&task=t7",
     "from the middle": "newest=true&after={middle}",
 }

@@ -79,6 +79,7 @@ async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Served
 async def test_every_page_can_be_used_by_everybody(tab: Tab, served: Served, theme: str) -> None:
     """No fault is found by axe, and nothing is wider than the window."""
     axe = await asyncio.to_thread((SOURCE / "node_modules/axe-core/axe.min.js").read_text)
+    await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
     for path in PAGES:
@@ -185,6 +186,41 @@ async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -
         await tab.click("dialog[open] button.primary")
     await tab.until("document.querySelector('.node').innerText.includes('draining')")
     tab.complaints.clear()  # Chromium notes the answer of 403
+
+
+async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, served: Served) -> None:
+    """Confirmed first; the same task under a fresh id, and the page goes to its session."""
+    before = (await served.ask("GET", "/v1/status")).json["tasks_open"]
+    await open_page(tab, served, "/failures")
+    task = await tab.js("document.querySelector('button.chip').ariaLabel.split(': ')[1]")
+    for token in (None, TOKENS.client):
+        if token:
+            await tab.until("document.querySelector('form')?.innerText.includes('a read token')")
+            await tab.js("document.querySelector('form input').focus()")
+            await tab.send("Input.insertText", text=token)
+            await tab.key("Enter")
+            await tab.until("document.querySelector('button.chip')")
+        await tab.click("button.chip")
+        assert task in await tab.js("document.querySelector('dialog[open]').innerText")
+        await tab.click("dialog[open] button.primary")
+    await tab.until(f"location.pathname.startsWith('/sessions/{task}-again-')")
+    path = await tab.js("location.pathname")
+    assert path.endswith("-0")
+    again = path.removeprefix("/sessions/").removesuffix("-0")
+    old = (await served.ask("GET", f"/v1/tasks/{task}/body")).json
+    new = (await served.ask("GET", f"/v1/tasks/{again}/body")).json
+    assert new == {**old, "id": again, "samples": 1, "group": {**old["group"], "min_usable": None}}
+    assert (await served.ask("GET", "/v1/status")).json["tasks_open"] == before + 1
+    tab.complaints.clear()  # Chromium notes the answer of 403
+
+
+async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Served) -> None:
+    """The page alone has the frame, in the colours of the theme; the script replaces it."""
+    page = (await served.ask("GET", "/", None)).body.decode()
+    assert 'class="skeleton"' in page
+    await tab.until("document.querySelector('tbody tr')")
+    assert await tab.js("document.querySelector('.skeleton')") is None
+    assert await tab.js("document.querySelectorAll('nav').length") == 1
 
 
 async def test_a_server_that_leaves_is_missed(tab: Tab, served: Served) -> None:
