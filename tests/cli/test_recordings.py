@@ -23,7 +23,8 @@ async def run_session(shell: Shell, *, elsewhere: bool = True) -> None:
         welcome = await node.register(NodeRegistration(name="n", slots=2, capacity=2))
         for work in (await node.lease(welcome.node, LeaseRequest(capacity=2, wait_s=5.0))).work:
             if not elsewhere or work.session.id == "s-1":
-                small(folder).rename(folder / f"{work.session.id}.{work.session.epoch}.rec")
+                recording = small(folder, work.session.id)
+                recording.rename(recording.with_name(f"{work.session.id}.{work.session.epoch}.rec"))
             await commit(node, work)
 
 
@@ -66,4 +67,18 @@ async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> No
     assert saved.code == 0, saved.err
     await shell.house.stop()
     written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
-    assert json.loads(written.out)["exported"] == 1, written.err
+    assert json.loads(written.out)["exported"] == 2, written.err
+
+
+async def test_a_recording_that_is_elsewhere_ends_no_saving_of_results(shell: Shell) -> None:
+    """Its result is saved and its name told; without a folder nothing is read at all."""
+    await run_session(shell)
+    saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
+    assert saved.code == 0, saved.err
+    assert "has no recording of s-0" in saved.err
+    assert "2 new, 2 in all" in saved.err
+    found = (shell.folder / "kept/recordings").glob("s-*")
+    assert [path.name.split(".")[0] for path in found] == ["s-1"]
+    aimless = await shell.run("results", "--recordings")
+    assert (aimless.code, aimless.out) == (2, "")
+    assert "--recordings saves into the folder of --out" in aimless.err

@@ -108,3 +108,14 @@ def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     export("parquet", tmp_path, tmp_path / "out")
     assert pq.read_table(tmp_path / "out")["tokenizer"].to_pylist() == ["1f", "2f"]
     assert export("sft", tmp_path, tmp_path / "chat").exported == 2
+
+
+def test_the_last_attempt_of_a_session_counts(tmp_path: Path) -> None:
+    """An attempt whose lease was lost is not a second sample; another run's session is."""
+    record(tmp_path / "runs", "a", epoch=1, reward=1.0)
+    record(tmp_path / "runs", "a", reward=0.0)
+    record(tmp_path / "other", "a", reward=0.5)
+    summary = export("sft", tmp_path, tmp_path / "out.jsonl")
+    assert summary.left_out == {SkipReason.SUPERSEDED: 1}
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert sorted(row["metadata"]["reward"] for row in rows) == [0.5, 1.0]

@@ -22,7 +22,6 @@ def entry(name: str, **fields: Any) -> SessionSummary:
         "session": name,
         "task": "t",
         "sample": 0,
-        "epoch": 0,
         "tags": {},
         "status": Status.COMPLETED,
         "reward": 1.0,
@@ -70,15 +69,6 @@ def test_the_best_of_a_task_are_its_best_different_sessions() -> None:
     assert kept(entries, best_of=2)[0] == ["b", "c", "e"]
     twins_once = (["b", "d", "e"], {SkipReason.NOT_BEST: 1, SkipReason.DUPLICATE: 1})
     assert kept(entries, best_of=2, dedupe=True) == twins_once
-
-
-def test_the_last_attempt_of_a_session_counts() -> None:
-    """An attempt whose lease was lost is not a second sample; another run's session is."""
-    again = entry("a", epoch=1, path=Path("runs/a.1.rec"))
-    other = entry("a", path=Path("other/a.0.rec"))
-    found, left = select([again, entry("a"), other], Selection())
-    assert [one.path for one in found] == [other.path, again.path]
-    assert left == {SkipReason.SUPERSEDED: 1}
 
 
 @given(st.integers(0, 5), st.lists(st.floats(0.1, 1), min_size=1, max_size=4))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json, print_report
 from tugline.client.overview import examine
 from tugline.errors import UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport
@@ -57,10 +57,8 @@ async def doctor(
         report.wire(mode)
     except UsageError as error:
         refusal = str(error)
-    if as_json:
-        print_json(report.to_dict() | {"refused": refusal or None})
-    else:
-        _show(report, refusal)
+    found = report.to_dict() | {"refused": refusal or None}
+    print_report(found, lambda: _show(report, refusal), as_json=as_json)
     if refusal:
         sys.exit(1)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_report
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
@@ -105,10 +105,7 @@ def export(
     with ExitStack() as stack:
         found = [stack.enter_context(remote.find_recordings(name)) for name in sessions]
         summary = _run(plan, list(dict.fromkeys(path for paths in found for path in paths)))
-    if as_json:
-        print_json(summary)
-    else:
-        _show(summary)
+    print_report(summary, lambda: _show(summary), as_json=as_json)
 
 
 def _run(plan: Export, paths: list[Path]) -> ExportSummary:

@@ -15,7 +15,7 @@ from rich.table import Table
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
-from tugline.cli.options import Json, make_new_folder, print_json
+from tugline.cli.options import Json, make_new_folder, print_report
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
@@ -54,10 +54,7 @@ def list_(*, newest: bool = False, as_json: Json = False) -> None:
     """
     with Console(stderr=True).status("reading installed harnesses"):
         found = asyncio.run(_list_items(newest=newest))
-    if as_json:
-        print_json({"harnesses": found})
-    else:
-        _list(found)
+    print_report({"harnesses": found}, lambda: _list(found), as_json=as_json)
     if any(item.sound is False for item in found):
         print(
             "a harness differs from what was installed: remove its folder and install it again",
@@ -226,10 +223,7 @@ def check(
         make_new_folder(keep)
     log.configure(level="error")
     results = asyncio.run(_check(cases, PluginSpec(runtime), keep))
-    if as_json:
-        print_json({"results": results})
-    else:
-        _show(results)
+    print_report({"results": results}, lambda: _show(results), as_json=as_json)
     if any(result.failed for result in results):
         sys.exit(1)
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tugline.errors import HarnessError, UsageError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
@@ -52,16 +52,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tool call that runs a command."""
         return self.tool, {self.argument: command, **self.arguments}
 
-    def final_turn(self) -> ScriptedTurn:
-        """Return the answer after which the program ends."""
-        end = (self.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
-        return ScriptedTurn(LAST_WORDS, calls=end if self.ends_by_command else ())
-
     def script(self) -> tuple[ScriptedTurn, ...]:
         """Return four turns that do `INSTRUCTION`.
 
         The first has reasoning, text and two parallel tool calls, which is what breaks histories.
         """
+        end = (self.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
         return (
             ScriptedTurn(
                 "First I read both files.",
@@ -73,7 +69,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
                 calls=(self.call("cat one.txt two.txt > both.txt"),),
             ),
             ScriptedTurn(reasoning="I make sure.", calls=(self.call("cat both.txt"),)),
-            self.final_turn(),
+            ScriptedTurn(LAST_WORDS, calls=end if self.ends_by_command else ()),
         )
 
 
@@ -129,20 +125,12 @@ class CheckResult(msgspec.Struct, frozen=True):
         return any(result.startswith("fail") for result in self.checks.values())
 
 
-class WorkdirFile(Evaluator):
-    """Reports the text that the agent gave a file; reward 1 if it is `expected`."""
-
-    opens_sandbox = False
-
-    def __init__(self, *, path: str, expected: str) -> None:
-        self._path, self._expected = path, expected
-
-    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Compare the file."""
-        change = outcome.patch.files.get(self._path)
-        text = change.text if change else None
-        code = outcome.exit.code if outcome.exit else None
-        return Verdict(Reward(float(text == self._expected)), {"text": text, "exit": code})
+def compare_file(outcome: SessionOutcome, *, path: str, expected: str) -> Verdict:
+    """Report the text that the agent gave a file; reward 1 if it is `expected`."""
+    change = outcome.patch.files.get(path)
+    text = change.text if change else None
+    code = outcome.exit.code if outcome.exit else None
+    return Verdict(Reward(float(text == expected)), {"text": text, "exit": code})
 
 
 class CheckedSession(msgspec.Struct, frozen=True):
@@ -152,7 +140,7 @@ class CheckedSession(msgspec.Struct, frozen=True):
     turns: int
     """Turns that were scripted."""
     report: dict[str, Any]
-    """Of `WorkdirFile`."""
+    """Of `compare_file`."""
     failure: str
     log: str
 
@@ -237,13 +225,14 @@ async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> Ch
 async def _run_session(case: Case, runtime: PluginSpec, folder: Path) -> CheckedSession:
     """Roll out one task against the scripted model. `folder` must be new and stays."""
     script = case.script()
-    evaluator = {"path": "both.txt", "expected": "".join(FILES.values())}
+    expected = {"path": "both.txt", "expected": "".join(FILES.values())}
+    evaluator = {"target": f"{__name__}:{compare_file.__name__}", "options": expected}
     task = Task(
         id="check",
         instruction=INSTRUCTION,
         harness=PluginSpec(case.harness, case.options),
         runtime=runtime,
-        evaluator=PluginSpec(f"{__name__}:{WorkdirFile.__name__}", evaluator),
+        evaluator=PluginSpec("function", evaluator),
         files=FILES,
         limits=Limits(agent_s=_AGENT_S),
     )

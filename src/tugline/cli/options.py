@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +102,14 @@ def print_json(value: object) -> None:
     """Print a value as one line of JSON."""
     sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def print_report(report: object, show: Callable[[], object], *, as_json: bool) -> None:
+    """Print a report as JSON or, for people, by `show`."""
+    if as_json:
+        print_json(report)
+    else:
+        show()
 
 
 def make_bar(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_report
 from tugline.errors import UsageError
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.types import PluginSpec
@@ -56,10 +56,7 @@ def rebuild(
             salvage=salvage,
             on_file=lambda: progress.advance(bar),
         )
-    if as_json:
-        print_json(index)
-    else:
-        _show(index, out)
+    print_report(index, lambda: _show(index, out), as_json=as_json)
     if any(entry.error for entry in index.entries):
         sys.exit(1)
 

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.errors import Missing, UsageError
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import ResultFolder
 
@@ -37,6 +38,8 @@ async def results(
         recordings: Save recordings/, too, for export, verify and view.
         follow: Wait for further results.
     """
+    if recordings and out is None:
+        raise UsageError("--recordings saves into the folder of --out; name one")
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     seen = 0
@@ -52,7 +55,10 @@ async def results(
             async with aclosing(found) as items:
                 async for item in items:
                     if out and recordings and item.packed:
-                        await client.recording(item.view.session, out / "recordings")
+                        try:
+                            await client.recording(item.view.session, out / "recordings")
+                        except Missing as error:  # on a node elsewhere; the result is saved
+                            print(error, file=sys.stderr)
                     if saved:
                         await asyncio.to_thread(saved.add, item.view, item.packed)
                     if as_json:

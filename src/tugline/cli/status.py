@@ -17,7 +17,15 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_json
+from tugline.cli.options import (
+    DEFAULT_SERVER,
+    Count,
+    Json,
+    Remote,
+    Required,
+    print_json,
+    print_report,
+)
 from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
 from tugline.errors import Missing, ServerError
@@ -76,10 +84,7 @@ def status(
                 await _watch(read, every, console)
                 return
             seen = await read()
-            if as_json:
-                print_json(seen)
-            else:
-                console.print(render(seen))
+            print_report(seen, lambda: console.print(render(seen)), as_json=as_json)
 
     with contextlib.suppress(KeyboardInterrupt) if live else contextlib.nullcontext():
         asyncio.run(main())

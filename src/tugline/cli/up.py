@@ -101,10 +101,10 @@ def up(
         no_node: Only the server, for nodes on other machines.
     """
     settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
-    if not is_local(settings.server.host):
+    if not is_local(settings.server.host) and settings.server.tls is None:
         echo(
             f"[yellow]the API will listen on {settings.server.host} without TLS:[/] tokens and"
-            " results can be read in transit; put it behind a proxy that serves HTTPS"
+            " results can be read in transit; give server.tls_cert and server.tls_key"
         )
     if no_node:
         keep_running(run_server(settings, folder, echo), local.log_file)

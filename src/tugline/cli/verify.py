@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_report
 from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.verify.engine import Scorer, connect_scorer
@@ -67,10 +67,8 @@ async def verify(
             if not as_json:
                 _show(reports[-1])
     summary = summarize(reports)
-    if as_json:
-        print_json({"sessions": reports, "summary": summary})
-    else:
-        _show_summary(summary)
+    report = {"sessions": reports, "summary": summary}
+    print_report(report, lambda: _show_summary(summary), as_json=as_json)
     if summary.failed:
         sys.exit(1)
 

@@ -19,6 +19,7 @@ import msgspec
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
 from tugline.recording.file import read
+from tugline.recording.trajectories import find_superseded
 from tugline.traces.base import make_builder
 from tugline.trainers.grpo.advantage import group_advantages
 from tugline.types import PluginSpec, Status
@@ -38,7 +39,6 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     task: str
     sample: int
-    epoch: int
     tags: dict[str, str]
     status: Status | None
     """None while there is no result."""
@@ -96,7 +96,6 @@ def summarize(path: Path) -> SessionSummary | None:
         session=header.session.id,
         task=header.task.id,
         sample=header.session.sample,
-        epoch=header.session.epoch,
         tags=header.task.tags,
         status=result.status if result is not None else None,
         reward=reward.value if reward is not None and math.isfinite(reward.value) else None,
@@ -111,7 +110,7 @@ def select(
     """Return the sessions to export, sorted, and how many are skipped for which reason."""
     skipped: Counter[SkipReason] = Counter()
     chosen: list[SessionSummary] = []
-    for session in sorted(_latest_attempts(sessions, skipped), key=lambda each: each.sort_key):
+    for session in sorted(sessions, key=lambda each: each.sort_key):
         reason = selection.check(session)
         if reason is None:
             chosen.append(session)
@@ -127,20 +126,6 @@ def select(
             ranked, lambda each: each.task, selection.best_of, skipped, SkipReason.NOT_BEST
         )
     return sorted(chosen, key=lambda each: each.sort_key), skipped
-
-
-def _latest_attempts(
-    sessions: Iterable[SessionSummary], skipped: Counter[SkipReason]
-) -> list[SessionSummary]:
-    """Return the last attempt of each session of a folder."""
-    latest: dict[tuple[Path, str], SessionSummary] = {}
-    for session in sessions:
-        key = (session.path.parent, session.session)
-        if key in latest:
-            skipped[SkipReason.SUPERSEDED] += 1
-        if key not in latest or session.epoch > latest[key].epoch:
-            latest[key] = session
-    return list(latest.values())
 
 
 def _first_of_each(
@@ -294,8 +279,12 @@ class _RunningExport:
     def _summarize_all(
         self, paths: Sequence[Path], on_progress: Progress
     ) -> Iterator[SessionSummary]:
+        superseded = find_superseded(paths)
+        self.skipped[SkipReason.SUPERSEDED] += len(superseded)
         for number, path in enumerate(paths, 1):
             try:
+                if path in superseded:
+                    continue
                 if (session := summarize(path)) is not None:
                     yield session
                 else:

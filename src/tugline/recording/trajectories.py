@@ -9,7 +9,7 @@ session is in memory at a time.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,8 @@ from tugline.protocol import ResultView
 from tugline.recording.file import Recording
 from tugline.recording.file import read as read_recording
 from tugline.recording.folder import parse_name
+from tugline.recording.records import RecordedResult
+from tugline.schema import copy_fields
 from tugline.traces.base import make_builder
 from tugline.types import Boundary, Failure, Ledger, PluginSpec, Status, Trajectory, decode, encode
 
@@ -114,6 +116,17 @@ def read_folder(folder: Path) -> Iterator[Trajectory]:
             yield read(folder / entry.file, entry.sha256)
 
 
+def read_results(path: Path) -> list[ResultView]:
+    """Read the results of a run from its folder or its ``results.jsonl``. Raises `UsageError`."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        lines = file.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=ResultView) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        msg = f"{file} has no results of `tugline run`, `eval` or `results --json`: {error}"
+        raise UsageError(msg) from error
+
+
 class ResultFolder:
     """Results of a run: a line of ``results.jsonl`` each, trajectories in ``trajectories/``.
 
@@ -166,7 +179,12 @@ class ResultFolder:
 
 
 # --------------------------------------------------------------------------- rebuilding
-NO_RESULT = Failure(Boundary.INFRASTRUCTURE, "no result is recorded: the session did not end")
+NO_RESULT = RecordedResult(
+    status=Status.FAILED,
+    builder="",
+    ledger=Ledger(),
+    failure=Failure(Boundary.INFRASTRUCTURE, "no result is recorded: the session did not end"),
+)
 
 
 def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
@@ -176,26 +194,23 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
     per trace are omitted if another builder makes other traces. Raises `CaptureError` on an
     incomplete call or recording, `UsageError` on an unknown builder.
     """
-    header, result = recording.header, recording.result
+    header, result = recording.header, recording.result or NO_RESULT
     if header is None:
         raise CaptureError("the recording has no header, so its session is not known")
     own = header.task.builder
     traces, ledger, _ = make_builder(spec or own).build(recording.calls)
-    reward = result.reward if result else None
+    reward = result.reward
     if reward is not None and spec not in (None, own):
         reward = msgspec.structs.replace(reward, per_trace=())
-    return Trajectory(
+    return copy_fields(
+        Trajectory,
+        result,
         session=header.session.id,
         task=header.task.id,
         sample=header.session.sample,
-        status=result.status if result else Status.FAILED,
         traces=traces,
         ledger=ledger,
         reward=reward,
-        report=result.report if result else {},
-        failure=result.failure if result else NO_RESULT,
-        spent=result.spent if result else None,
-        seconds=result.seconds if result else {},
         harness=header.task.harness.name,
     )
 
@@ -218,7 +233,7 @@ def rebuild_all(
         raise UsageError(f"--out {out} must be a new or an empty folder")
     if spec is not None:
         make_builder(spec)
-    superseded = _find_superseded(paths)
+    superseded = find_superseded(paths)
     entries = []
     for path in paths:
         name = path.relative_to(root).as_posix()
@@ -253,7 +268,7 @@ def _rebuild_one(
     return msgspec.structs.replace(entry, recording=name, note="; ".join(recording.describe_gaps()))
 
 
-def _find_superseded(paths: list[Path]) -> set[Path]:
+def find_superseded(paths: Iterable[Path]) -> set[Path]:
     """Return the recordings of sessions with a later attempt in the same folder."""
     latest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for path in paths:

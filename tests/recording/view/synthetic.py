@@ -127,9 +127,9 @@ def whole(call: Call) -> list[int]:
     return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
 
 
-def small(folder: Path) -> Path:
+def small(folder: Path, name: str = "s-1") -> Path:
     """Six calls: exact, hostile, hung up on, a fork, a sub-agent; and two events."""
-    script = Script(folder)
+    script = Script(folder, name=name)
     read = (ToolCall("1", "read", '{"path": "a.py"}'),)
     system = Message(Role.SYSTEM, "You mend code.")
     first = script.call(

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError
 from tugline.recording.file import Recording
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
+from tugline.schema import copy_fields
 from tugline.traces.base import Built, count_calls, make_builder
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
@@ -36,8 +37,6 @@ from tugline.types import (
     TraceKind,
     VersionSpan,
 )
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class TurnDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +213,7 @@ def _view_turn(
 ) -> TurnView:
     times, answer = call.timings, call.answer
     continuation, shared, reasons = trace_lineage(call, parent)
-    return _copy_fields(
+    return copy_fields(
         TurnView,
         call,
         call=call.number,
@@ -243,19 +242,13 @@ def _finite_mean(values: Sequence[float]) -> float | None:
 def add_detail(turn: TurnView, call: Call) -> TurnView:
     """Return `turn` with its messages."""
     offered = tuple(tool.name for tool in call.tools)
-    return replace(turn, detail=_copy_fields(TurnDetail, call, offered=offered))
-
-
-def _copy_fields(kind: type[S], source: object, **others: object) -> S:
-    """Make a struct of the fields that `source` has under the same names, and of `others`."""
-    same = {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
-    return kind(**{**same, **others})
+    return replace(turn, detail=copy_fields(TurnDetail, call, offered=offered))
 
 
 # --------------------------------------------------------------------------- traces
 def _view_trace(index: int, trace: Trace) -> TraceView:
     trained = int(trace.mask.sum())
-    return _copy_fields(TraceView, trace, index=index, length=len(trace.ids), trained=trained)
+    return copy_fields(TraceView, trace, index=index, length=len(trace.ids), trained=trained)
 
 
 def _add_tokens(view: TraceView, trace: Trace) -> TraceView:
