@@ -23,6 +23,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
+from archive_diff import diff_archives
+
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import (
     MAX_READ_BYTES,
@@ -35,7 +37,7 @@ from tugline.sandbox.base import (
     enforce_timeout,
 )
 from tugline.sandbox.files import pack_files
-from tugline.sandbox.patch import Patch, PatchLimits, diff_archives
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Workspace
 
 KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true"

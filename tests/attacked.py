@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tugline.plugins import find
-from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.types import Workspace
 
 WITHIN = 20.0
@@ -37,6 +37,8 @@ class Arena:
     name: str
     folder: Path
     made: dict[str, Runtime] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    """What its boxes have besides, whatever else is asked for."""
 
     @property
     def contains(self) -> bool:
@@ -71,6 +73,7 @@ class Arena:
     ) -> AsyncIterator[Sandbox]:
         """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
         runtime = self.runtime(**(options or {}))
+        place["mounts"] = (*self.mounts, *place.get("mounts", ()))
         given = SandboxSpec(**{"workspace": self.workspace, **place})
         async with runtime.open(self.folder / name, given) as sandbox:
             yield sandbox

@@ -17,11 +17,22 @@ from pathlib import Path
 
 import pytest
 
+from tugline.sandbox.base import Mount
 from tugline.sandbox.container import DIRECTORY, Container
 from tugline.sandbox.container_engine import ContainerEngine, Docker, service_command
 from tugline.sandbox.container_images import find_image
 
-__all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "serving", "unbuilt"]
+__all__ = [
+    "BUSYBOX",
+    "DEBIAN",
+    "container",
+    "exists",
+    "host_programs",
+    "left",
+    "podman",
+    "serving",
+    "unbuilt",
+]
 
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
@@ -65,6 +76,11 @@ def serving(folder: Path, *before: str) -> Iterator[str]:
 def container(podman: str) -> Container:
     """Boxes that are containers of it, with little memory; the image is Debian's by default."""
     return Container(engine=podman, image=DEBIAN, memory_mb=512, processes=200)
+
+
+def host_programs() -> tuple[Mount, ...]:
+    """Mounts of this machine's programs over those of a Debian image, which has no build tools."""
+    return tuple(Mount(path, path) for path in ("/usr", "/etc/alternatives"))
 
 
 def left(engine: str, directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.sandbox.base import Content, Exit, Sandbox
+from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import (
@@ -53,7 +53,10 @@ def patch(files: Mapping[str, str | FileChange | None]) -> Patch:
 
 
 class Judge:
-    """Judges patches of a task in local boxes under a folder, which begin with `base`."""
+    """Judges patches of a task in sandboxes under a folder, which begin with `base`.
+
+    They are opened with `spec` by `runtime`, the local one if none is given.
+    """
 
     def __init__(
         self,
@@ -61,16 +64,19 @@ class Judge:
         given: Task,
         base: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
+        runtime: Runtime | None = None,
+        spec: SandboxSpec | None = None,
     ) -> None:
         self.folder, self.task, self.base = folder, given, dict(base or {})
         self.timeout_s = timeout_s
+        self.runtime, self.spec = runtime or LocalRuntime(grace_s=0.1), spec
         self.opened = 0
 
     @contextlib.asynccontextmanager
     async def open_sandbox(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """A numbered sandbox."""
         self.opened += 1
-        async with LocalRuntime(grace_s=0.1).open(self.folder / str(self.opened)) as sandbox:
+        async with self.runtime.open(self.folder / str(self.opened), self.spec) as sandbox:
             await sandbox.put(sandbox.workdir, self.base)
             await sandbox.put(sandbox.workdir, files)
             yield sandbox

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from containers import DEBIAN
+from containers import DEBIAN, host_programs
 from tugline.sandbox.apptainer import Apptainer
-from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.sandbox.container import Container
 from tugline.sandbox.local import LocalRuntime
@@ -29,6 +29,7 @@ from tugline.types import Workspace
 
 __all__ = [
     "DRIVERS",
+    "WITH_PYTHON",
     "Driver",
     "driver",
     "image",
@@ -49,6 +50,8 @@ DRIVERS = [
     "apptainer",
 ]
 
+WITH_PYTHON = DRIVERS[:3]
+"""Those whose programs have a Python with pytest, to parametrize `driver` with (indirect)."""
 _MORE = ("chmod", "ln", "setsid", "cut", "sort", "wc", "head", "touch")
 
 STAND_IN = f"""#!{sys.executable}
@@ -160,6 +163,11 @@ class Driver:
     def isolated(self) -> bool:
         """Whether its programs have namespaces of their own."""
         return self.name != "local"
+
+    @property
+    def host_programs(self) -> tuple[Mount, ...]:
+        """What has to be mounted for programs of this machine, such as compilers."""
+        return host_programs() if self.name == "container" else ()
 
     def spec(self, folder: Path | None = None, **fields: Any) -> SandboxSpec:
         """A spec with this driver's image, over `folder`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from attacked import Arena, shell
+from attacked import Arena, running, shell, token
+from containers import host_programs
 from rig import rig, says
 from tugline.evaluators.base import Evaluator, SessionOutcome
 from tugline.evaluators.harbor import HarborEvaluator
@@ -19,6 +21,7 @@ from tugline.evaluators.tests import TestsEvaluator
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Content, Sandbox
+from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Limits, PluginSpec, Session, Status, Task, Workspace
 
 FILES = {
@@ -203,6 +206,25 @@ async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
     assert await earned(sandbox, script, JUDGE_OF_WORK) == 1.0
 
 
+LOOPS = 'for n in $(seq 150); do setsid sh -c "while :; do :; done" "$1" & done; wait'
+
+
+async def test_honest_work_is_rewarded_beside_busy_loops(sandbox: Arena) -> None:
+    """A hundred and fifty of another session's, each in a kernel session of its own (autogroup)."""
+    if sandbox.name == "bubblewrap" and find_cgroup_parent().cpu is None:
+        pytest.skip("no control groups of the processor can be made here")
+    mark = token()
+    async with sandbox.box("busy") as box:
+        loops = asyncio.create_task(shell(box, LOOPS, mark, timeout_s=120))
+        async with asyncio.timeout(30):
+            while len(running(mark)) < 150:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert await earned(sandbox, HONEST, JUDGE_OF_WORK) == 1.0
+        assert not loops.done()
+        loops.cancel()
+        await asyncio.gather(loops, return_exceptions=True)
+
+
 JUDGE = """#!/bin/sh
 if python3 -B -c 'import bill, sys; sys.exit(bill.total(2, 3) != 5)'
 then echo 1 > /logs/verifier/reward.txt
@@ -349,6 +371,8 @@ async def test_forge_what_make_builds(sandbox: Arena, attack: str, tmp_path: Pat
     for name, text in BUILT.items():
         (base / name).write_text(text)
         os.utime(base / name, (COMMITTED, COMMITTED))
+    if sandbox.name == "podman":
+        sandbox.mounts = host_programs()
     async with sandbox.box("asked") as box:
         if (await shell(box, "command -v make")).exit.code != 0:
             pytest.skip(f"there is no make in {sandbox.name}")

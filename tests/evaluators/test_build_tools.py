@@ -1,37 +1,59 @@
-"""Forged build outputs, by a real cargo and a real Maven: the reward is for the sources.
+"""Forged build outputs, by a real make, cargo and Maven: the reward is for the sources.
 
-The forgery is the best that there is: what the tool itself builds of the right sources, at the
-same path, younger than the wrong ones. Maven works offline with the packages of Debian
-(libsurefire-java, junit4, libmaven-compiler-plugin-java, libmaven-resources-plugin-java).
+The forgery is the best that there is: what the tool itself builds of the right sources, in a
+sandbox with the same paths. It is believed there beside the wrong ones. `tools/builds.py` installs
+the tools; Maven works offline with Debian's repository. In containers all are this machine's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from containers import podman
 from judging import Judge, task
+from sandboxes import WITH_PYTHON, Driver, driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
-from tugline.sandbox.base import Content, Sandbox
-from tugline.sandbox.local import LocalRuntime
+from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
+
+__all__ = ["driver", "podman"]
 
 pytestmark = pytest.mark.timeout(600)
 
 WITHIN = 120.0
-COMMITTED = 1_600_000_000.0
+COMMITTED = 1_600_000_000
 """When the sources were changed last."""
-REPOSITORY = Path("/usr/share/maven-repo")
-PLUGINS = ("maven-compiler-plugin", "maven-resources-plugin", "maven-surefire-plugin")
+REPOSITORY = "/usr/share/maven-repo"
+NEEDED = (
+    "org/apache/maven/plugins/maven-compiler-plugin",
+    "org/apache/maven/plugins/maven-resources-plugin",
+    "org/apache/maven/plugins/maven-surefire-plugin",
+    "junit/junit/4.x",
+)
+MAKEFILE = """test: build/t_calc
+	@build/t_calc
+build/t_calc: calc.c t_calc.c
+	@mkdir -p build
+	@cc -o build/t_calc calc.c t_calc.c
+"""
+T_CALC = """#include <stdio.h>
+int total(int a, int b);
+int main(void) {
+    int right = total(2, 3) == 5;
+    printf("%sok 1 - adds\\n1..1\\n", right ? "" : "not ");
+    return !right;
+}
+"""
+OUTPUTS = ("build/", "target/")
 POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
   <groupId>shop</groupId><artifactId>bill</artifactId><version>1</version>
@@ -51,13 +73,14 @@ POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
 class Tool:
     """A build tool, and a project with a bug for it."""
 
-    command: list[str]
+    command: str
     base: Mapping[str, str]
     source: str
     """The file with the bug, a minus instead of a plus."""
     test: str
     options: dict[str, Any]
     """Of the evaluator."""
+    mounts: tuple[Mount, ...] = ()
 
     @property
     def right(self) -> dict[str, str]:
@@ -65,34 +88,27 @@ class Tool:
         return {self.source: self.base[self.source].replace("a - b", "a + b")}
 
 
-class OneFolder(Judge):
-    """Every box is at the same path, as in a sandbox: tools write paths into what they build."""
-
-    @contextlib.asynccontextmanager
-    async def open_sandbox(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        """The sources are as old as their commit."""
-        folder = self.folder / "box"
-        shutil.rmtree(folder, ignore_errors=True)
-        async with LocalRuntime(grace_s=0.1).open(folder) as sandbox:
-            await sandbox.put(sandbox.workdir, self.base)
-            for path in self.base:
-                os.utime(Path(sandbox.workdir, path), (COMMITTED, COMMITTED))
-            await sandbox.put(sandbox.workdir, files)
-            yield sandbox
+def use_make(_: Path) -> Tool:
+    """C, built by make and cc."""
+    if shutil.which("make") is None or shutil.which("cc") is None:
+        pytest.skip("there is no make or no cc")
+    calc = "int total(int a, int b) { return a - b; }\n"
+    base = {"Makefile": MAKEFILE, "calc.c": calc, "t_calc.c": T_CALC}
+    return Tool("make -s test", base, "calc.c", "adds", {"format": "tap", "env": {}})
 
 
-def use_cargo(folder: Path) -> Tool:
-    """Cargo as rustup has installed it, with a folder of its own."""
-    cargo = shutil.which("cargo")
-    if cargo is None or subprocess.run([cargo, "-V"], check=False, timeout=60).returncode != 0:
+def use_cargo(_: Path) -> Tool:
+    """Cargo with a folder of its own, wherever it is installed."""
+    if shutil.which("cargo") is None or shutil.which("cc") is None:
+        pytest.skip("there is no cargo, or no cc, which it links with")
+    argv = ("rustc", "--print", "sysroot")
+    found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    if found.returncode != 0:
         pytest.skip("there is no cargo that works")
-    if shutil.which("cc") is None:
-        pytest.skip("there is no cc, which cargo links with")
-    homes = {"CARGO_HOME": str(folder / "cargo")}
-    homes["RUSTUP_HOME"] = os.environ.get("RUSTUP_HOME", str(Path.home() / ".rustup"))
+    env = {"CARGO_HOME": "/tmp/cargo", "PATH": "/srv/rust/bin:/usr/bin:/bin"}  # noqa: S108
     test = "#[test]\nfn adds() { assert_eq!(bill::total(2, 3), 5); }\n"
     return Tool(
-        ["cargo", "test", "--offline", "--test", "adds"],
+        "cargo test --offline --test adds",
         {
             "Cargo.toml": '[package]\nname = "bill"\nversion = "1.0.0"\nedition = "2021"\n',
             "src/lib.rs": "pub fn total(a: i32, b: i32) -> i32 { a - b }\n",
@@ -100,26 +116,32 @@ def use_cargo(folder: Path) -> Tool:
         },
         "src/lib.rs",
         "adds",
-        {"format": "cargo", "env": homes},
+        {"format": "cargo", "env": env},
+        (Mount("/srv/rust", found.stdout.strip()),),
     )
 
 
 def use_maven(folder: Path) -> Tool:
     """Maven with links to what the packages have installed, for it writes beside that."""
-    if shutil.which("mvn") is None or shutil.which("javac") is None:
+    javac = os.path.realpath(shutil.which("javac") or "")
+    if shutil.which("mvn") is None or Path(javac).name != "javac":
         pytest.skip("there is no mvn or no javac")
-    plugins = REPOSITORY / "org/apache/maven/plugins"
-    needed = [*(plugins / name for name in PLUGINS), REPOSITORY / "junit/junit/4.x"]
-    if missing := [str(path) for path in needed if not path.exists()]:
-        pytest.skip(f"Maven cannot work offline: there is no {missing[0]}")
-    shutil.copytree(REPOSITORY, folder / "m2", copy_function=os.symlink)
+    if missing := [name for name in NEEDED if not Path(REPOSITORY, name).exists()]:
+        pytest.skip(f"Maven cannot work offline: there is no {REPOSITORY}/{missing[0]}")
+    mounts = []
+    for number, linked in enumerate((Path("/usr/share/maven"), Path(javac).parents[1] / "conf")):
+        # Links into /etc, of which sandboxes show little.
+        copy = folder / f"settings-{number}"
+        shutil.copytree(linked, copy)
+        mounts.append(Mount(str(linked), str(copy)))
     java = "class Bill { static int total(int a, int b) { return a - b; } }\n"
     test = (
         "import org.junit.*;\npublic class BillTest {\n  @Test public void adds()"
         " { Assert.assertEquals(5, Bill.total(2, 3)); }\n}\n"
     )
     return Tool(
-        ["mvn", "-o", "-q", "-B", f"-Dmaven.repo.local={folder / 'm2'}", "test"],
+        f"[ -e /tmp/m2 ] || cp -rs {REPOSITORY} /tmp/m2;"
+        " exec mvn -o -q -B -DforkCount=0 -Dmaven.repo.local=/tmp/m2 test",
         {"pom.xml": POM, "src/main/java/Bill.java": java, "src/test/java/BillTest.java": test},
         "src/main/java/Bill.java",
         "BillTest::adds",
@@ -128,11 +150,13 @@ def use_maven(folder: Path) -> Tool:
             "report": "target/surefire-reports/TEST-BillTest.xml",
             "env": {"MAVEN_OPTS": "-XX:TieredStopAtLevel=1"},
         },
+        tuple(mounts),
     )
 
 
 @pytest.fixture(
-    params=[use_cargo, pytest.param(use_maven, marks=pytest.mark.slow)], ids=["cargo", "maven"]
+    params=[use_make, use_cargo, pytest.param(use_maven, marks=pytest.mark.slow)],
+    ids=["make", "cargo", "maven"],
 )
 def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
     """Each tool that is installed."""
@@ -141,40 +165,40 @@ def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
 
 
 @pytest.fixture
-def judge(tool: Tool, tmp_path: Path) -> Judge:
-    """Judges work on the project."""
-    given = task(workspace=Workspace(folder="/srv/bill"))
-    return OneFolder(tmp_path, given, tool.base, timeout_s=WITHIN)
+def judge(tool: Tool, driver: Driver, tmp_path: Path) -> Judge:
+    """Judges work on the project, whose files are as old as their commit."""
+    base = tmp_path / "base"
+    for path, text in tool.base.items():
+        (base / path).parent.mkdir(parents=True, exist_ok=True)
+        (base / path).write_text(text)
+        os.utime(base / path, (COMMITTED, COMMITTED))
+    spec = driver.spec(base, mounts=(*driver.host_programs, *tool.mounts))
+    given = task(workspace=Workspace(folder=str(base)))
+    return Judge(tmp_path, given, timeout_s=WITHIN, runtime=driver.runtime, spec=spec)
 
 
-async def passes(tool: Tool, box: Sandbox) -> bool:
-    """Whether the tool alone says that the tests pass."""
-    end = await box.run(tool.command, env=tool.options["env"], timeout_s=WITHIN)
+async def passes(tool: Tool, sandbox: Sandbox, source: str) -> bool:
+    """Whether the tool alone says that the tests pass, of a source as old as its commit."""
+    await sandbox.put(sandbox.workdir, {tool.source: source})
+    script = f"touch -d @{COMMITTED} {tool.source} && {tool.command}"
+    end = await run_shell(sandbox, script, WITHIN, **tool.options["env"])
     return end.code == 0 and not end.timed_out
 
 
-def take_outputs(workdir: Path) -> dict[str, FileChange]:
-    """All that a tool has built."""
-    files = [path for path in sorted((workdir / "target").rglob("*")) if path.is_file()]
-    return {
-        str(path.relative_to(workdir)): FileChange(path.read_bytes(), os.access(path, os.X_OK))
-        for path in files
-    }
-
-
-async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange]:
+async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
     """What the tool builds of the right sources; it is believed beside the wrong ones."""
-    async with judge.open_sandbox(tool.right) as sandbox:
-        source = Path(sandbox.workdir, tool.source)
-        os.utime(source, (COMMITTED, COMMITTED))
-        assert await passes(tool, sandbox), (sandbox.logs / "agent.log").read_text()
-        built = take_outputs(Path(sandbox.workdir))
-        await sandbox.put(sandbox.workdir, {tool.source: tool.base[tool.source]})
-        os.utime(source, (COMMITTED, COMMITTED))
-        assert await passes(tool, sandbox), "the forgery is none: the tool has built again"
+    async with judge.open_sandbox({}) as sandbox:
+        log = sandbox.logs / "agent.log"
+        assert await passes(tool, sandbox, tool.right[tool.source]), log.read_text()
+        patch = await sandbox.diff()
+        built = {path: one for path, one in patch.files.items() if path.startswith(OUTPUTS)}
+        believed = await passes(tool, sandbox, tool.base[tool.source])
+        assert believed, "the forgery is none: the tool has built again"
+    assert built
     return built
 
 
+@pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 async def test_forged_build_outputs_are_not_believed(tool: Tool, judge: Judge) -> None:
     """They are refused; where a task lets them in they are old, so the tool builds the sources."""
     built = await forge(tool, judge)
@@ -183,7 +207,7 @@ async def test_forged_build_outputs_are_not_believed(tool: Tool, judge: Judge) -
     verdict = await judge(tests, built)
     assert verdict.reward.value == 0.0, verdict.report
     assert set(verdict.report["refused"]) == set(built)
-    lax = TestsEvaluator(**options, **tool.options, editable=["target/", "*.class", ".*"])
+    lax = TestsEvaluator(**options, **tool.options, editable=[*OUTPUTS, "*.class", ".*"])
     verdict = await judge(lax, built)
     assert verdict.reward.value == 0.0, verdict.report
     assert set(verdict.report["refused"]) <= {tool.options.get("report")}

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from containers import podman
 from judging import Judge, task
+from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
+
+__all__ = ["driver", "podman"]
 
 BILL = "def total(a, b):\n    return a - b\n"
 GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}
@@ -228,17 +232,23 @@ RUNNERS = {
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-async def test_a_runner_obeys_no_settings_of_the_agents(judge: Judge, runner: str) -> None:
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_a_runner_obeys_no_settings_of_the_agents(
+    driver: Driver, tmp_path: Path, runner: str
+) -> None:
     """They are refused beside honest work, too; where a task lets them in, they earn all."""
     command, lies = RUNNERS[runner]
     if shutil.which(runner) is None:
         pytest.skip(f"{runner} is not installed")
-    judge.base |= {
+    base = {
         "Makefile": "test:\n\t@sh t/a.t\n",
         "sum.sh": "echo $(($1 - $2))\n",
         "t/a.t": "#!/bin/sh\nif [ $(sh sum.sh 2 3) = 5 ]; then echo 'ok 1 - a'\n"
         "else echo 'not ok 1 - a'; fi\necho 1..1\n",
     }
+    given = task(workspace=Workspace(folder="/srv/shop"))
+    spec = driver.spec(mounts=driver.host_programs)
+    judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
     tests = TestsEvaluator(command=command, format="tap", expected=["a"])
     honest = {"sum.sh": "echo $(($1 + $2))\n"}
     assert (await judge(tests, lies)).reward.value == 0.0

@@ -13,9 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import judging
+from containers import podman
+from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
+
+__all__ = ["driver", "podman"]
 
 CALC = {"src/calc.py": "def total(a, b):\n    return a - b\n", "src/random.py": "SEED = 1\n"}
 RIGHT = {"src/calc.py": "def total(a, b):\n    return a + b\n"}
@@ -63,23 +67,30 @@ BESIDE: dict[str, str | None] = {
 }
 
 
-def judge(folder: Path) -> judging.Judge:
+def judge(folder: Path, driver: Driver) -> judging.Judge:
     """A task on a repository, whose tests the agent never saw."""
-    return judging.Judge(folder, judging.task(workspace=Workspace(folder="/srv/shop")), CALC)
+    given = judging.task(workspace=Workspace(folder="/srv/shop"))
+    return judging.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_what_stands_beside_the_tests_earns_nothing(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_what_stands_beside_the_tests_earns_nothing(
+    tmp_path: Path, driver: Driver, way: str
+) -> None:
     """Nor does it harm honest work: the tests are run as if it were not there."""
-    judged = judge(tmp_path)
+    judged = judge(tmp_path, driver)
     tests = TestsEvaluator(**WAYS[way])
     assert (await judged(tests, BESIDE)).reward.value == 0.0
     verdict = await judged(tests, {**BESIDE, **RIGHT})
     assert verdict.reward.value == 1.0, verdict.report
-    assert verdict.report["refused"].keys() == BESIDE.keys()
+    # Where there is no module of that name, as in the image, the new one is in place of none.
+    free = {"pygments.py"} if driver.name == "container" else set()
+    assert verdict.report["refused"].keys() == BESIDE.keys() - free
 
 
-async def test_honest_modules_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_honest_modules_are_kept(tmp_path: Path, driver: Driver) -> None:
     """New packages may have modules of any name, and known ones may be changed."""
     work = {
         "shop/__init__.py": "",
@@ -91,7 +102,7 @@ async def test_honest_modules_are_kept(tmp_path: Path) -> None:
             "def total(a, b):\n    return Q + H\n"
         ),
     }
-    verdict = await judge(tmp_path)(TestsEvaluator(**WAYS["command"]), work)
+    verdict = await judge(tmp_path, driver)(TestsEvaluator(**WAYS["command"]), work)
     assert (verdict.reward.value, verdict.report["refused"]) == (1.0, {})
 
 
@@ -124,10 +135,12 @@ with open("modules.txt", "w") as file:
 """Notes what the interpreter has imported before the tests."""
 
 
-async def run(folder: Path, way: str, files: Mapping[str, str | FileChange | None]) -> list[str]:
+async def run(
+    folder: Path, driver: Driver, way: str, files: Mapping[str, str | FileChange | None]
+) -> list[str]:
     """The imports before the tests, and the tests with their outcomes."""
     options = {**WAYS[way], "files": {"hidden/test_calc.py": SEES + TEST}}
-    verdict = await judge(folder)(TestsEvaluator(**options), files)
+    verdict = await judge(folder, driver)(TestsEvaluator(**options), files)
     report, output = verdict.report, verdict.report["output"]
     assert "IMPORTED" not in output, report
     (modules,) = await asyncio.to_thread(lambda: list(folder.rglob("modules.txt")))
@@ -137,13 +150,16 @@ async def run(folder: Path, way: str, files: Mapping[str, str | FileChange | Non
 
 
 async def same_as_fresh(
-    make: pytest.TempPathFactory, way: str, added: Mapping[str, str | FileChange | None]
+    make: pytest.TempPathFactory,
+    driver: Driver,
+    way: str,
+    added: Mapping[str, str | FileChange | None],
 ) -> None:
     """Whatever is added, the same is imported, and the same tests run with the same outcomes."""
     for work in ({}, RIGHT):
-        fresh = await run(make.mktemp("fresh"), way, work)
+        fresh = await run(make.mktemp("fresh"), driver, way, work)
         assert len(fresh) > 50
-        assert await run(make.mktemp("judged"), way, {**added, **work}) == fresh
+        assert await run(make.mktemp("judged"), driver, way, {**added, **work}) == fresh
 
 
 EXAMPLES = settings(
@@ -155,22 +171,36 @@ EXAMPLES = settings(
 LOTS = st.lists(PATHS, min_size=20, max_size=60).map(without_conflicts)
 
 
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 @settings(EXAMPLES, max_examples=1)
 @given(added=LOTS)
 async def test_any_addition_leaves_the_tests_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
+    tmp_path_factory: pytest.TempPathFactory, driver: Driver, added: Mapping[str, str]
 ) -> None:
     """Modules, packages, extensions and settings of any name, anywhere, many at once."""
-    await same_as_fresh(tmp_path_factory, "command", added)
+    await same_as_fresh(tmp_path_factory, driver, "command", added)
+
+
+@pytest.mark.podman
+@pytest.mark.parametrize("driver", ["container"], indirect=True)
+@pytest.mark.parametrize("way", ["own", "unittest"])
+@settings(EXAMPLES, max_examples=2)
+@given(added=LOTS)
+async def test_additions_leave_the_tests_of_a_container_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
+) -> None:
+    """The other ways, with the Python and the pytest of an image; fewer, for each takes seconds."""
+    await same_as_fresh(tmp_path_factory, driver, way, added)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("driver", ["local"], indirect=True)
 @settings(EXAMPLES, max_examples=20)
 @given(added=LOTS)
 async def test_many_additions_leave_the_tests_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, way: str, added: Mapping[str, str]
+    tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
     """The same, at length, for each way to run tests."""
-    await same_as_fresh(tmp_path_factory, way, added)
+    await same_as_fresh(tmp_path_factory, driver, way, added)

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 import judging
+from containers import podman
+from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.test_runners import find_tests
@@ -15,6 +17,8 @@ from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
 from tugline.types import Workspace
+
+__all__ = ["driver", "podman"]
 
 TASK = {
     "bill.py": "def total(a, b):\n    return a - b\n",
@@ -219,13 +223,15 @@ def total(a, b): return a - b
     ],
 )
 @pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
-    judge: Judge, signal: str, reason: str, *, partial: bool
+    driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
     """A process of the agent's stops the runner, writes its report anew, and lets it end or dies.
 
     Also where names are given.
     """
+    judge = Judge(tmp_path, judging.task(TASK), runtime=driver.runtime, spec=driver.spec())
     names = ["tests/test_bill.py::test_total", "tests/test_bill.py::TestZero::test_zero"]
     tests = TestsEvaluator(timeout_s=60, expected=names, partial=partial)
     # The runner writes the report, and has yet to end.
@@ -233,3 +239,4 @@ async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
     code = late + REWRITES.replace("SIGNAL", signal)
     verdict = await judge({"bill.py": code}, tests)
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
+    assert (await judge(GOOD, tests)).reward.value == 1.0

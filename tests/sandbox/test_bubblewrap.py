@@ -11,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from tugline.errors import SandboxError, UsageError, WorkspaceError
 from tugline.sandbox.base import Mount, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.sandbox.bubblewrap_view import python_folders
-from tugline.sandbox.limits import Cgroup, ProgramLimits, SandboxCgroup, find_cgroup_parent
+from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Cause, Workspace
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -153,37 +153,6 @@ async def test_the_disk_is_watched(tmp_path: Path, where: str) -> None:
         done = await run_shell(sandbox, f"i=0; {where}; sleep 20", 30)
         assert done.cause is Cause.AGENT_DISK
         assert done.seconds < 15
-
-
-@contextlib.contextmanager
-def busy_neighbour(parent: Cgroup, folder: Path) -> Iterator[None]:
-    """A loop in a control group as a sandbox has it."""
-    group = SandboxCgroup(parent, folder)
-    group.create(ProgramLimits())
-    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as loop:
-        try:
-            group.add(loop.pid)
-            yield
-        finally:
-            loop.kill()
-            loop.wait()
-            group.remove()
-
-
-@pytest.mark.usefixtures("runtime")
-async def test_a_program_among_too_many_sandboxes_is_told_apart(tmp_path: Path) -> None:
-    """Out of time because its neighbours had the processors; one that sleeps is not."""
-    parent = find_cgroup_parent()
-    if parent.cpu is None or parent.cpu_time is None:
-        pytest.skip("no control groups of the processor can be made here")
-    with contextlib.ExitStack() as neighbours:
-        for _ in range(8 * (os.cpu_count() or 1)):
-            neighbours.enter_context(busy_neighbour(parent, tmp_path))
-        async with Bubblewrap().open(tmp_path / "box") as sandbox:
-            busy = await run_shell(sandbox, "while :; do :; done", 3.0)
-            assert (busy.timed_out, busy.starved) == (True, True)
-            idle = await run_shell(sandbox, "sleep 60", 3.0)
-            assert (idle.timed_out, idle.starved) == (True, False)
 
 
 @pytest.mark.usefixtures("runtime")

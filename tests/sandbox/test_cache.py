@@ -158,8 +158,9 @@ async def test_what_cannot_be_had_says_what_and_why(
 @pytest.mark.parametrize(
     ("workspace", "expected"),
     [
-        (Workspace(repo="/r", folder="/f"), "repo and folder are both given"),
-        (Workspace(commit="x"), "workspace.commit is 'x', but there is no workspace.repo"),
+        (Workspace(repo="/r", folder="/f"), "must be left out beside `repo`"),
+        (Workspace(commit="x"), "workspace.commit is 'x', must be left out without `repo`"),
+        (Workspace(folder="/f", commit="x"), "workspace.commit is 'x', must be left out beside"),
         (Workspace(folder="a"), "workspace.folder is 'a', must be an absolute path"),
         (Workspace(folder="/"), "the root of the node cannot be a workspace"),
         (Workspace(repo="a/b"), "workspace.repo is 'a/b', must be a URL or an absolute path"),

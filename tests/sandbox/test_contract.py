@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from containers import podman
 from sandboxes import (
+    DRIVERS,
+    WITH_PYTHON,
     Driver,
     driver,
     image,
@@ -23,7 +28,8 @@ from sandboxes import (
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Mount, Sandbox
+from tugline.sandbox.base import Mount, PausableTimeout, Sandbox
+from tugline.sandbox.limits import Cgroup, ProgramLimits, SandboxCgroup
 from tugline.sandbox.patch import FileChange
 
 __all__ = ["driver", "image", "podman"]
@@ -217,3 +223,60 @@ async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sa
                 end = await sandbox.run(driver.fetch(unreachable), env={}, timeout_s=30)
                 assert end.code != 0
             assert "s3cret" not in read_log(sandbox)
+
+
+@pytest.mark.parametrize("driver", DRIVERS[1:], indirect=True)
+async def test_an_end_is_believed_over_a_timer_that_is_late(sandbox: Sandbox) -> None:
+    """After a stall of this process both are there, and the program had ended before."""
+    timeout = PausableTimeout(0.6)
+    timeout.pause()
+    script = "touch began; until [ -e go ]; do sleep 0.01; done; sleep 0.3"
+    argv = ("sh", "-c", script)
+    run = asyncio.create_task(sandbox.run(argv, env={}, timeout_s=timeout))
+    while await sandbox.get(sandbox.workdir / "began") is None:  # noqa: ASYNC110 - a file
+        await asyncio.sleep(0.01)
+    await sandbox.put(sandbox.workdir, {"go": ""})
+    timeout.resume()
+    time.sleep(1.5)  # noqa: ASYNC251 - the stall
+    end = await run
+    assert (end.code, end.timed_out) == (0, False)
+
+
+@contextlib.contextmanager
+def busy_neighbour(parent: Cgroup, folder: Path) -> Iterator[None]:
+    """A loop in a control group as a sandbox has it."""
+    group = SandboxCgroup(parent, folder)
+    group.create(ProgramLimits())
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as loop:
+        try:
+            group.add(loop.pid)
+            yield
+        finally:
+            loop.kill()
+            loop.wait()
+            group.remove()
+
+
+def above(group: Path) -> Path:
+    """The folder that the groups of all sandboxes are in."""
+    while not group.name.startswith(("tugline-", "libpod-")):
+        group = group.parent
+    return group.parent
+
+
+@pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
+async def test_a_program_among_too_many_sandboxes_is_told_apart(
+    driver: Driver, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """Out of time because its neighbours had the processors; one that sleeps is not."""
+    own: Cgroup = sandbox._cgroup  # type: ignore[attr-defined]
+    if own.cpu is None or own.cpu_time is None:
+        pytest.skip(f"no control groups of the processor can be made for {driver.name} here")
+    parent = Cgroup(cpu=above(own.cpu), cpu_time=above(own.cpu_time))
+    with contextlib.ExitStack() as neighbours:
+        for _ in range(8 * (os.cpu_count() or 1)):
+            neighbours.enter_context(busy_neighbour(parent, tmp_path))
+        idle = await run_shell(sandbox, "sleep 60", 3.0)
+        assert (idle.timed_out, idle.starved) == (True, False)
+        busy = await run_shell(sandbox, "while :; do :; done", 3.0)
+        assert (busy.timed_out, busy.starved) == (True, True)

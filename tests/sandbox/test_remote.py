@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from tugline import plugins
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Mount, SandboxSpec
-from tugline.sandbox.patch import FileChange, Patch
+from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.types import Workspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "remote_runtime.py"
@@ -146,3 +149,61 @@ def test_it_stays_short_enough_to_be_read() -> None:
         and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
     ]
     assert len(statements) <= 75
+
+
+BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The task's files, in a folder beside something secret."""
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    (tmp_path / "secret.txt").write_text("secret")
+    root = tmp_path / "work"
+    for path, text in BEFORE.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+def archive(workdir: Path, *options: str) -> io.BytesIO:
+    """A tar of a folder, as a machine elsewhere would make it."""
+    argv = ["tar", "-c", *options, "-C", str(workdir), "."]
+    return io.BytesIO(subprocess.run(argv, capture_output=True, check=True).stdout)
+
+
+def test_archives_are_compared_without_unpacking_them(workdir: Path) -> None:
+    """The same changes as of a folder; an unchanged large file is not worth a note."""
+    (workdir / "large").write_bytes(b"\0" * 5000)
+    (workdir / "grows").write_bytes(b"\0")
+    before = archive(workdir)
+    (workdir / "a.py").write_text("x = 2\n")
+    (workdir / "pkg" / "b.py").unlink()
+    (workdir / "pkg" / "c.py").chmod(0o755)
+    (workdir / "out").symlink_to("../secret.txt")
+    (workdir / "same").hardlink_to(workdir / "a.py")
+    (workdir / "grows").write_bytes(b"\0" * 6000)
+    (workdir / ".git").mkdir()
+    (workdir / ".git" / "HEAD").touch()
+    os.mkfifo(workdir / "pipe")
+    diff_archives = importlib.import_module("archive_diff").diff_archives
+    patch = diff_archives(before, archive(workdir), PatchLimits(file_bytes=1000))
+    assert patch.files == {
+        "a.py": FileChange(b"x = 2\n"),
+        "same": FileChange(b"x = 2\n"),
+        "pkg/b.py": None,
+        "pkg/c.py": FileChange(b"z = 3\n", executable=True),
+        "out": FileChange(b"../secret.txt", link=True),
+    }
+    assert sorted(note.partition(":")[0] for note in patch.notes) == ["grows", "pipe"]
+
+
+def test_an_archive_that_leads_out_or_is_none_is_refused(workdir: Path) -> None:
+    """A hostile machine cannot name files of ours."""
+    diff_archives = importlib.import_module("archive_diff").diff_archives
+    hostile = archive(workdir, "--transform=s,^./a.py,../../a.py,", "-P")
+    patch = diff_archives(io.BytesIO(archive(workdir).getvalue()), hostile)
+    assert patch.files == {"a.py": None}
+    assert patch.notes == ("../../a.py: a name that leaves its folder",)
+    with pytest.raises(SandboxError, match="no tar archive"):
+        diff_archives(archive(workdir), io.BytesIO(b"x" * 2000))

@@ -159,6 +159,19 @@ async def test_a_timeout_ends_the_sandbox(sandbox: Sandbox) -> None:
     assert sandbox.log() == b"begun\n"
 
 
+async def test_the_time_that_killing_takes_is_not_the_programs(sandbox: Sandbox) -> None:
+    """On a busy node it is long, and would hide that the program waited for most of its own."""
+
+    async def kill_slowly() -> None:
+        await asyncio.sleep(1.0)
+        await sandbox.kill()
+
+    sandbox.runner._kill = kill_slowly
+    done = await sandbox.sh("sleep 99", timeout_s=0.2)
+    assert done.timed_out
+    assert done.seconds < 1.0
+
+
 async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
     """A program's run does not wait for ever for a shell that is gone."""
     assert sandbox.process is not None

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -81,7 +81,8 @@ class WorkspaceCache:
 
         Raises `WorkspaceError` if it cannot be made.
         """
-        check_workspace(workspace)
+        for field, value, must in find_contradictions(workspace):
+            raise UsageError(f"{field} is {value!r}, must be {must}")
         if workspace.folder is not None:
             yield await asyncio.to_thread(_existing_folder, workspace.folder)
         elif workspace.repo is None:
@@ -242,20 +243,25 @@ class WorkspaceCache:
                 os.close(lock)
 
 
-def check_workspace(workspace: Workspace) -> None:
-    """Refuse contradictions. Raises `UsageError` that names the field."""
-    repo, folder, commit = workspace.repo, workspace.folder, workspace.commit
-    msg = ""
-    if repo is not None and folder is not None:
-        msg = "workspace: repo and folder are both given; one of them is where the files come from"
-    elif commit is not None and folder is not None:
-        msg = f"workspace.commit is {commit!r}, but workspace.folder is used as it is"
-    elif commit is not None and not any((repo, workspace.image, workspace.build)):
-        msg = f"workspace.commit is {commit!r}, but there is no workspace.repo"
-    elif folder is not None and not Path(folder).is_absolute():
-        msg = f"workspace.folder is {folder!r}, must be an absolute path of the node"
-    if msg:
-        raise UsageError(msg)
+def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
+    """Name the fields that cannot be right: field, value and what it must be."""
+    fields = msgspec.structs.asdict(workspace).items()
+    given: dict[str, str] = {name: value for name, value in fields if value is not None}
+    sources = given.keys() & {"image", "build", "repo"}
+    path = given.get("path", "/")
+    wrong_path = not path.startswith("/") or ".." in path.split("/")
+    rules = (
+        *((name, "\0" in value, "without zero bytes") for name, value in given.items()),
+        ("build", "image" in given, "left out beside `image`"),
+        ("folder", "repo" in given, "left out beside `repo`"),
+        ("folder", not given.get("folder", "/").startswith("/"), "an absolute path of the node"),
+        ("commit", "folder" in given, "left out beside `folder`, which is used as it is"),
+        ("commit", not sources, "left out without `repo` or `image`"),
+        ("path", wrong_path, "an absolute path without '..'"),
+    )
+    for name, wrong, must in rules:
+        if name in given and wrong:
+            yield f"workspace.{name}", given[name], must
 
 
 def _existing_folder(folder: str) -> Path:

@@ -23,6 +23,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, TypeVar
 
 import msgspec
+from filelock import FileLock
 
 from tugline.errors import ConfigError, DiskFull, SandboxError
 
@@ -242,25 +243,33 @@ def _own_socket() -> Path:
 
 
 def _start(path: Path) -> FoundEngine:
-    """Start the service of Podman, which ends by itself after a while without requests."""
+    """Start the service of Podman, which ends by itself after a while without requests.
+
+    Of several processes that find none, one starts it and the others wait for that.
+    """
     log = path.with_name("tugline.log")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.parent.stat().st_uid != os.geteuid():
             msg = f"{path.parent} is another user's; set XDG_RUNTIME_DIR to a folder of your own"
             raise SandboxError(msg)
-        with log.open("wb") as output:
-            # With setsid it is nobody's child and outlives the process that asked first.
-            subprocess.run(
-                ("setsid", "-f", *service_command(path), f"--time={_IDLE_S}"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=output,
-                cwd=path.parent,  # where conmon leaves a file for each container out of memory
-                check=True,
-            )
-    except (OSError, subprocess.CalledProcessError) as error:
+        with FileLock(path.with_name("tugline.lock"), timeout=2 * _START_S):
+            return _ping(str(path)) or _start_alone(path, log)
+    except (OSError, subprocess.CalledProcessError) as error:  # a lock's timeout, too
         raise SandboxError(f"podman cannot be started: {error}") from error
+
+
+def _start_alone(path: Path, log: Path) -> FoundEngine:
+    with log.open("wb") as output:
+        # With setsid it is nobody's child and outlives the process that asked first.
+        subprocess.run(
+            ("setsid", "-f", *service_command(path), f"--time={_IDLE_S}"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            cwd=path.parent,  # where conmon leaves a file for each container out of memory
+            check=True,
+        )
     until = time.monotonic() + _START_S
     while time.monotonic() < until and b"Error:" not in log.read_bytes():
         if (found := _ping(str(path))) is not None:

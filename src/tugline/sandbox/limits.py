@@ -30,6 +30,8 @@ RECORD = ".groups"
 
 _MB = 1 << 20
 _ROOT = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
+"""Names of the controllers, in the order of the fields of `Cgroup`."""
 _PREFIX = "tugline-"
 TRIAL = f"{_PREFIX}trial-"
 """Begins the names of groups that only try whether one can be made."""
@@ -139,7 +141,7 @@ def cgroup_of(pid: int | str) -> Cgroup:
             for name in controllers.split(",") if number != "0" else ("",):
                 folders[name] = (_ROOT / name).resolve() / path.lstrip("/")
     unified = folders.get("") if (_ROOT / "cgroup.controllers").exists() else None
-    return Cgroup(*(folders.get(name, unified) for name in ("memory", "pids", "cpu", "cpuacct")))
+    return Cgroup(*(folders.get(name, unified) for name in _CONTROLLERS))
 
 
 def find_cgroup_parent() -> Cgroup:
@@ -148,12 +150,7 @@ def find_cgroup_parent() -> Cgroup:
     with contextlib.suppress(OSError):
         if (_ROOT / "cgroup.controllers").exists():
             return _find_unified_parent(own.memory or _ROOT)
-        return Cgroup(
-            _usable_parent("memory", own.memory),
-            _usable_parent("pids", own.processes),
-            _usable_parent("cpu", own.cpu),
-            _usable_parent("cpuacct", own.cpu_time),
-        )
+        return Cgroup(*map(_usable_parent, _CONTROLLERS, msgspec.structs.astuple(own)))
     return Cgroup()
 
 
@@ -188,12 +185,7 @@ class SandboxCgroup:
     def __init__(self, parent: Cgroup, directory: Path) -> None:
         name = _PREFIX + secrets.token_hex(8)
         self._unified = parent.unified
-        self.group = Cgroup(
-            parent.memory / name if parent.memory else None,
-            parent.processes / name if parent.processes else None,
-            parent.cpu / name if parent.cpu else None,
-            parent.cpu_time / name if parent.cpu_time else None,
-        )
+        self.group = Cgroup(*(up / name if up else None for up in msgspec.structs.astuple(parent)))
         self._folders = sorted({path for path in msgspec.structs.astuple(self.group) if path})
         self._record = directory / f"{name}{RECORD}"
 

@@ -8,15 +8,10 @@ of an overlay is in `workspace.overlay`.
 
 import os
 import stat
-import tarfile
 from collections.abc import Callable, Iterator
-from hashlib import sha256
-from pathlib import Path, PurePosixPath
-from typing import IO, BinaryIO
+from pathlib import Path
 
 import msgspec
-
-from tugline.errors import SandboxError
 
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
 """Folders that programs leave behind; not part of anybody's work."""
@@ -25,7 +20,6 @@ INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
-_BLOCK = 1 << 20
 _TOO_MANY = "more files than are looked at; no change is taken along"
 
 
@@ -187,32 +181,6 @@ def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector
     return collector.build_patch()
 
 
-def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:
-    """Return the changes between two tar archives of a workdir, for remote sandboxes.
-
-    Both must be seekable; nothing is unpacked. Raises `SandboxError` for what is no archive.
-    """
-    # Only digests of the old files are kept: it may be a whole repository.
-    known = {path: _member_digest(tar, member) for tar, path, member in _read_members(before)}
-
-    def collect(collector: ChangeCollector) -> None:
-        seen = set()
-        for tar, path, member in _read_members(after):
-            seen.add(path)
-            if known.get(path) == _member_digest(tar, member):
-                continue
-            collector.count()
-            change = _read_member(tar, member, collector.limits.file_bytes)
-            if isinstance(change, FileChange):
-                collector.add(path, change)
-            else:
-                collector.note(path, change)
-        for path in known.keys() - seen:
-            collector.add_removed(path)
-
-    return collect_patch(ChangeCollector(limits or PatchLimits(), lambda _path: None), collect)
-
-
 def read_change(path: str, max_bytes: int) -> FileChange | str:
     """Return a file's or a link's content, or the reason why it cannot be read."""
     try:
@@ -230,47 +198,3 @@ def read_change(path: str, max_bytes: int) -> FileChange | str:
     if len(data) > max_bytes:
         return f"larger than {max_bytes} bytes, change left out"
     return FileChange(data, executable=bool(mode & stat.S_IXUSR))
-
-
-def _read_members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
-    try:
-        with tarfile.open(fileobj=archive, mode="r:") as tar:
-            for member in tar:
-                path = str(PurePosixPath(member.name))
-                if not member.isdir() and not set(path.split("/")) & IGNORED:
-                    yield tar, path, member
-    except (tarfile.TarError, OSError) as error:
-        raise SandboxError(f"the archive of a workdir is no tar archive: {error}") from error
-
-
-def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, max_bytes: int) -> FileChange | str:
-    if ".." in member.name.split("/") or member.name.startswith("/"):
-        return "a name that leaves its folder"
-    if (reason := unusable_name(member.name)) is not None:
-        return reason
-    if member.issym():
-        return FileChange(os.fsencode(member.linkname), link=True)
-    file = _open_member(tar, member)
-    if file is None:
-        return "not a regular file"
-    data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        return f"larger than {max_bytes} bytes, change left out"
-    return FileChange(data, executable=bool(member.mode & stat.S_IXUSR))
-
-
-def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
-    try:
-        return tar.extractfile(member) if member.isfile() or member.islnk() else None
-    except KeyError:  # a hard link to what is not in it
-        return None
-
-
-def _member_digest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, bytes, bool]:
-    """Return its kind, a digest of its content and whether it is executable."""
-    digest = sha256(os.fsencode(member.linkname) if member.issym() else b"")
-    file = _open_member(tar, member)
-    while file is not None and (block := file.read(_BLOCK)):
-        digest.update(block)
-    kind = "file" if file is not None else str(member.type)
-    return kind, digest.digest(), bool(member.mode & stat.S_IXUSR)

@@ -135,7 +135,7 @@ class Runner:
                     await asyncio.wait([ended])
             # Where this process stood still, the program's end is there, but not read yet.
             self._read_replies()
-            timed_out = not ended.done()
+            timed_out, seconds = not ended.done(), time.monotonic() - began
             if not timed_out:
                 code = ended.result()
                 with contextlib.suppress(TimeoutError, SandboxEnded):
@@ -144,7 +144,7 @@ class Runner:
             reported = [_has_result(future) for future in (ended, clean)]
             await finish(self._clear(number, output, kill=requested and not all(reported)))
         code = 128 - code if code in _SIGNAL_CODES else code
-        return Exit(code, timed_out, time.monotonic() - began)
+        return Exit(code, timed_out, seconds)
 
     def close(self) -> None:
         """Close this side, which ends a shell that still runs; may be called twice."""
