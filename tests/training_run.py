@@ -32,6 +32,11 @@ def by_chance(outcome: SessionOutcome) -> float:
     return float(sum(int(call.sampled_ids.sum()) for call in outcome.calls) % 2)
 
 
+def never(_outcome: SessionOutcome) -> float:
+    """Earn nothing."""
+    return 0.0
+
+
 def make_model(folder: Path) -> Path:
     """Write a random model with the demo's vocabulary, and its tokenizer."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from training_run import write_config
@@ -142,6 +143,25 @@ async def test_versions_are_never_used_again(tmp_path: Path) -> None:
     assert second.ledger == first.ledger
     assert sorted((folder / "recordings").rglob("*")) == recorded
     assert [row["publish/version"] for row in rows(folder, "publish/version")] == [1, 4]
+
+
+@pytest.mark.engine
+async def test_an_alarm_of_a_step_goes_where_its_figures_go(tmp_path: Path) -> None:
+    """With its cause: here, no session ever earns anything."""
+    plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
+    never = {"evaluator": {"name": "function", "options": {"target": "training_run:never"}}}
+    metrics = [{"name": "tensorboard"}]
+    config = write_config(tmp_path, schedule=plan, heldout=None, template=never, metrics=metrics)
+    await run(config, tmp_path / "run")
+    rang = {"no_signal", "no_tokens"}
+    (cause,) = [
+        row["text"] for row in rows(tmp_path / "run", "note") if row["note"] == "alarm no_signal"
+    ]
+    assert "the sessions of each earned the same (mean 0.00)" in cause
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    tags = events.Tags()
+    assert {tag for tag in tags["scalars"] if "alarm" in tag} == {f"alarm/{n}" for n in rang}
+    assert {f"alarm {name}/text_summary" for name in rang} <= set(tags["tensors"])
 
 
 @pytest.mark.engine

@@ -20,6 +20,7 @@ from tugline.trainers.publish import Publication
 from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
 from tugline.types import Ledger, PluginSpec, Reason
 
+CAUSE = "no group has a signal: the tasks are too hard"
 PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1, arrived=1.0)
 
 
@@ -31,6 +32,7 @@ def log_steps(folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: i
     for step in steps:
         sinks.log(step, {"rollout/reward": step / 10, "time/step_s": 1.0})
     sinks.note(steps[-1], "held out", "pass@1 50%")
+    sinks.alarm(steps[-1], "no_signal", CAUSE)
     sinks.close()
 
 
@@ -42,36 +44,49 @@ def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
     log_steps(tmp_path, steps=(3, 4), after=2)
     rows = [row for row in read_lines(tmp_path / METRICS) if "rollout/reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    found = read_lines(tmp_path / METRICS)
+    assert [row["step"] for row in found if row.get("alarm/no_signal") == 1.0] == [4]
+    assert found[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """Scalars by step; those of lost steps are hidden."""
+    """Scalars by step; those of lost steps are hidden. An alarm is a scalar and a text."""
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(1, 2, 3), after=0)
     log_steps(tmp_path, PluginSpec("tensorboard"), steps=(3, 4), after=2)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     scalars = {event.step: event.value for event in events.Scalars("rollout/reward")}
     assert scalars == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4})
+    alarms = [(event.step, event.value) for event in events.Scalars("alarm/no_signal")]
+    assert alarms == [(4, 1.0)]
+    text = events.Tensors("alarm no_signal/text_summary")[-1]
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (4, CAUSE)
 
 
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
-    """Without an account or a network, a run is written below the folder."""
+    """Without an account or a network, a run is written below the folder, alerts included."""
     options = {"mode": "offline", "project": "tests"}
     log_steps(tmp_path / "run", PluginSpec("wandb", options), steps=(1, 2), after=0)
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
-    assert list(run.glob("*.wandb"))
+    (file,) = run.glob("*.wandb")
+    written = file.read_bytes()
+    assert b"alarm/no_signal" in written
+    assert f"step 2: {CAUSE}".encode() in written
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are in its own store on this machine."""
+    """Figures and alerts are in its own store on this machine."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [one for one in sys.modules if one.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported
     log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tests.db")) as store:
-        found = store.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
-    assert [(step, json.loads(text)["rollout/reward"]) for step, text in found] == [
-        (1, 0.1), (2, 0.2),
-    ]  # fmt: skip
+        found = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        alerts = store.execute("SELECT title, text, level FROM alerts").fetchall()
+    figures = [(step, json.loads(text)) for step, text in found]
+    rewards = [(step, row["rollout/reward"]) for step, row in figures[:-1]]
+    assert rewards == [(1, 0.1), (2, 0.2)]
+    assert figures[-1] == (2, {"alarm/no_signal": 1.0})
+    assert alerts == [("no_signal", f"step 2: {CAUSE}", "warn")]
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Two choices let a tiny model learn on a laptop. A word is the same token wherever it stands (no
 leading space attached, digits one by one), so copying a name from a file into a tool call is
 copying ids. And each fixed line of a harness's system prompt and tool descriptions is one token,
-so a prompt of 6 KB is some 300 ids. Other wordings still work: they become ordinary tokens.
+so a prompt of 6 KB is some 600 ids. Other wordings still work: they become ordinary tokens.
 """
 
 from __future__ import annotations

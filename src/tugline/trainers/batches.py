@@ -15,8 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tugline.datasets.base import INSTANCE, task_id
-from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection
+from tugline.datasets.base import task_id
+from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection, instance_of
 from tugline.errors import ConfigError
 from tugline.launch.server import check_runnable
 from tugline.trainers.config import TaskSource, TrainConfig
@@ -45,8 +45,8 @@ class TaskBatches:
         self.samples = held_out.samples if held_out else 0
         """Sessions of a held-out task."""
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
-        both = {_instance(task) for task in self.trained} & {
-            _instance(task) for task in self.held_out
+        both = {instance_of(task) for task in self.trained} & {
+            instance_of(task) for task in self.held_out
         }
         if both:
             msg = f"heldout: {len(both)} instances are trained on as well, such as {min(both)!r}"
@@ -117,7 +117,7 @@ class TaskBatches:
         """Return the held-out tasks for a version; their random draws are those of any version."""
         return [
             replace(
-                self.make(f"eval{version:06d}", task, f"heldout/{_instance(task)}"),
+                self.make(f"eval{version:06d}", task, f"heldout/{instance_of(task)}"),
                 samples=self.samples,
                 priority=_FIRST,
             )
@@ -164,10 +164,6 @@ def _read_tags(tasks: Sequence[Task], tag: str | None) -> tuple[str, ...]:
 def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> list[Task]:
     file = SetFile(source.taskset, config.template, source.select or TaskSelection())
     return SelectedTasks(file, where, folder).tasks()
-
-
-def _instance(task: Task) -> str:
-    return task.tags.get(INSTANCE, task.id)
 
 
 def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:

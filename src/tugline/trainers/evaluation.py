@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tugline.errors import UsageError
 from tugline.protocol import ResultView
-from tugline.recording.trajectories import RESULTS
+from tugline.recording.trajectories import read_results
 from tugline.types import Failure, is_pass
 
 """Least reward of a solved task."""
@@ -91,13 +91,7 @@ def read_attempts(path: Path) -> list[Attempt]:
 
     Raises `UsageError` for another file.
     """
-    file = path / RESULTS if path.is_dir() else path
-    try:
-        lines = file.read_bytes().splitlines()
-        return [to_attempt(msgspec.json.decode(line, type=ResultView)) for line in lines]
-    except (OSError, msgspec.DecodeError) as error:
-        msg = f"{file} has no results of `tugline eval` or `tugline run`: {error}"
-        raise UsageError(msg) from error
+    return [to_attempt(view) for view in read_results(path)]
 
 
 def to_attempt(view: ResultView) -> Attempt:

@@ -201,7 +201,7 @@ class TrainingLoop:
             learned.rollout, learned.report.ledger, publication, self.state.entropies
         )
         for name, text in alarms.items():
-            self._sinks.note(number, f"alarm {name}", text)
+            self._sinks.alarm(number, name, text)
 
     async def _submit(self, last: int) -> None:
         """Submit the batches up to `last`; earlier ones are left as they are."""

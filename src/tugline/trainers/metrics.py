@@ -1,6 +1,5 @@
 """Figures of a training step's sessions, and the alarms that they and the update ring."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tugline.chat.model_call import decode_arguments
 from tugline.trainers.publish import Publication
 from tugline.types import Call, Finish, Ledger, Trajectory
 
@@ -91,15 +91,9 @@ def _is_malformed(call: Call) -> bool:
         return False
     names = {tool.name for tool in call.tools}
     return any(mark in call.answer.content for mark in _MARKUP) or any(
-        one.name not in names or not _is_object(one.arguments) for one in call.answer.tool_calls
+        one.name not in names or not isinstance(decode_arguments(one.arguments), dict)
+        for one in call.answer.tool_calls
     )
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except ValueError:
-        return False
 
 
 def _mean(values: Sequence[float] | np.ndarray[Any, Any]) -> float | None:

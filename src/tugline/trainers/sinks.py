@@ -34,7 +34,12 @@ class Sink:
         """Take figures of a step."""
 
     def note(self, step: int, name: str, text: str) -> None:
-        """Take a line of text, such as an alarm or an evaluation."""
+        """Take a line of text, such as the result of an evaluation."""
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Take an alarm with its likely cause; by default a figure of 1 and a note."""
+        self.log(step, {f"alarm/{name}": 1.0})
+        self.note(step, f"alarm {name}", text)
 
     def close(self) -> None:
         """Write what is left."""
@@ -60,6 +65,11 @@ class Sinks(Sink):
         """Send a line to each of them."""
         for sink in self._sinks:
             sink.note(step, name, text)
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Ring it in each of them."""
+        for sink in self._sinks:
+            sink.alarm(step, name, text)
 
     def close(self) -> None:
         """Close each of them."""
@@ -174,6 +184,10 @@ class TensorBoardSink(Sink):
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
+    def note(self, step: int, name: str, text: str) -> None:
+        """Add a text, which the page shows under its name."""
+        self._writer.add_text(name, text, step)
+
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
@@ -236,6 +250,11 @@ class TrackingSink(Sink):
     def log(self, step: int, figures: Figures) -> None:
         """Log them at this step."""
         self._module.log(dict(figures), step=step)
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Raise an alert of the run as well."""
+        super().alarm(step, name, text)
+        self._module.alert(title=name, text=f"step {step}: {text}")
 
     def close(self) -> None:
         """Finish the run."""
