@@ -54,10 +54,12 @@ e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
 
 test-chaos: $(STAMP) ## everything killed with kill -9, frozen, cut off or without disk, on both stores
+	@$(BIN)/python tools/faketime.py
 	@$(BIN)/pytest -m slow tests/chaos $(ARGS)
 
-test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM
+test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM, Maven
 	@$(BIN)/python tools/slurm.py
+	@$(BIN)/python tools/builds.py
 	@$(BIN)/pytest $(SPREAD) -m "slow or cluster" --ignore=tests/chaos --timeout 300 $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness and many agent frameworks against the gateway and a scripted model, without internet
@@ -75,6 +77,7 @@ test-browser: $(STAMP) ## the console and the page of a session in a real Chromi
 
 test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (root on Debian gets one installed)
 	@$(BIN)/python tools/podman.py
+	@$(BIN)/python tools/builds.py
 	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ARGS)
 
 test-cluster: $(STAMP) ## deploy/slurm on a real SLURM of three nodes (root on Debian gets one installed)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,6 +18,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of a page."""
@@ -85,12 +86,10 @@ def _family(line: re.Match[str], values: Values) -> Metric:
 
 def page(metrics: Iterable[Metric]) -> bytes:
     """The text that Prometheus scrapes."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(metrics))
-    return generate_latest(registry)
+    return generate_latest(_Collected(metrics))
 
 
-class _Collected:
+class _Collected(Collector):
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 

@@ -104,6 +104,25 @@ def test_unparsable_arguments_keep_their_bytes() -> None:
     assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
+def test_an_echo_is_compared_with_what_was_sampled_however_often_it_comes() -> None:
+    """The echo takes the answer's place in memory; what it changed is found again at a fork."""
+    tree, _, _ = answered()
+    rewritten, verbatim = echo('{"path":"a.py","line":1}'), echo(ARGUMENTS)
+    for messages, changes in [
+        (rewritten, (EchoChange.ARGUMENTS,)),
+        (rewritten, (EchoChange.ARGUMENTS,)),
+        (verbatim, ()),
+        (echo(ARGUMENTS, "new"), (EchoChange.IDS,)),
+        (rewritten, (EchoChange.ARGUMENTS,)),
+    ]:
+        plan = tree.match(messages, TOOLS)
+        assert (plan.parent, plan.branch, plan.echo_changes) == (0, None, changes)
+    turn = tree.match(rewritten, TOOLS).turn
+    assert turn is not None
+    assert turn.answer is rewritten[2]
+    assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
+
+
 def test_the_same_question_again_starts_anew() -> None:
     """A repeated first request is a twin, not a continuation."""
     tree, first, _ = answered()

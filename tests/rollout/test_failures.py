@@ -166,7 +166,7 @@ CASES = [
     Case(
         "bad task: a folder and a repository",
         Cause.TASK,
-        "repo and folder are both given",
+        "must be left out beside `repo`",
         change={"workspace": Workspace(folder="{folder}", repo="{folder}")},
     ),
     Case(

@@ -63,7 +63,7 @@ MINE = f"{__name__}:Typed"
         ("harness", "codex", {"skills": ["a"]}, "skills is ['a'], must be an object or null"),
         ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a string"),
         ("harness", "shell", {"command": ["a", 5]}, "command.1 is 5, must be a string"),
-        ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env is {'A': 5}, each value must"),
+        ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env.A is 5, must be a string"),
         ("harness", MINE, {"at": "/", "limit": "x"}, "limit is 'x', must be a number"),
         ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be an integer"),
         ("harness", "codex", {"context_window": 2**70}, "options cannot be stored: "),

@@ -15,7 +15,7 @@ import pytest
 
 from stub_model import Step, StubGateway
 from transitions import TRANSITIONS
-from tugline.errors import ConfigError, EvaluatorError, SandboxError
+from tugline.errors import ConfigError, EvaluatorError, HarnessError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
@@ -417,6 +417,43 @@ async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_
     assert trajectory.status is Status.TIMED_OUT
     assert trajectory.failure is not None
     assert trajectory.failure.cause is Cause.WAIT_TIMEOUT
+
+
+class SlowInstall(Broken):
+    """Takes its time to install, and notes what of `total_s` was charged meanwhile."""
+
+    def __init__(self, slots: StageSlots, error: Exception) -> None:
+        super().__init__(error)
+        self.slots = slots
+        self.charged: list[float] = []
+
+    async def install(self) -> None:
+        """Look twice, a moment apart."""
+        for _ in range(2):
+            self.charged.append(self.slots.cancel_scope.elapsed)
+            await asyncio.sleep(0.01)
+        await super().install()
+
+
+async def test_an_installation_is_not_charged_to_the_session(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """Not to `total_s` either: how long it takes is the machine's doing. After it time passes."""
+    slots = StageSlots(60.0)
+    harness = SlowInstall(slots, HarnessError("broke in the end"))
+    trajectory = await roll_out(
+        a_task(ONCE),
+        Session(id="t-0", task="t", sample=0),
+        gateway=gateway,
+        directory=tmp_path,
+        parts=Given(harness=harness),
+        slots=slots,
+    )
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.INSTALL
+    before, after = harness.charged
+    assert before == after
+    assert slots.cancel_scope.elapsed > after
 
 
 async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:

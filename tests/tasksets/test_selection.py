@@ -124,7 +124,7 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     sure = msgspec.structs.replace(hard, unknown=False, results="results.jsonl", samples=2)
     assert picked(TaskSelection(difficulty=sure), some, folder=str(tmp_path)) == ["case-2"]
     (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"line 1 is not a result of `tugline results --json`"):
+    with pytest.raises(ConfigError, match=r"select\.difficulty\.results: .*has no results of"):
         picked(TaskSelection(difficulty=hard), some, folder=str(tmp_path))
 
 

@@ -59,19 +59,23 @@ def digest_tools(tools: Sequence[Tool]) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(list(tools)), digest_size=16).digest()
 
 
-def compare_echo(sampled: Message, echoed: Message) -> tuple[EchoChange, ...]:
-    """List what an echo with the same digest as `sampled` writes differently."""
-    changes: list[EchoChange] = []
-    pairs = list(zip(sampled.tool_calls, echoed.tool_calls, strict=False))
-    if any(a.arguments != b.arguments for a, b in pairs):
-        changes.append(EchoChange.ARGUMENTS)
-    if (sampled.reasoning or "").strip() != (echoed.reasoning or "").strip():
-        changes.append(EchoChange.REASONING)
-    if any(a.id != b.id for a, b in pairs):
-        changes.append(EchoChange.IDS)
-    if sampled.content != echoed.content:
-        changes.append(EchoChange.TEXT)
-    return tuple(changes)
+def hash_wording(answer: Message) -> tuple[int, ...]:
+    """Hashes of what an echo may write differently, in the order of `EchoChange`."""
+    calls, reasoning = answer.tool_calls, (answer.reasoning or "").strip()
+    arguments, ids = tuple(call.arguments for call in calls), tuple(call.id for call in calls)
+    return hash(arguments), hash(reasoning), hash(ids), hash(answer.content)
+
+
+def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
+    """List what an echo with the digest of the turn's answer writes differently.
+
+    An echo in the same words takes the place of the answer, so that text is not kept twice.
+    """
+    pairs = zip(EchoChange, turn.wording, hash_wording(echoed), strict=True)
+    changes = tuple(change for change, sampled, written in pairs if sampled != written)
+    if EchoChange.TEXT not in changes and EchoChange.IDS not in changes:
+        turn.answer = echoed
+    return changes
 
 
 def _canonical_call(call: ToolCall) -> list[str]:
@@ -94,7 +98,7 @@ _MIN_COMPACTED_ANSWERS = 2
 """Answers that a conversation must hold for its restart to be a compaction."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Turn:
     """A recorded call as a node of the session's tree."""
 
@@ -104,6 +108,9 @@ class Turn:
     prompt_length: int
     """Number of leading `tokens` that are prompt."""
     answer: Message
+    """As it was sampled, or with arguments and reasoning as they were echoed."""
+    wording: tuple[int, ...]
+    """`hash_wording` of the answer as it was sampled."""
     digests: tuple[MessageDigest, ...]
     """Of the messages it added to the conversation of `parent`, without its answer."""
     parent: Turn | None

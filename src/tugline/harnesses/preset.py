@@ -10,11 +10,11 @@ servers, so a `command` must exist in the sandbox (such as a script among the ta
 """
 
 import asyncio
-import contextlib
 import re
 import tempfile
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +28,7 @@ from tugline.harnesses.npm import Npm
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
+from tugline.web.serve import Http, Message, Receive, Send, serve
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
@@ -223,22 +224,14 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
         )
 
 
-@contextlib.asynccontextmanager
-async def _refuse_calls(status: int, called: asyncio.Event) -> AsyncIterator[str]:
+def _refuse_calls(status: int, called: asyncio.Event) -> AbstractAsyncContextManager[str]:
     """An HTTP server that answers every request with `status`."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            _, _, length = head.partition(b"content-length:")
-            await reader.readexactly(int(length.split(b"\r\n")[0] or 0))
-            if head.startswith(b"post"):
-                called.set()
-            start = f"HTTP/1.1 {status} Refused\r\nconnection: close\r\n"
-            fields = f"content-type: application/json\r\ncontent-length: {len(_REFUSAL)}\r\n\r\n"
-            writer.write((start + fields).encode() + _REFUSAL)
-            await writer.drain()
+    async def answer(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            called.set()
+        while (await receive()).get("more_body"):
+            pass
+        await Http(scope, receive, send).reply(status, _REFUSAL, {"connection": "close"})
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, limit=1 << 20)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    return serve(answer)

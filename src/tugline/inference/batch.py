@@ -201,7 +201,8 @@ class Batch:
             padded = width * (len(chosen) + 1)
             if chosen and (padded > budget or padded > 2 * total + WORTH_WAITING):
                 continue
-            if any(_shares(one, other) > cached + WORTH_WAITING for other, _, _ in chosen):
+            ids, least = one.context[:-1], cached + WORTH_WAITING
+            if any(shared_prefix(ids, other.context) > least for other, _, _ in chosen):
                 continue
             chosen.append((one, source, cached))
             widest, useful = width, total
@@ -344,10 +345,6 @@ class Batch:
             slot, _ = self._parked.popitem(last=False)
         self._parked[slot] = self._pool.cut(row, length)
         self._parked_prefixes.put(slot, self.running[row].ids[:length])
-
-
-def _shares(first: Sequence, other: Sequence) -> int:
-    return shared_prefix(first.context[:-1], other.context)
 
 
 def _pool_for(model: PreTrainedModel) -> KVPool:

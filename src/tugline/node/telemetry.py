@@ -95,11 +95,9 @@ class Tracer(Protocol):
 
     def export(self, rollout: Rollout) -> None:
         """Queue the spans of a session. Blocks while they are made; call it in a thread."""
-        ...
 
     def close(self) -> None:
         """Send what is queued, for a bounded time."""
-        ...
 
 
 class Telemetry:

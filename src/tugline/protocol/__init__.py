@@ -12,11 +12,11 @@ from tugline.protocol.clients import *
 from tugline.protocol.nodes import *
 
 __all__ = [
-    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit", "CommitOutcome",
-    "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState", "Dispatcher",
-    "Event", "EventKind", "EventQuery", "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength",
-    "Name", "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page", "Pause",
-    "PauseMode", "Position", "Problem", "Release", "Renewal", "ResultQuery", "ResultView",
-    "Results", "SessionQuery", "SessionView", "Stop", "StopKind", "TaskQuery", "TaskState",
-    "TaskView", "Version", "WebhookBody", "Work",
+    "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit",
+    "CommitOutcome", "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState",
+    "Dispatcher", "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
+    "LeaseResponse", "LogLength", "Name", "NodeRegistered", "NodeRegistration", "NodeState",
+    "NodeView", "Page", "Pause", "PauseMode", "Position", "Problem", "Release", "Renewal",
+    "ResultQuery", "ResultView", "Results", "SessionQuery", "SessionView", "Stop", "StopKind",
+    "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -305,8 +305,19 @@ PROBLEM = "urn:tugline:problem:"
 """Prefix of `Problem.type`; an error without it is not from a Tugline server."""
 
 
+class FieldError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One mistake of a request."""
+
+    detail: str
+    """The field, its value and what would be right."""
+    field: str = ""
+    """The wrong field, dotted, such as ``0.limits.agent_s``."""
+    known: tuple[str, ...] = ()
+    """Accepted values, if they are a list."""
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error body, RFC 9457."""
+    """An error body, RFC 9457; `field` and `known` are those of the first of `errors`."""
 
     type: str
     """``urn:tugline:problem:<name>``; docs/api.md lists the names."""
@@ -317,3 +328,5 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The wrong field, dotted, such as ``0.limits.agent_s``."""
     known: tuple[str, ...] = ()
     """Accepted values, if they are a list."""
+    errors: tuple[FieldError, ...] = ()
+    """Every mistake, the first 50, of a request with invalid fields (422)."""

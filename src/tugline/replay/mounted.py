@@ -8,12 +8,12 @@ Where that is not possible, the run has a folder of its own, and paths are maske
 
 import contextlib
 import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
 from tugline.sandbox import base
+from tugline.sandbox.host import try_command
 from tugline.sandbox.patch import Patch, PatchLimits
 
 Prefix = tuple[tuple[str, ...], tuple[str, ...]]
@@ -23,7 +23,6 @@ _SAME_USER = ("unshare", "--user", "--map-current-user")
 _AS_USER: Prefix = ((*_SAME_USER, "--keep-caps", "--mount"), _SAME_USER)
 """The second namespace drops the capabilities that mounting needed."""
 _MOUNT = 'mount --bind "$0" "$1" && cd "$2" && shift 2 && exec "$@"'
-_PROBE_TIMEOUT_S = 20.0
 
 
 @contextlib.contextmanager
@@ -46,11 +45,7 @@ def find_prefix(old: Path) -> Iterator[Prefix | None]:
 
 def _works(prefix: Prefix, old: Path) -> bool:
     command = [*prefix[0], "sh", "-c", _MOUNT, str(old), str(old), str(old), *prefix[1], "true"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    return not try_command(command)
 
 
 class MountedRuntime(base.Runtime):

@@ -29,6 +29,7 @@ from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import HOME, Runtime
+from tugline.schema import copy_fields
 from tugline.types import Boundary, Call, Failure, Mode, PluginSpec, Reward, Session, Status, Task
 
 
@@ -171,23 +172,18 @@ async def _run_all(
             if missing and state.requests and not state.ended:
                 where = f"the end: {len(missing)} of the recorded requests were not made"
                 state.add_difference(Difference(state.requests, missing[0].call.number, where))
-            return ReplayReport(
+            return copy_fields(
+                ReplayReport,
+                trajectory,
+                state,
                 session=session.id,
-                harness=task.harness.name,
                 version=harness.version,
                 recorded=len(source.responses),
-                replayed=state.replayed,
                 exact=state.exact if header.mode is Mode.EXACT else None,
-                adapted=state.adapted,
-                live=state.live,
                 differences=tuple(state.differences),
-                masked=state.masked,
                 same_folder=prefix is not None,
                 recording=str(gateway.recording_path(session)),
-                status=trajectory.status,
-                reward=trajectory.reward,
                 recorded_reward=recorded.result.reward if recorded.result else None,
-                failure=trajectory.failure,
             )
 
         async with gateway:

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from tugline import log
-from tugline.errors import TuglineError
+from tugline.errors import TuglineError, UsageError
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import make, pack_options
@@ -30,11 +30,15 @@ class Parts:
         self._reports: dict[str, asyncio.Task[None]] = {}
 
     def check(self, task: Task) -> None:
-        """Make every plug-in that `task` names."""
-        self.harness(task.harness)
-        self.runtime(task.runtime)
-        self.evaluator(task.evaluator)
-        self.builder(task.builder)
+        """Make every plug-in that `task` names. Raises one error for all that cannot be made."""
+        problems: list[UsageError] = []
+        for kind in ("harness", "runtime", "evaluator", "builder"):
+            try:
+                getattr(self, kind)(getattr(task, kind))
+            except UsageError as error:
+                problems.append(error)
+        if problems:
+            raise UsageError.combine(problems)
 
     def harness(self, spec: PluginSpec) -> Harness:
         """The agent program."""

@@ -30,6 +30,7 @@ from tugline.rollout.stages import StageSlots, classify, make_failure, make_tota
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
+from tugline.schema import copy_fields
 from tugline.traces.base import Built
 from tugline.types import (
     Call,
@@ -136,9 +137,7 @@ class _Rollout:
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
         """INIT: install the harness, open sandbox and gateway (until `model` closes)."""
         async with self._stage(Status.INIT):
-            # Not part of init_s: a first installation may take minutes.
-            async with asyncio.timeout(self.slots.install_s):
-                await self._install()
+            await self._install()
             async with asyncio.timeout(self.task.limits.init_s):
                 await self.parts.report_weaknesses(self.task.runtime)
                 opening = self.sandboxes.open_agent(self.harness.mounts)
@@ -223,16 +222,7 @@ class _Rollout:
         trajectory = self._make_trajectory(end)
         if not self.recording:
             return trajectory
-        result = RecordedResult(
-            status=trajectory.status,
-            builder=self.task.builder.name,
-            ledger=trajectory.ledger,
-            reward=trajectory.reward,
-            report=trajectory.report,
-            failure=trajectory.failure,
-            spent=trajectory.spent,
-            seconds=trajectory.seconds,
-        )
+        result = copy_fields(RecordedResult, trajectory, builder=self.task.builder.name)
         try:
             await self.gateway.write_result(self.session.id, result)
         except errors.CaptureError as error:
@@ -275,12 +265,15 @@ class _Rollout:
             self.seconds[current.value] = time.monotonic() - began
 
     async def _install(self) -> None:
+        """Part of neither `init_s` nor `total_s`: a first installation may take minutes."""
+        self.slots.cancel_scope.pause()
         try:
-            await self.harness.install()
-        except (
-            errors.UsageError
-        ) as error:  # such as a missing Node: the node's failure, not the task's
+            async with asyncio.timeout(self.slots.install_s):
+                await self.harness.install()
+        except errors.UsageError as error:  # such as a missing Node: the node's, not the task's
             raise errors.HarnessError(str(error)) from error
+        finally:
+            self.slots.cancel_scope.resume()
 
     def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Opened]:
         return self.gateway.open(

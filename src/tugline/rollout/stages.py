@@ -7,7 +7,6 @@
 import asyncio
 import contextlib
 import errno
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,37 +15,37 @@ from tugline import errors
 from tugline.sandbox.base import PausableTimeout
 from tugline.types import HANDLING, Cause, Failure, Status
 
+_NO_LIMIT_S = 1e9
 
-class CancelScope:
-    """Ends the current stage of a session on request, or when `total_s` is over."""
+
+class CancelScope(PausableTimeout):
+    """Ends the current stage of a session on request, or when `total_s` is over.
+
+    The time passes from the first stage on, between stages too, and stands still while paused.
+    """
 
     def __init__(self, total_s: float | None = None) -> None:
+        super().__init__(_NO_LIMIT_S if total_s is None else total_s)
         self.cancelled = False
         self.timed_out = False
         """Whether `total_s` was the reason."""
-        self._deadline = None if total_s is None else time.monotonic() + total_s
-        self._timeouts: set[asyncio.Timeout] = set()
 
     def cancel(self) -> None:
         """End the current stage and every later one; recorded calls are kept."""
         self.cancelled = True
-        now = asyncio.get_running_loop().time()
-        for timeout in self._timeouts:
-            if not timeout.expired():
-                timeout.reschedule(now)
+        self.limit_s = 0.0
+        self.resume()
 
     @contextlib.asynccontextmanager
     async def enforce(self) -> AsyncIterator[None]:
         """Raise `TimeoutError` in the block once the scope is cancelled or `total_s` is over."""
-        left = None if self._deadline is None else self._deadline - time.monotonic()
-        async with asyncio.timeout(0 if self.cancelled else left) as timeout:
-            self._timeouts.add(timeout)
-            try:
+        try:
+            async with super().enforce():
                 yield
-            finally:
-                self._timeouts.discard(timeout)
-                if timeout.expired() and not self.cancelled:
-                    self.cancelled = self.timed_out = True
+        except TimeoutError:
+            if not self.cancelled and self.elapsed >= self.limit_s:
+                self.cancelled = self.timed_out = True
+            raise
 
 
 class StageSlots:

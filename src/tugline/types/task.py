@@ -64,7 +64,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_sampled_tokens: Count | None = None
     """Tokens a session may sample."""
     total_s: Annotated[float, Meta(gt=0, le=4 * _WEEK_S)] | None = None
-    """Seconds from INIT to the end of EVAL, including time spent waiting: a safety net."""
+    """Seconds from INIT to the end of EVAL, with waiting and without installing: a safety net."""
     calls_s: Seconds | None = None
     """Seconds after the first model call during which further calls are accepted."""
 
