@@ -7,6 +7,7 @@ import io
 import json
 import sqlite3
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,11 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
     log_steps(tmp_path / "run", PluginSpec("wandb", options), steps=(1, 2), after=0)
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = run.glob("*.wandb")
-    written = file.read_bytes()
-    assert b"alarm/no_signal" in written
-    assert f"step 2: {CAUSE}".encode() in written
+    wanted = (b"alarm/no_signal", f"step 2: {CAUSE}".encode())
+    deadline = time.monotonic() + 20  # a process of W&B's own writes the file
+    while not all(text in file.read_bytes() for text in wanted):
+        assert time.monotonic() < deadline, file.read_bytes()[:2000]
+        time.sleep(0.02)
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ class Batch:
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=mask,
             position_ids=seen,
-            past_key_values=self._pool,
+            cache=self._pool,
             use_cache=True,
             logits_to_keep=1,
         )
@@ -351,7 +351,7 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
     """A pool of the shape that the model's own cache has. Raises `UsageError` where none fits."""
     with torch.inference_mode():
         probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    layers = getattr(probe.past_key_values, "layers", [])
+    layers = getattr(probe.cache, "layers", [])
     kinds = {type(layer).__name__ for layer in layers}
     shapes = {
         tuple(tensor.shape[1::2]) for layer in layers for tensor in (layer.keys, layer.values)

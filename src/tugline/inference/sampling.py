@@ -99,7 +99,7 @@ def score(model: PreTrainedModel, ids: Ids, temperature: float) -> Logprobs:
     parts = []
     for start in range(0, len(ids) - 1, SCORED_TOGETHER):
         piece = whole[start : min(start + SCORED_TOGETHER, len(ids) - 1)]
-        logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True).logits[0]
+        logits = model(input_ids=piece[None], cache=cache, use_cache=True).logits[0]
         rows = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
         following = whole[start + 1 : start + 1 + len(piece)]
         parts.append(rows.gather(1, following[:, None])[:, 0].cpu().numpy())
