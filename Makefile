@@ -6,12 +6,12 @@ STAMP := .venv/.ready
 SPREAD := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml tools/setup.py
+$(STAMP): pyproject.toml constraints.txt tools/setup.py
 	@$(PYTHON) tools/setup.py
 	@touch $@
 
@@ -95,6 +95,10 @@ console: $(STAMP) ## rebuild the files of the browser console (needs Node; they 
 	@cd console && npm ci --silent
 	@$(BIN)/python -c "from tugline.server.http import app; print(app.openapi.document(app.ROUTES).decode())" > console/openapi.json
 	@cd console && npm run --silent types >/dev/null && npm run --silent check && npm run --silent build
+
+lock: $(STAMP) ## constraints.txt with the newest versions; run every suite before you commit it
+	@$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[train,demo,dev]"
+	@$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean: ## remove the environment and every cache in this folder
 	@rm -rf .venv dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

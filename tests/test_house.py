@@ -213,11 +213,25 @@ def test_every_error_is_documented() -> None:
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_every_dependency_has_its_reason() -> None:
-    """docs/dependencies.md and pyproject.toml name the same libraries."""
+def _declared() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    declared = {Requirement(text).name for group in groups for text in group} - {"tugline"}
+    declared = [Requirement(text) for group in groups for text in group]
+    return [requirement for requirement in declared if requirement.name != "tugline"]
+
+
+def test_the_pinned_versions_are_allowed() -> None:
+    """constraints.txt pins each library of pyproject.toml, to a version that it allows."""
+    pins = dict(line.lower().split("==") for line in (ROOT / "constraints.txt").open())
+    names = [(each, each.name.lower().replace("_", "-")) for each in _declared()]
+    assert [name for _, name in names if name not in pins] == []
+    wrong = [name for each, name in names if not each.specifier.contains(pins[name].strip())]
+    assert wrong == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """docs/dependencies.md and pyproject.toml name the same libraries."""
+    declared = {requirement.name for requirement in _declared()}
     page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w.-]+)`", page, re.MULTILINE)) == declared
 

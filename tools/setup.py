@@ -3,7 +3,8 @@
 Needs nothing but Python's standard library. The CPU build of torch is preferred, because the
 default build for Linux brings several GB of CUDA libraries: one pip call finds it among local
 wheels or on PyTorch's CPU index. Only where neither has it is the default build taken. Every
-network wait is short, so an unreachable index costs seconds.
+network wait is short, so an unreachable index costs seconds. Versions are those of
+``constraints.txt``, with which the tests ran; `make lock` brings it up to date.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+LOCK = ROOT / "constraints.txt"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 TORCH = "2.13.0"
@@ -72,7 +74,8 @@ def install_torch() -> None:
 def install_tugline() -> None:
     """Install this checkout, editable, with everything that the demo and the tests need."""
     say("installing tugline[train,demo,dev] (about 300 MB; a minute or two)")
-    if not pip("install", *PATIENCE, "--editable", f"{ROOT}[train,demo,dev]"):
+    lock = ("--constraint", str(LOCK))
+    if not pip("install", *PATIENCE, *lock, "--editable", f"{ROOT}[train,demo,dev]"):
         give_up()
 
 
