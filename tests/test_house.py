@@ -23,6 +23,7 @@ import msgspec
 import pytest
 from config_table import describe
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tugline import errors
 from tugline.cli.app import COMMANDS
@@ -222,10 +223,10 @@ def _declared() -> list[Requirement]:
 
 def test_the_pinned_versions_are_allowed() -> None:
     """constraints.txt pins each library of pyproject.toml, to a version that it allows."""
-    pins = dict(line.lower().split("==") for line in (ROOT / "constraints.txt").open())
-    names = [(each, each.name.lower().replace("_", "-")) for each in _declared()]
-    assert [name for _, name in names if name not in pins] == []
-    wrong = [name for each, name in names if not each.specifier.contains(pins[name].strip())]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(name): version for name, version in (x.split("==") for x in lines)}
+    found = [(each, pins.get(canonicalize_name(each.name))) for each in _declared()]
+    wrong = [each.name for each, pin in found if pin is None or not each.specifier.contains(pin)]
     assert wrong == []
 
 
