@@ -10,7 +10,8 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra, print_json
+from tugline.cli.options import Json, Resume, TrainingFolder, name_missing_extra
+from tugline.cli.output import print_json
 from tugline.cli.train import choose_folder, keep_resumable
 
 _SETTINGS = (

@@ -11,10 +11,10 @@ import msgspec
 from cyclopts import Parameter
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
 from tugline.cli import up
-from tugline.cli.options import Count, Json, save_report
+from tugline.cli.options import Count, Json
+from tugline.cli.output import make_table, print_text, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
@@ -81,12 +81,11 @@ def read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
 
 
 def _print(report: EvaluationReport) -> None:
-    table = Table(box=None, show_header=False)
     rows = [*summarize(report.evaluation)]
     if report.change is not None:
         change = report.change
         rows.append(("change of pass@1", format_estimate(change.difference)))
         rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+    table = make_table(("", ""), rows)
+    table.show_header = False
+    print_text(table)

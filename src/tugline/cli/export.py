@@ -4,14 +4,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_report
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
+from tugline.cli.output import format_counts, make_table, print_report, print_text
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
@@ -19,7 +19,6 @@ from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, ru
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
-_NONE = "-"
 _SUM = 1e-6
 
 
@@ -148,21 +147,16 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
 
 
 def _show(summary: ExportSummary) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table("file", *("tasks", "sessions", "rows", "tokens", "trained"), box=None)
-    for one in summary.files.values():
-        counts = (one.tasks, one.sessions, one.rows, one.tokens, one.trained)
-        table.add_row(one.path, *(f"{count:,}" for count in counts))
-    console.print(table)
-    left, rows = _format_counts(summary.left_out), _format_counts(summary.rows_left_out)
-    console.print(
-        f"{summary.exported} of {summary.recordings} sessions; left out: {left}", markup=False
+    numbers = ("tasks", "sessions", "rows", "tokens", "trained")
+    rows = (
+        (file.path, *(f"{getattr(file, name):,}" for name in numbers))
+        for file in summary.files.values()
+    )
+    left = format_counts(summary.left_out) or "-"
+    print_text(
+        make_table(("file", *numbers), rows),
+        f"{summary.exported} of {summary.recordings} sessions; left out: {left}",
     )
     if summary.rows_left_out:
-        console.print(f"of these, rows left out: {rows}", markup=False)
-    for error in summary.errors:
-        Console(stderr=True).print(error, markup=False, soft_wrap=True)
-
-
-def _format_counts(counts: dict[Any, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or _NONE
+        print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
+    print_text(*summary.errors, stderr=True)

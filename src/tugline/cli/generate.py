@@ -17,11 +17,11 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
 from tugline.cli import up
 from tugline.cli.eval import read_tags
-from tugline.cli.options import Count, Json, save_report
+from tugline.cli.options import Count, Json
+from tugline.cli.output import make_table, print_text, save_report
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
@@ -151,11 +151,17 @@ def _write_set(out: Path, report: GenerationReport, accepted: Sequence[Path]) ->
 
 
 def _print(report: GenerationReport) -> None:
-    table = Table("tag", *Figures.__struct_fields__, box=None)
-    for name, one in report.tags.items():
-        share = f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})"
-        counts = (f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens))
-        table.add_row(name, str(one.sessions), share, *counts, f"{one.cost:.4g}")
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(", ".join(f"{rows} rows in {name}" for name, rows in report.files.items()))
+    rows = (
+        (
+            name,
+            one.sessions,
+            f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})",
+            *(f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens)),
+            f"{one.cost:.4g}",
+        )
+        for name, one in report.tags.items()
+    )
+    print_text(
+        make_table(("tag", *Figures.__struct_fields__), rows),
+        ", ".join(f"{rows} rows in {name}" for name, rows in report.files.items()),
+    )

@@ -15,7 +15,8 @@ from rich.table import Table
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
-from tugline.cli.options import Json, make_new_folder, print_report
+from tugline.cli.options import Json, make_new_folder
+from tugline.cli.output import print_report
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset

@@ -3,7 +3,6 @@
 Exit code 0 if every recording gave a trajectory, 1 if one could not be read or built.
 """
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_report
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import print_report, print_text
 from tugline.errors import UsageError
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.types import PluginSpec
@@ -56,9 +56,8 @@ def rebuild(
             salvage=salvage,
             on_file=lambda: progress.advance(bar),
         )
-    print_report(index, lambda: _show(index, out), as_json=as_json)
-    if any(entry.error for entry in index.entries):
-        sys.exit(1)
+    failed = any(entry.error for entry in index.entries)
+    print_report(index, lambda: _show(index, out), as_json=as_json, failed=failed)
 
 
 def parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
@@ -95,16 +94,14 @@ def _parse_value(text: str) -> Any:
 
 
 def _show(index: Index, out: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
     built = [entry for entry in index.entries if entry.file]
     for entry in index.entries:
         if entry.error or entry.note:
-            console.print(f"{entry.recording}: {entry.error or entry.note}", markup=False)
-    console.print(
+            print_text(f"{entry.recording}: {entry.error or entry.note}")
+    print_text(
         f"{len(built)} of {len(index.entries)} recordings to {out}/{INDEX}: "
         f"{sum(entry.traces for entry in built)} traces, "
         f"{sum(entry.tokens for entry in built)} tokens, "
         f"{sum(entry.ledger.trained for entry in built)} of "
-        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained",
-        markup=False,
+        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained"
     )

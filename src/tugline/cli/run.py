@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from tugline.cli import up
-from tugline.cli.options import Json, make_bar, print_json
+from tugline.cli.options import Json
+from tugline.cli.output import make_bar, print_json
 from tugline.cli.task import Paths
 from tugline.datasets.files import load_tasks
 from tugline.launch.local import run_in_folder

@@ -12,7 +12,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.progress import TextColumn, TimeElapsedColumn
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, make_bar, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import make_bar, print_json
 from tugline.cli.status import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import Client

@@ -21,7 +21,8 @@ from rich.progress import TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tugline.cli.options import Count, Json, Required, make_bar, print_json
+from tugline.cli.options import Count, Json, Required
+from tugline.cli.output import make_bar, print_json
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather
 from tugline.errors import ConfigError, UsageError

@@ -17,14 +17,8 @@ import uvloop
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import (
-    INTERRUPTED,
-    Json,
-    Resume,
-    TrainingFolder,
-    name_missing_extra,
-    save_report,
-)
+from tugline.cli.options import INTERRUPTED, Json, Resume, TrainingFolder, name_missing_extra
+from tugline.cli.output import save_report
 from tugline.errors import UsageError
 
 RUNS = Path("runs")

@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED, Json, print_json
+from tugline.cli.options import INTERRUPTED, Json
+from tugline.cli.output import print_json
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
