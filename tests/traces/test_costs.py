@@ -1,4 +1,4 @@
-"""What building costs by the length of a session; `tugline bench trajectories` has the figures."""
+"""What building costs by the length of a session; `python benchmarks/trajectories/run.py` has the figures."""
 
 from __future__ import annotations
 
