@@ -60,8 +60,8 @@ def eval(  # noqa: A001 - the name of the command
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, local, out, console)
-    attempts = [to_attempt(view) for view in progress.views]
+    views = run_with_progress(tasks, local, out, console)
+    attempts = [to_attempt(view) for view in views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=read_tags(tasks)),
         compare(attempts, before) if before is not None else None,

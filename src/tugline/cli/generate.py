@@ -89,8 +89,8 @@ def generate(
     condition = _parse_condition(accept)
     tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, local, out, console)
-    report, accepted = _read_run(out, progress.views, read_tags(tasks), condition)
+    views = run_with_progress(tasks, local, out, console)
+    report, accepted = _read_run(out, views, read_tags(tasks), condition)
     for one in report.tags.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
     _write_set(out, report, accepted)

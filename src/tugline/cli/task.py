@@ -18,7 +18,6 @@ import msgspec
 from cyclopts import App, Parameter
 from msgspec.structs import replace
 from rich.console import Console
-from rich.progress import TimeElapsedColumn
 from rich.text import Text
 
 from tugline.cli.options import Count, Json, Required
@@ -209,11 +208,8 @@ async def _check_all(
     earlier = _read_results(out) if out else {}
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     slots = asyncio.Semaphore(jobs)
-    with (
-        tempfile.TemporaryDirectory(prefix="tugline-") as folder,
-        make_bar(console, TimeElapsedColumn()) as bar,
-    ):
-        line = bar.add_task("tasks", total=len(found))
+    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, make_bar(console) as bar:
+        line = bar.add_task("tasks", total=len(found), summary="")
 
         async def check_one(number: int, one: Task, selected: SelectedTasks | None) -> TaskCheck:
             async with slots:
