@@ -42,7 +42,8 @@ COMMANDS = {
     "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
 }
 """Each is a function, or a group of commands, of this name."""
-MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up", "sft": "train"}
+MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up"}
+MODULES |= {"demo": "train", "sft": "train"}
 """Where it is not in a module of its own name."""
 
 

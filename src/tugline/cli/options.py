@@ -23,10 +23,6 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Required = Annotated[str, Parameter(required=True)]
 """A positional argument of which at least one must be given."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
-TrainingFolder = Annotated[
-    Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
-]
-Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last one.")]
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
 
@@ -92,13 +88,3 @@ def make_new_folder(keep: Path) -> None:
         keep.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"cannot make {keep}: {error.strerror}; choose another --keep") from error
-
-
-@contextlib.contextmanager
-def name_missing_extra(extra: str) -> Iterator[None]:
-    """Raise `UsageError` with the extra to install if one of its packages is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"this command needs {error.name}: pip install 'tugline[{extra}]'"
-        raise UsageError(msg) from error
