@@ -1,28 +1,52 @@
-"""``tugline run``: run tasks without a server, results in a folder; the same command resumes.
+"""``tugline run``, ``eval`` and ``generate``: run tasks without a server, results in a folder.
 
-Progress goes to stderr, so that stdout has only the output of ``--json``. Exit code 1 if sessions
-failed because of this machine's infrastructure, or if all of them failed.
+The same command resumes. Progress goes to stderr, so that stdout has only a report. `run` ends with
+exit code 1 if sessions failed because of this machine's infrastructure, or if all of them failed.
+`generate` writes its set anew from the recordings each time, so another ``--accept`` costs no call.
 """
 
 import asyncio
+import contextlib
+import math
+import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from msgspec.structs import replace
 from rich.console import Console
 
 from tugline.cli import up
-from tugline.cli.options import Json
-from tugline.cli.output import SessionProgress, print_json
+from tugline.cli.options import Count, Json
+from tugline.cli.output import SessionProgress, make_table, print_json, print_text, save_report
 from tugline.cli.task import Paths
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
+from tugline.errors import UsageError
+from tugline.exports.base import make_exporter
+from tugline.exports.pipeline import Export
+from tugline.exports.pipeline import run as export
 from tugline.launch.local import run_in_folder
 from tugline.launch.server import handle_signals
 from tugline.protocol import ResultView
-from tugline.types import Boundary, Task
+from tugline.recording.file import read
+from tugline.recording.folder import list_recordings
+from tugline.trainers import evaluation
+from tugline.types import Boundary, PluginSpec, Task
 
+EVALUATION = "evaluation.json"
+GENERATION = "generation.json"
+FILES = {
+    "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
+    "traces.parquet": PluginSpec("parquet"),
+}
+"""What `tugline sft` reads; traces only where there are token ids and pyarrow."""
 _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
 
 
@@ -87,3 +111,165 @@ def _print_failures(console: Console, views: Sequence[ResultView]) -> Counter[Bo
         session, first = next(pair for pair in failures if pair[1].boundary is boundary)
         console.print(f"[yellow]{count} failed in the {boundary}[/]; {session}: {first.message}")
     return counts
+
+
+def eval(  # noqa: A001 - the name of the command
+    *paths: Paths,
+    out: Path,
+    k: Count = 1,
+    earlier: Annotated[Path | None, Parameter("--compare")] = None,
+    local: up.NodeOptions = up.DEFAULT_NODE,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        k: Sessions per task, for pass@1 to pass@k.
+        earlier: Folder of an earlier run of the same tasks.
+    """
+    tasks = [replace(task, samples=k) for task in load_tasks(paths)]
+    before = evaluation.read_attempts(earlier) if earlier else None
+    console = Console(stderr=True, highlight=False)
+    views = run_with_progress(tasks, local, out, console)
+    attempts = [evaluation.to_attempt(view) for view in views]
+    found = evaluation.evaluate(attempts, k=k, tags=_read_tags(tasks))
+    change = evaluation.compare(attempts, before) if before is not None else None
+    save_report(out / EVALUATION, {"evaluation": found, "change": change}, as_json=as_json)
+    if as_json:
+        return
+    rows = [*evaluation.summarize(found)]
+    if change is not None:
+        rows.append(("change of pass@1", evaluation.format_estimate(change.difference)))
+        rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
+    table = make_table(("", ""), rows)
+    table.show_header = False
+    print_text(table)
+
+
+def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
+    """Return the tags of each task, but for those that name it."""
+    own = {INSTANCE, SPLIT, TASKSET}
+    return {
+        task.id: {name: value for name, value in task.tags.items() if name not in own}
+        for task in tasks
+    }
+
+
+# --------------------------------------------------------------------------- sets for `tugline sft`
+class Figures(msgspec.Struct, kw_only=True):
+    """Totals of some sessions; those that failed and repeated attempts cost tokens, too."""
+
+    sessions: int = 0
+    accepted: int = 0
+    failed: int = 0
+    """Sessions without a reward."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cost: float = 0.0
+    """At the prices given."""
+
+
+Price = Annotated[float, Parameter(validator=Number(gte=0))]
+
+
+def generate(
+    *paths: Paths,
+    out: Path,
+    samples: Count | None = None,
+    accept: str = "reward>=1",
+    price_in: Price = 0.0,
+    price_out: Price = 0.0,
+    local: up.NodeOptions = up.DEFAULT_NODE,
+    as_json: Json = False,
+) -> None:
+    """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        samples: Sessions per task (default: those of the task).
+        accept: Least reward, or least part of it: 'passed>=2'.
+        price_in: Price of a million prompt tokens.
+        price_out: Price of a million sampled tokens.
+    """
+    condition = _parse_condition(accept)
+    tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
+    console = Console(stderr=True, highlight=False)
+    views = run_with_progress(tasks, local, out, console)
+    totals, accepted = _read_run(out, views, _read_tags(tasks), condition)
+    for one in totals.values():
+        one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
+    rows = _write_set(out, accepted)
+    save_report(out / GENERATION, {"tags": totals, "files": rows}, as_json=as_json)
+    if not as_json:
+        _print_figures(totals, rows)
+    if not accepted:
+        console.print(f"nothing was accepted; see why with: tugline view {out}")
+        sys.exit(1)
+
+
+def _parse_condition(text: str) -> tuple[str, float]:
+    """Return a part of the reward and its least value. Raises `UsageError`."""
+    match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
+    if match is None:
+        raise UsageError(f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'")
+    return match[1], float(match[2])
+
+
+def _read_run(
+    out: Path,
+    views: Sequence[ResultView],
+    tags: Mapping[str, Mapping[str, str]],
+    condition: tuple[str, float],
+) -> tuple[dict[str, Figures], list[Path]]:
+    """Count by tag what the sessions of `views` used; return also the accepted recordings."""
+    totals, accepted, (part, least) = {"all": Figures()}, [], condition
+    figures: dict[str, list[Figures]] = {}
+    for view in views:
+        names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]
+        figures[view.session] = [totals.setdefault(name, Figures()) for name in names]
+        for one in figures[view.session]:
+            one.sessions += 1
+            one.failed += view.reward is None
+    for path in list_recordings(out):
+        recording = read(path, bodies=False)
+        own = figures.get(recording.header.session.id, []) if recording.header else []
+        reward = recording.result.reward if own and recording.result else None
+        values = {**reward.parts, "reward": reward.value} if reward else {}
+        taken = values.get(part, -math.inf) >= least
+        accepted += [path] * taken
+        for one in own:
+            one.accepted += taken
+            for call in recording.calls:
+                one.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
+                one.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
+    return totals, accepted
+
+
+def _write_set(out: Path, accepted: Sequence[Path]) -> dict[str, int]:
+    """Write each file of the set that has rows, in place of earlier ones; return their numbers."""
+    rows = {}
+    for name, form in FILES.items():
+        (out / name).unlink(missing_ok=True)
+        with contextlib.suppress(UsageError):  # there is no row for it, or no pyarrow
+            plan = Export(exporter=make_exporter(form), out=out / name)
+            summary = export(plan, accepted, lambda *_: None)
+            rows[name] = sum(file.rows for file in summary.files.values())
+    return rows
+
+
+def _print_figures(totals: Mapping[str, Figures], rows: Mapping[str, int]) -> None:
+    lines = (
+        (
+            name,
+            one.sessions,
+            f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})",
+            *(f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens)),
+            f"{one.cost:.4g}",
+        )
+        for name, one in totals.items()
+    )
+    print_text(
+        make_table(("tag", *Figures.__struct_fields__), lines),
+        ", ".join(f"{count} rows in {name}" for name, count in rows.items()),
+    )
