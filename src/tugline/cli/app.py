@@ -43,7 +43,7 @@ COMMANDS = {
 }
 """Each is a function, or a group of commands, of this name."""
 MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up"}
-MODULES |= {"demo": "train", "eval": "run", "generate": "run", "sft": "train"}
+MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
 """Where it is not in a module of its own name."""
 
 

@@ -1,21 +1,26 @@
-"""``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
+"""``tugline export`` and ``rebuild``: recorded sessions as files that trainers read.
 
+`rebuild` builds trajectories, byte for byte the same; exit code 1 if one could not be built.
+"""
+
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
 from tugline.cli.output import format_counts, make_table, print_report, print_text
-from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
+from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
@@ -48,7 +53,7 @@ class Filters:
         """Parse the conditions of sessions. Raises `UsageError`."""
         return Selection(
             status=_parse_names(self.status, Status, "--status"),
-            tags=parse_pairs(self.tag, "--tag"),
+            tags=_parse_pairs(self.tag, "--tag"),
             min_reward=self.min_reward,
             dedupe=self.dedupe,
             best_of=self.best_of,
@@ -93,11 +98,11 @@ def export(
         force: Overwrite what is there.
     """
     plan = Export(
-        exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
+        exporter=make_exporter(PluginSpec(form, _parse_options(given, "--with"))),
         out=out,
         selection=which.select_sessions(),
         filter=which.select_traces(),
-        builder=parse_builder(builder, option),
+        builder=_parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,
     )
@@ -118,6 +123,46 @@ def _run(plan: Export, paths: list[Path]) -> ExportSummary:
         )
 
 
+def rebuild(
+    session: str,
+    /,
+    *,
+    out: Path,
+    builder: str | None = None,
+    option: list[str] | None = None,
+    salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Build trajectories from recorded sessions alone, for a trainer to load.
+
+    Args:
+        session: A recording file, a folder of them, or the id of a session.
+        out: New folder for <session>.traj and index.json.
+        builder: Builder to use (default: the one of each task).
+        option: key=value for the builder; may be given again.
+        salvage: Build what comes before the damage of a broken file.
+    """
+    root, spec = Path(session), _parse_builder(builder, option)
+    console = Console(stderr=True)
+    with (
+        remote.find_recordings(session) as paths,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        bar = progress.add_task("rebuilding", total=len(paths))
+        index = rebuild_all(
+            paths,
+            root if root.is_dir() else paths[0].parent,
+            out,
+            spec,
+            salvage=salvage,
+            on_file=lambda: progress.advance(bar),
+        )
+    failed = any(entry.error for entry in index.entries)
+    print_report(index, lambda: _show_index(index, out), as_json=as_json, failed=failed)
+
+
+# --------------------------------------------------------------------------- values of options
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -132,7 +177,7 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     if text is None:
         return None
     try:
-        shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
+        shares = {k: float(v) for k, v in _parse_pairs(text.split(","), "--split").items()}
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
@@ -146,6 +191,40 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     return Split(shares=shares, seed=seed)
 
 
+def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
+    """Parse ``--builder`` and its ``--option key=value``."""
+    given = _parse_options(options, "--option")
+    if name is None:
+        if given:
+            msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
+            raise UsageError(msg)
+        return None
+    return PluginSpec(name, given)
+
+
+def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
+    """Parse ``key=value`` options of a plug-in; values are JSON where they parse, else text."""
+    return {key: _parse_value(text) for key, text in _parse_pairs(texts, flag).items()}
+
+
+def _parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
+    """Parse ``key=value`` texts of a repeatable flag. Raises `UsageError`."""
+    pairs = {}
+    for text in texts or ():
+        key, equals, pairs[key] = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{flag} {text!r} must be key=value")
+    return pairs
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+# --------------------------------------------------------------------------- on the terminal
 def _show(summary: ExportSummary) -> None:
     numbers = ("tasks", "sessions", "rows", "tokens", "trained")
     rows = (
@@ -160,3 +239,17 @@ def _show(summary: ExportSummary) -> None:
     if summary.rows_left_out:
         print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
     print_text(*summary.errors, stderr=True)
+
+
+def _show_index(index: Index, out: Path) -> None:
+    built = [entry for entry in index.entries if entry.file]
+    for entry in index.entries:
+        if entry.error or entry.note:
+            print_text(f"{entry.recording}: {entry.error or entry.note}")
+    print_text(
+        f"{len(built)} of {len(index.entries)} recordings to {out}/{INDEX}: "
+        f"{sum(entry.traces for entry in built)} traces, "
+        f"{sum(entry.tokens for entry in built)} tokens, "
+        f"{sum(entry.ledger.trained for entry in built)} of "
+        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained"
+    )

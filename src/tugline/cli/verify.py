@@ -6,8 +6,7 @@ Exit code 0 if every check that could be made passed, 1 if one failed or a recor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rich.console import Console, RenderableType
-from rich.progress import track
+from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -33,8 +32,6 @@ _VERDICTS = {
     VerifyVerdict.FAIL: "red",
     VerifyVerdict.UNCHECKED: "yellow",
 }
-_MANY = 20
-"""Sessions from which on progress is shown."""
 
 
 async def verify(
@@ -61,8 +58,7 @@ async def verify(
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
-        quiet, console = len(paths) < _MANY, Console(stderr=True)
-        for path in track(paths, "verifying", console=console, transient=True, disable=quiet):
+        for path in paths:
             reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
             if not as_json:
                 _show(reports[-1])
