@@ -6,9 +6,8 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -32,8 +31,8 @@ _SUM = 1e-6
 class Filters:
     """Which sessions and traces are exported."""
 
-    status: str | None = None
-    """Only sessions that ended so, such as completed,timed_out."""
+    status: list[Status] | None = None
+    """Only sessions that ended so; repeatable."""
     tag: _Texts = None
     """Only tasks with this tag, key=value; repeatable."""
     min_reward: float | None = None
@@ -42,8 +41,8 @@ class Filters:
     """Only this many of the best sessions of each task."""
     dedupe: bool = False
     """Of sessions of a task that say the same, the first."""
-    kind: str | None = None
-    """Only traces of these kinds, such as main,subagent."""
+    kind: list[TraceKind] | None = None
+    """Only traces of this kind; repeatable."""
     exact_only: bool = False
     """Only traces in the exact context of sampling."""
     max_length: Count | None = None
@@ -52,7 +51,7 @@ class Filters:
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
         return Selection(
-            status=_parse_names(self.status, Status, "--status"),
+            status=frozenset(self.status or ()),
             tags=_parse_pairs(self.tag, "--tag"),
             min_reward=self.min_reward,
             dedupe=self.dedupe,
@@ -61,8 +60,7 @@ class Filters:
 
     def select_traces(self) -> TraceFilter:
         """Parse the conditions of traces. Raises `UsageError`."""
-        kinds = _parse_names(self.kind, TraceKind, "--kind")
-        return TraceFilter(kinds, self.exact_only, self.max_length)
+        return TraceFilter(frozenset(self.kind or ()), self.exact_only, self.max_length)
 
 
 ALL = Filters()
@@ -163,16 +161,6 @@ def rebuild(
 
 
 # --------------------------------------------------------------------------- values of options
-E = TypeVar("E", bound=StrEnum)
-
-
-def _parse_names(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
-    try:
-        return frozenset(kind(word.strip()) for word in text.split(",")) if text else frozenset()
-    except ValueError as error:
-        raise UsageError(f"{flag} {text!r}: {error}; known: {', '.join(kind)}") from error
-
-
 def _parse_split(text: str | None, seed: int) -> Split | None:
     if text is None:
         return None

@@ -74,34 +74,35 @@ async def _list_items() -> list[InventoryItem]:
 
     Reads all files, about half a gigabyte a second.
     """
-    harnesses = [await _inspect_harness(name) for name in list_names("harness")]
-    listed = {f"{item.name}-{item.version}" for item in harnesses}
-    folders = sorted(path for path in install_dir().glob("*-*") if read_manifest(path))
-    others = [await _inspect_folder(path.name) for path in folders if path.name not in listed]
-    return harnesses + others
+    names = list_names("harness")
+    items = [await _inspect(name, _find_version(name), pinned=True) for name in names]
+    listed = {f"{item.name}-{item.version}" for item in items}
+    for path in sorted(install_dir().glob("*-*")):
+        if read_manifest(path) and path.name not in listed:
+            name, _, version = path.name.partition("-")
+            items.append(await _inspect(name, version, pinned=False if name in names else None))
+    return items
 
 
-async def _inspect_harness(name: str) -> InventoryItem:
+def _find_version(name: str) -> str | None:
+    """The version that tasks get by default; None where the program is the user's own."""
     try:
-        harness = find("harness", name)()
+        version: str | None = find("harness", name)().version
     except TypeError:  # its program is an option without a default
-        return InventoryItem(name=name, version=None, pinned=True, installed=False)
-    if not isinstance(harness, Preset):
-        return InventoryItem(name=name, version=harness.version, pinned=True, installed=False)
-    item = await _inspect_folder(harness.package.folder.name)
-    return msgspec.structs.replace(item, pinned=True)
+        return None
+    return version
 
 
-async def _inspect_folder(folder: str) -> InventoryItem:
-    name, _, version = folder.partition("-")
-    manifest = read_manifest(install_dir() / folder)
+async def _inspect(name: str, version: str | None, *, pinned: bool | None) -> InventoryItem:
+    folder = install_dir() / f"{name}-{version}"
+    manifest = read_manifest(folder)
     return InventoryItem(
         name=name,
         version=version,
-        pinned=False if name in list_names("harness") else None,
+        pinned=pinned,
         installed=manifest is not None,
         bytes=manifest.bytes if manifest else 0,
-        sound=await _is_sound(install_dir() / folder),
+        sound=await _is_sound(folder),
     )
 
 
