@@ -59,8 +59,12 @@ def replay(
     with remote.find_recording(session) as path:
         recorded = RecordedSession.load(path, tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
-    live = _make_live(recorded, fork_at, engine, (samples, slots))
-    keep = _make_folder(keep, recorded, live)
+    live = None
+    if fork_at is not None or engine is not None or samples > 1:
+        live = _make_live(recorded, fork_at, engine, samples, slots)
+        keep = keep or _choose_folder(f"{recorded.header.session.id}-at{live.at}")
+    if keep is not None:
+        make_new_folder(keep)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
         Console(stderr=True).status(f"running {recorded.header.task.harness.name}"),
@@ -77,11 +81,9 @@ def replay(
 
 
 def _make_live(
-    recorded: RecordedSession, at: str | None, engine: str | None, many: tuple[int, int]
-) -> Live | None:
-    """Make the fork that the options name; None for a plain replay."""
-    if at is None and engine is None and many[0] == 1:
-        return None
+    recorded: RecordedSession, at: str | None, engine: str | None, samples: int, slots: int
+) -> Live:
+    """Make the fork that the options name. Raises `UsageError`."""
     if at is None or engine is None:
         raise UsageError("--fork-at and --engine go together, and --samples with them")
     if at != _LAST and not at.isdecimal():
@@ -89,18 +91,12 @@ def _make_live(
     number = len(recorded.calls) if at == _LAST else int(at)
     source = asyncio.run(connect([engine], mode=recorded.header.mode))
     earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")
-    return Live(source, number, *many, first=len(list(earlier)))
+    return Live(source, number, samples, slots, first=len(list(earlier)))
 
 
-def _make_folder(keep: Path | None, recorded: RecordedSession, live: Live | None) -> Path | None:
-    """Create the folder of the run; None if it is not kept."""
-    if keep is None and live is not None:
-        wanted = f"{recorded.header.session.id}-at{live.at}"
-        taken = len(list(RUNS.glob(f"{wanted}*")))
-        keep = RUNS / (f"{wanted}-{taken + 1}" if taken else wanted)
-    if keep is not None:
-        make_new_folder(keep)
-    return keep
+def _choose_folder(name: str) -> Path:
+    taken = len(list(RUNS.glob(f"{name}*")))
+    return RUNS / (f"{name}-{taken + 1}" if taken else name)
 
 
 # --------------------------------------------------------------------------- output

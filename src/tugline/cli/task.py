@@ -29,14 +29,12 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
 from tugline.task_files import make_json_schema, make_template
-from tugline.types import Cause, PluginSpec, Task
+from tugline.types import Cause, PluginSpec, Task, is_pass
 
 task = App(help="Task files and task sets.")
 
 Paths = Annotated[Required, Parameter(help="Task or task-set files, folders of them, or patterns.")]
 SetPaths = Annotated[Required, Parameter(help="Task-set files, task files, or Harbor folders.")]
-_RIGHT = 1.0 - 1e-6
-"""The least reward of a solution, with room for rounding."""
 
 
 @task.command
@@ -108,8 +106,8 @@ def list_tasks(*paths: SetPaths, as_json: Json = False) -> None:
     )
 
 
-def _format_tags(one: Task) -> str:
-    return " ".join(f"{name}={value}" for name, value in one.tags.items() if name != INSTANCE)
+def _format_tags(task: Task) -> str:
+    return " ".join(f"{name}={value}" for name, value in task.tags.items() if name != INSTANCE)
 
 
 @task.command
@@ -197,11 +195,11 @@ async def validate(
 
 
 async def _check_all(
-    found: Sequence[tuple[Task, SelectedTasks | None]], jobs: int, out: Path | None
+    entries: Sequence[tuple[Task, SelectedTasks | None]], jobs: int, out: Path | None
 ) -> list[TaskCheck]:
     """Check tasks. Raises `UsageError` for a runtime that cannot be used on this machine."""
     parts = Parts()
-    for spec in {_encode(one.runtime): one.runtime for one, _ in found}.values():
+    for spec in {_encode(one.runtime): one.runtime for one, _ in entries}.values():
         reason = parts.runtime(spec).check_available()
         if reason is not None:
             raise UsageError(f"runtime {spec.name!r} cannot be used here: {reason}")
@@ -209,11 +207,13 @@ async def _check_all(
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     slots = asyncio.Semaphore(jobs)
     with tempfile.TemporaryDirectory(prefix="tugline-") as folder, make_bar(console) as bar:
-        line = bar.add_task("tasks", total=len(found), summary="")
+        line = bar.add_task("tasks", total=len(entries), summary="")
 
-        async def check_one(number: int, one: Task, selected: SelectedTasks | None) -> TaskCheck:
+        async def check_one(number: int, task: Task, selected: SelectedTasks | None) -> TaskCheck:
             async with slots:
-                check = await _check_task(one, selected, earlier, Path(folder) / str(number), parts)
+                check = await _check_task(
+                    task, selected, earlier, Path(folder) / str(number), parts
+                )
             bar.advance(line)
             if (check.task, check.digest) not in earlier:
                 if out is not None:
@@ -223,7 +223,7 @@ async def _check_all(
             return check
 
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(check_one(n, *pair)) for n, pair in enumerate(found)]
+            running = [group.create_task(check_one(n, *pair)) for n, pair in enumerate(entries)]
     checks = [each.result() for each in running]
     known = sum((check.task, check.digest) in earlier for check in checks)
     if known:
@@ -232,7 +232,7 @@ async def _check_all(
 
 
 async def _check_task(
-    one: Task,
+    task: Task,
     selected: SelectedTasks | None,
     earlier: Mapping[tuple[str, str], TaskCheck],
     folder: Path,
@@ -240,33 +240,33 @@ async def _check_task(
 ) -> TaskCheck:
     """Evaluate both solutions, one after the other, unless that was done `earlier`."""
     try:
-        solution = await asyncio.to_thread(selected.solution, one) if selected else None
-        digest = await asyncio.to_thread(fingerprint, one, solution)
-        if (one.id, digest) in earlier:
-            return earlier[one.id, digest]
-        solved = await validate_task(one, solution, folder / "solved", parts) if solution else None
-        empty = await validate_task(one, None, folder / "empty", parts)
+        solution = await asyncio.to_thread(selected.solution, task) if selected else None
+        digest = await asyncio.to_thread(fingerprint, task, solution)
+        if (task.id, digest) in earlier:
+            return earlier[task.id, digest]
+        solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
+        empty = await validate_task(task, None, folder / "empty", parts)
     except (UsageError, OSError, TypeError) as error:  # a missing file, a part that cannot be made
-        return TaskCheck(task=one.id, digest="", state=CheckState.ERROR, reason=str(error))
-    return _classify(one, digest, solved, empty)
+        return TaskCheck(task=task.id, digest="", state=CheckState.ERROR, reason=str(error))
+    return _classify(task, digest, solved, empty)
 
 
 def _classify(
-    one: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
+    task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
 ) -> TaskCheck:
     state, reason = CheckState.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:
         which = "reference" if failed is solved else "empty"
         state, reason = CheckState.ERROR, f"{which}: {failed.reason}"
-    elif empty.reward is not None and empty.reward >= _RIGHT:
+    elif empty.reward is not None and is_pass(empty.reward):
         state, reason = CheckState.SOLVED, f"empty: {empty.reason}"
     elif solved is None:
         state = CheckState.UNPROVEN
-    elif solved.reward is not None and solved.reward < _RIGHT:
+    elif solved.reward is not None and not is_pass(solved.reward):
         state, reason = CheckState.BROKEN, f"reference: {solved.reason}"
     return TaskCheck(
-        task=one.id,
+        task=task.id,
         digest=digest,
         state=state,
         reference=solved.reward if solved else None,
