@@ -28,7 +28,7 @@ from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
-from tugline.task_files import make_json_schema, make_template
+from tugline.task_files import make_template
 from tugline.types import Cause, PluginSpec, Task, is_pass
 
 task = App(help="Task files and task sets.")
@@ -61,12 +61,6 @@ def check(*paths: Paths) -> None:
     _check_each(tasks, Parts().check)
     sessions = sum(each.samples for each in tasks)
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
-
-
-@task.command
-def schema() -> None:
-    """Print the JSON schema of task files, for editors."""
-    print(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2).decode())
 
 
 def read_checked(paths: Sequence[str], *, prefix: str = "") -> list[Task]:
