@@ -20,6 +20,7 @@ from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
 from tugline.recording.trajectories import INDEX, Index, rebuild_all
+from tugline.schema import copy_fields
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
@@ -50,16 +51,11 @@ class Filters:
 
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
-        return Selection(
-            status=frozenset(self.status or ()),
-            tags=_parse_pairs(self.tag, "--tag"),
-            min_reward=self.min_reward,
-            dedupe=self.dedupe,
-            best_of=self.best_of,
-        )
+        status, tags = frozenset(self.status or ()), _parse_pairs(self.tag, "--tag")
+        return copy_fields(Selection, self, status=status, tags=tags)
 
     def select_traces(self) -> TraceFilter:
-        """Parse the conditions of traces. Raises `UsageError`."""
+        """Return the conditions of traces."""
         return TraceFilter(frozenset(self.kind or ()), self.exact_only, self.max_length)
 
 
