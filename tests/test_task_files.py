@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from task_schema import SCHEMA, make_json_schema
 
 from tugline.datasets.files import load_tasks
 from tugline.errors import ConfigError, UsageError
 from tugline.schema import field_docs
-from tugline.task_files import make_json_schema, make_template
+from tugline.task_files import make_template
 from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Stale, Task
 
 YAML = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\n"
@@ -198,3 +199,9 @@ def test_the_schema_knows_every_field_and_no_other() -> None:
         assert all(properties[name]["description"] for name in fields)
         assert told[kind.__name__]["additionalProperties"] is False
     assert told["Stale"]["enum"] == sorted(Stale)
+
+
+def test_the_documented_schema_is_made_from_the_types() -> None:
+    """Made with ``python tools/docs/task_schema.py``."""
+    made = msgspec.json.encode(make_json_schema())
+    assert msgspec.json.decode(SCHEMA.read_bytes()) == msgspec.json.decode(made)

@@ -8,7 +8,6 @@ the types, as ``Annotated[int, Meta(ge=1)]``.
 """
 
 import ast
-import contextlib
 import difflib
 import functools
 import inspect
@@ -17,15 +16,15 @@ import re
 import reprlib
 import textwrap
 import tomllib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Meta
-from msgspec import inspect as shapes
 
 from tugline.errors import ConfigError
 
@@ -66,19 +65,21 @@ def decode(
     `source` (a file) and `name` (the field that `values` belong to) stand in errors. Without
     `strict`, texts are accepted for numbers and booleans, as in a query string.
     """
-    path: Location = (name,) if name else ()
-    problems: list[ConfigError] = []
-    with contextlib.suppress(TypeError):  # not hashable, or no type that msgspec knows
-        unknown = _find_unknown_keys(values, _key_tree(cast("Hashable", kind)), path)
-        problems += itertools.islice(unknown, MAX_PROBLEMS)
     try:
-        decoded = msgspec.convert(values, kind, strict=strict, dec_hook=_decode_path)
+        decoded = _convert(values, kind, strict=strict)
+        if not _lost_keys(values, msgspec.to_builtins(decoded, enc_hook=str)):
+            return decoded
     except msgspec.ValidationError:
-        wrong = _find_wrong_values(values, kind, path, strict=strict)
-        problems += itertools.islice(wrong, MAX_PROBLEMS - len(problems))
+        pass
+    found = _find_problems(values, kind, (name,) if name else (), strict=strict)
+    problems = list(itertools.islice(found, MAX_PROBLEMS))
     if problems:
         raise ConfigError.combine(problems, source)
-    return decoded
+    return decoded  # with defaults that it leaves out
+
+
+def _convert(value: Any, kind: type[T], *, strict: bool) -> T:
+    return msgspec.convert(value, kind, strict=strict, dec_hook=_decode_path)
 
 
 def _decode_path(kind: type, value: Any) -> Any:
@@ -89,42 +90,72 @@ def _decode_path(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def _find_wrong_values(
-    value: Any, kind: Any, path: Location, *, strict: bool
-) -> Iterator[ConfigError]:
-    """Yield what is wrong in the parts of `value`, each converted by itself; else in itself."""
+def _lost_keys(value: Any, decoded: Any) -> bool:
+    """Whether keys were lost in decoding: unknown ones, or those of fields without a value."""
+    if isinstance(value, dict) and isinstance(decoded, dict):
+        return any(key not in decoded or _lost_keys(value[key], decoded[key]) for key in value)
+    both = isinstance(value, list | tuple) and isinstance(decoded, list | tuple)
+    return both and any(map(_lost_keys, value, decoded))
+
+
+def _find_problems(value: Any, kind: Any, path: Location, *, strict: bool) -> Iterator[ConfigError]:
+    """Yield unknown keys, then what is wrong in the parts of `value`, else in itself."""
     if value is msgspec.UNSET:
         yield ConfigError(f"{dotted(path)} is missing", dotted(path))
         return
-    try:
-        msgspec.convert(value, kind, strict=strict, dec_hook=_decode_path)
-    except msgspec.ValidationError as error:
-        problem = None
-        for step, part, part_kind in _list_parts(value, kind):
-            for problem in _find_wrong_values(part, part_kind, (*path, step), strict=strict):
-                yield problem
-        if problem is None:
+    yield from _find_unknown_keys(value, kind, path)
+    problem = None
+    for step, part, part_kind in _list_parts(value, kind):
+        for problem in _find_problems(part, part_kind, (*path, step), strict=strict):
+            yield problem
+    if problem is None:
+        try:
+            _convert(value, kind, strict=strict)
+        except msgspec.ValidationError as error:
             yield _explain(error, value, kind, path)
+
+
+def _find_unknown_keys(value: Any, kind: Any, path: Location) -> Iterator[ConfigError]:
+    structs = [each for each in _members(kind) if _is_struct(each)]
+    if not structs or not isinstance(value, Mapping):
+        return
+    known = tuple(field.encode_name for each in structs for field in msgspec.structs.fields(each))
+    for name in value:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            field = dotted((*path, name))
+            yield ConfigError(f"unknown key {field!r}; {hint}", field, known)
 
 
 def _list_parts(value: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
     """The parts of a value: name or number, the part, its type. `UNSET` for a missing field."""
+    for each in _members(kind):
+        origin, inner = get_origin(each), get_args(each)
+        if origin in {list, tuple, Sequence} and isinstance(value, list | tuple):
+            kinds = inner if origin is tuple and ... not in inner else itertools.repeat(inner[0])
+            yield from zip(itertools.count(), value, kinds, strict=False)
+        elif origin in {dict, Mapping} and isinstance(value, dict):
+            yield from ((name, part, inner[1]) for name, part in value.items())
+        elif _is_struct(each) and isinstance(value, Mapping):
+            for field in msgspec.structs.fields(each):
+                name = field.encode_name
+                if field.required or name in value:
+                    yield name, value.get(name, msgspec.UNSET), field.type
+
+
+def _members(kind: Any) -> list[Any]:
+    """The types of a union, without their annotations; of another type, itself."""
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in {Annotated, Union, UnionType}:
-        for each in inner[:1] if origin is Annotated else inner:
-            yield from _list_parts(value, each)
-    elif origin in {list, tuple, Sequence} and isinstance(value, list | tuple):
-        kinds = inner if origin is tuple and ... not in inner else itertools.repeat(inner[0])
-        for number, (part, part_kind) in enumerate(zip(value, kinds, strict=False)):
-            yield number, part, part_kind
-    elif origin in {dict, Mapping} and isinstance(value, dict):
-        for name, part in value.items():
-            yield name, part, inner[1]
-    elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, Mapping):
-        for field in msgspec.structs.fields(kind):
-            name = field.encode_name
-            if field.required or name in value:
-                yield name, value.get(name, msgspec.UNSET), field.type
+    if origin is Annotated:
+        return _members(inner[0])
+    if origin in {Union, UnionType}:
+        return [member for each in inner for member in _members(each)]
+    return [kind]
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _explain(error: msgspec.ValidationError, value: Any, kind: Any, path: Location) -> ConfigError:
@@ -149,70 +180,21 @@ def _say_expected(reason: str) -> str:
     return f"must be {' or '.join(names)}{expected[2].removesuffix('.0')}"
 
 
-def _list_choices(kind: type) -> tuple[str, ...]:
-    """The values of an enumeration; none of another type."""
-    match strip_null(shapes.type_info(kind)):
-        case shapes.EnumType(cls=cls):
-            return tuple(str(member.value) for member in cls)
-        case shapes.LiteralType(values=literals):
-            return tuple(map(str, literals))
-    return ()
-
-
-def strip_null(shape: shapes.Type) -> shapes.Type:
-    """`shape` without "or null"."""
-    if isinstance(shape, shapes.UnionType):
-        others = [each for each in shape.types if not isinstance(each, shapes.NoneType)]
-        return others[0] if len(others) == 1 else shape
-    return shape
+def _list_choices(kind: Any) -> tuple[str, ...]:
+    """The values of an enumeration, also of one that may be null; none of another type."""
+    members = [each for each in _members(kind) if each is not NoneType]
+    if len(members) != 1:
+        return ()
+    if isinstance(members[0], type) and issubclass(members[0], Enum):
+        return tuple(str(member.value) for member in members[0])
+    return (
+        tuple(sorted(map(str, get_args(members[0])))) if get_origin(members[0]) is Literal else ()
+    )
 
 
 def dotted(path: Iterable[Step]) -> str:
     """A path as one name, such as ``limits.agent_s``; steps are cut at 128 characters."""
     return ".".join(str(step)[:128] for step in path)
-
-
-# --------------------------------------------------------------------------- unknown keys
-def _find_unknown_keys(value: Any, tree: Any, path: Location) -> Iterator[ConfigError]:
-    """Compare keys with `tree`: a dict of known keys, a tuple of one tree for each item, or None.
-
-    The key ``"*"`` stands for any key.
-    """
-    if isinstance(tree, dict) and isinstance(value, dict):
-        for name, inner in value.items():
-            if name not in tree and "*" not in tree:
-                yield _unknown_key(str(name), tuple(tree), path)
-            below = tree.get(name, tree.get("*"))
-            if below is not None:
-                yield from _find_unknown_keys(inner, below, (*path, name))
-    elif isinstance(tree, tuple) and isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _find_unknown_keys(inner, tree[0], (*path, number))
-
-
-def _unknown_key(name: str, known: tuple[str, ...], path: Location) -> ConfigError:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
-    field = dotted((*path, name))
-    return ConfigError(f"unknown key {field!r}; {hint}", field, known)
-
-
-@functools.cache
-def _key_tree(kind: Hashable) -> Any:
-    return _build_key_tree(shapes.type_info(kind))
-
-
-def _build_key_tree(shape: shapes.Type) -> Any:
-    match strip_null(shape):
-        case shapes.StructType(fields=fields):
-            return {field.encode_name: _build_key_tree(field.type) for field in fields}
-        case shapes.ListType(item_type=inner) | shapes.VarTupleType(item_type=inner):
-            below = _build_key_tree(inner)
-            return None if below is None else (below,)
-        case shapes.DictType(value_type=inner):
-            below = _build_key_tree(inner)
-            return None if below is None else {"*": below}
-    return None
 
 
 # --------------------------------------------------------------------------- files to values

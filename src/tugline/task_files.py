@@ -6,8 +6,8 @@ Paths, also those of a workspace that exist there, are relative to the task file
 options may be given by its name alone: ``harness: pi``. Every error names the file, the task, the
 field, its value and what would be right.
 
-The reference forms, a JSON schema for editors and a commented template, are generated from
-`types.Task`, its fields and their docstrings, so they match what is accepted.
+The commented template is made from the fields of `types.Task` and their docstrings, so it matches
+what is accepted.
 """
 
 import glob
@@ -24,7 +24,6 @@ from tugline.errors import ConfigError, UsageError
 from tugline.schema import (
     FILE_TYPES,
     decode,
-    describe_structs,
     field_docs,
     list_structs,
     parse_json,
@@ -35,22 +34,9 @@ from tugline.types import PluginSpec, Task
 
 SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
-_PLUGINS = tuple(each.name for each in msgspec.structs.fields(Task) if each.type is PluginSpec)
+PLUGINS = tuple(each.name for each in msgspec.structs.fields(Task) if each.type is PluginSpec)
 _PATHS = ("folder", "build", "repo")
 """Of a workspace."""
-_TEXT = {"type": "string"}
-_FILE = {
-    "description": "Text, or where it is: relative to the task file.",
-    "anyOf": [
-        _TEXT,
-        {
-            "type": "object",
-            "properties": {"file": _TEXT},
-            "required": ["file"],
-            "additionalProperties": False,
-        },
-    ],
-}
 _EXAMPLE = (Path(__file__).parent / "task_template.yaml").read_text(encoding="utf-8")
 """A task file whose comments name the fields that describe them."""
 
@@ -116,7 +102,7 @@ def parse_task(values: Any, source: str, folder: Path) -> Task:
     if not isinstance(values, dict):
         msg = f"{source}: {reprlib.repr(values)} is no task; keys and values are needed, key: value"
         raise ConfigError(msg)
-    named = {kind: {"name": values[kind]} for kind in _PLUGINS if isinstance(values.get(kind), str)}
+    named = {kind: {"name": values[kind]} for kind in PLUGINS if isinstance(values.get(kind), str)}
     values = values | named
     if isinstance(values.get("workspace"), dict):
         values["workspace"] = {
@@ -157,7 +143,7 @@ def _read_referenced(folder: Path, name: Any, field: str, problems: list[ConfigE
         return ""
 
 
-# --------------------------------------------------------------------------- reference forms
+# --------------------------------------------------------------------------- the template
 def make_template() -> str:
     """A task file with every field and its sentence: the required ones, then all defaults."""
     start = _EXAMPLE.format_map(field_docs(Task))
@@ -196,29 +182,3 @@ def _to_yaml(default: object) -> str:
         return '"..."'
     text: str = yaml.safe_dump(msgspec.to_builtins(default), default_flow_style=True)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def make_json_schema() -> dict[str, Any]:
-    """JSON schema of a task file: one task, or a list of them."""
-    parts = describe_structs([Task], "#/$defs/{name}")
-    for part in parts.values():
-        if part.get("type") == "object":
-            part["additionalProperties"] = False
-    task = parts["Task"]
-    task["properties"]["files"]["additionalProperties"] = _FILE
-    task["properties"][INSTRUCTION_FILE] = _TEXT | {
-        "description": "In place of `instruction`: file with its text, relative to the task file."
-    }
-    for kind in _PLUGINS:
-        given = task["properties"][kind]
-        given["anyOf"] = [_TEXT, {"$ref": given.pop("$ref")}]
-    required = [name for name in task.pop("required") if name != "instruction"]
-    task["required"] = required
-    task["oneOf"] = [{"required": ["instruction"]}, {"required": [INSTRUCTION_FILE]}]
-    task_ref = {"$ref": "#/$defs/Task"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Tugline tasks",
-        "anyOf": [task_ref, {"type": "array", "items": task_ref}],
-        "$defs": parts,
-    }

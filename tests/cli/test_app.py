@@ -44,7 +44,7 @@ def test_what_is_no_command_or_option_is_one_line(arguments: str, line: str) -> 
     assert line in done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["task schema", "-h"])
+@pytest.mark.parametrize("arguments", ["task init --help", "-h"])
 def test_a_reader_that_goes_away_ends_a_command_quietly(arguments: str) -> None:
     """As ``head`` does."""
     read, write = os.pipe()

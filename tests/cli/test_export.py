@@ -32,10 +32,9 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         "1",
         "--min-reward",
         "0.5",
-        "--kind",
-        "main,subagent",
+        *("--kind", "main", "--kind", "subagent"),
     ]
-    more = ["--status", "completed", "--exact-only", "--max-length", "9"]
+    more = ["--status", "completed", "--status", "timed-out", "--exact-only", "--max-length", "9"]
     split = ["--split", "train=0.7,test=0.3", "--seed", "6", "--dedupe"]
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
     assert done.returncode == 0, done.stderr
@@ -59,7 +58,10 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: parquet,"),
         (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
         (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
-        (["sft", "--status", "done"], "--status 'done': 'done' is not a valid Status; known: queu"),
+        (
+            ["sft", "--status", "done"],
+            'Invalid value "done" for --status. Choose from: "queued", "init"',
+        ),
         (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
         (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),
         (["trl", "--with", "pad=1"], "export 'trl': there is no option 'pad' (its options: none)"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from commands import run_command
-
-SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "task.schema.json"
 
 
 def task(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -69,8 +66,3 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
         "tugline: task 't': unknown harness 'pie'; did you mean 'pi'",
         "tugline: task 't': unknown runtime 'lokal'; did you mean 'local'",
     ]
-
-
-def test_the_documented_schema_is_the_one_that_is_printed(tmp_path: Path) -> None:
-    """Made with ``tugline task schema > docs/task.schema.json``."""
-    assert json.loads(task("schema", cwd=tmp_path).stdout) == json.loads(SCHEMA.read_text())

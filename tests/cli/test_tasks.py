@@ -1,4 +1,4 @@
-"""``tugline tasks``: what is in a set, and which of its tasks are any good."""
+"""``tugline task`` with sets: what is in one, and which of its tasks are any good."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
     """Each state has its reason, whatever is wrong with others; the exit code says that some is."""
     out = folder / "out.jsonl"
     done = tugline(
-        "tasks", "validate", folder / "set.yaml", folder / "task.yaml", "--json", "--out", out
+        "task", "validate", folder / "set.yaml", folder / "task.yaml", "--json", "--out", out
     )
     lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert {name: line["state"] for name, line in lines.items()} == {
@@ -88,19 +88,19 @@ def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
 def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     """But for what is not fine, a changed task, and a line that was cut short."""
     out = folder / "out.jsonl"
-    first = tugline("tasks", "validate", folder / "set.yaml", "--json", "--out", out)
+    first = tugline("task", "validate", folder / "set.yaml", "--json", "--out", out)
     kept = out.read_text().splitlines()
     assert sorted(kept) == sorted(first.stdout.splitlines())
     out.write_text("\n".join(line for line in kept if '"broken"' not in line) + '\n{"task": "br')
     (folder / "set.yaml").write_text(SET + "select: {exclude: [solved]}\n")
-    again = tugline("tasks", "validate", folder / "set.yaml", "--out", out)
+    again = tugline("task", "validate", folder / "set.yaml", "--out", out)
     tried = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
     assert sorted(tried) == ["broken", "error", "validated before"]
     assert "fine: 1, broken: 1, error: 1" in again.stdout
     assert len(out.read_text().splitlines()) == 5
     fine = SET.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
     (folder / "set.yaml").write_text(fine)
-    changed = tugline("tasks", "validate", folder / "set.yaml", "--out", out)
+    changed = tugline("task", "validate", folder / "set.yaml", "--out", out)
     assert changed.returncode == 0
     assert changed.stderr.endswith("fine: fine\n")
 
@@ -109,7 +109,7 @@ def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None
     """A solution is no part of the task, and neither is the text of its tests."""
     out = folder / "out.jsonl"
     (folder / "set.yaml").write_text(SET + "select: {include: [fine]}\n")
-    validate = ("tasks", "validate", folder / "set.yaml", "--out", out)
+    validate = ("task", "validate", folder / "set.yaml", "--out", out)
     assert tugline(*validate).returncode == 0
     assert "validated before: 1" in tugline(*validate).stderr
     rows = (folder / "rows.jsonl").read_text()
@@ -122,15 +122,15 @@ def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None
 
 def test_a_set_is_listed(folder: Path) -> None:
     """With tags and counts, for people and for scripts."""
-    done = tugline("tasks", "list", folder / "set.yaml")
+    done = tugline("task", "list", folder / "set.yaml")
     assert done.stdout.splitlines()[-1] == "4 tasks, 4 sessions"
-    lines = tugline("tasks", "list", folder / "set.yaml", "--json").stdout.splitlines()
+    lines = tugline("task", "list", folder / "set.yaml", "--json").stdout.splitlines()
     assert json.loads(lines[0]) == {
         "id": "fine",
         "samples": 1,
         "tags": {"taskset": "jsonl", "instance": "fine"},
     }
-    folders = tugline("tasks", "list", EXAMPLES / "tasks", "--json").stdout.splitlines()
+    folders = tugline("task", "list", EXAMPLES / "tasks", "--json").stdout.splitlines()
     assert len(folders) == 6
 
 
@@ -147,7 +147,7 @@ select: {{split: test}}
 """
     (tmp_path / "set.yaml").write_text(text)
     env = {"HF_HOME": str(tmp_path / "hf")}
-    done = tugline("tasks", "list", tmp_path / "set.yaml", "--json", env=env)
+    done = tugline("task", "list", tmp_path / "set.yaml", "--json", env=env)
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["three"], done.stderr
 
 
@@ -176,7 +176,7 @@ async def test_a_set_is_submitted_as_tasks_are(shell: Shell) -> None:
 )
 def test_a_mistake_is_one_line(arguments: tuple[str | Path, ...], expected: str) -> None:
     """Exit code 2."""
-    done = tugline("tasks", *arguments)
+    done = tugline("task", *arguments)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert expected in done.stderr
 
@@ -185,7 +185,7 @@ def test_a_mistake_is_one_line(arguments: tuple[str | Path, ...], expected: str)
 def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
     """In containers built from their Dockerfiles: the oracle earns 1, nothing earns 0."""
     env = {"DOCKER_HOST": podman}
-    done = tugline("tasks", "validate", EXAMPLES / "tasks.yaml", "--json", env=env)
+    done = tugline("task", "validate", EXAMPLES / "tasks.yaml", "--json", env=env)
     lines = list(map(json.loads, done.stdout.splitlines()))
     assert [(one["reference"], one["empty"], one["state"]) for one in lines] == [
         (1.0, 0.0, "fine")
@@ -203,7 +203,7 @@ def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) 
     (tmp_path / "hangs" / "tests" / "test.sh").write_text("sleep 60\n")
     toml = tmp_path / "hangs" / "task.toml"
     toml.write_text(toml.read_text().replace("timeout_sec = 60.0", "timeout_sec = 1"))
-    done = tugline("tasks", "validate", tmp_path, "--json", env={"DOCKER_HOST": podman})
+    done = tugline("task", "validate", tmp_path, "--json", env={"DOCKER_HOST": podman})
     lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert (lines["hangs"]["state"], lines["hangs"]["reference"]) == ("broken", 0.0)
     assert lines["hangs"]["reason"] == "reference: not done within 1 s"
@@ -230,7 +230,7 @@ def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     ]
     (tmp_path / "tasks.json").write_text(json.dumps(tasks))
     cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
-    done = tugline("tasks", "prefetch", tmp_path / "tasks.json", "--json", env=cache)
+    done = tugline("task", "prefetch", tmp_path / "tasks.json", "--json", env=cache)
     report = json.loads(done.stdout)
     assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
     assert "gone" in report["failed"][0]

@@ -5,16 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 
+import numpy as np
+
 from conformance.session_run import SessionRun
 from conformance.sessions import BUDGET, CUT, SLOW
-from tugline.cli.harness_check import (
-    FILES,
-    LAST_WORDS,
-    Case,
-    find_forks,
-    find_lost_prefix,
-    main_calls,
-)
+from tugline.cli.harness_check import FILES, LAST_WORDS, Case, find_forks, main_calls
 from tugline.types import Branch, Call, TraceKind
 
 _EARLY = 5
@@ -66,7 +61,12 @@ def history_exact(_: Case, run: SessionRun) -> str | None:
 
 def prefix_kept(_: Case, run: SessionRun) -> str | None:
     """Every prompt starts with the parent's prompt and answer, id for id."""
-    return find_lost_prefix(run.calls)
+    turns = main_calls(run.calls)
+    for before, after in itertools.pairwise(turns):
+        whole = np.concatenate((before.prompt_ids, before.sampled_ids))
+        if not np.array_equal(after.prompt_ids[: len(whole)], whole):
+            return f"turn {after.number} does not start with turn {before.number}"
+    return None if len(turns) > 1 else f"only {len(turns)} turns"
 
 
 def usage_seen(_: Case, run: SessionRun) -> str | None:

@@ -76,7 +76,7 @@ def test_the_tutorial_leads_where_it_says(tmp_path: Path) -> None:
         if server:
             server.kill()
             server.wait()
-    assert "fine: 8" in outputs["tugline tasks validate bugs.yaml"]
+    assert "fine: 8" in outputs["tugline task validate bugs.yaml"]
     assert "64 of 64 sessions are usable" in outputs["tugline submit bugs.yaml --wait"]
     assert len(list((tmp_path / "kept" / "trajectories").iterdir())) >= 64
     rewards = re.findall(r"^step \d+  reward ([\d.]+)", outputs[TRAIN], re.MULTILINE)

@@ -40,13 +40,13 @@ class Toy:
         )
 
     def validated(self) -> dict[str, tuple[str, float, float]]:
-        """What `tugline tasks validate` says: state, and what solution and nothing earned."""
+        """What `tugline task validate` says: state, and what solution and nothing earned."""
         file = self.folder / "tasks.json"
         shell = {"name": "shell", "options": {"command": "true"}}
         template = {"harness": shell, "runtime": msgspec.to_builtins(self.runtime)}
         taskset = {"name": "swe", "options": self.options}
         file.write_text(json.dumps({"taskset": taskset, "template": template}))
-        done = run_command("tasks", "validate", file, "--json", timeout=250)
+        done = run_command("task", "validate", file, "--json", timeout=250)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         return {one["task"]: (one["state"], one["reference"], one["empty"]) for one in lines}

@@ -1,4 +1,4 @@
-"""What building costs by the length of a session; `tugline bench trajectories` has the figures."""
+"""What building costs by a session's length; benchmarks/trajectories has the figures."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from cyclopts import App, CycloptsError, Parameter
 from tugline.errors import ServerError, TuglineError, UsageError
 
 COMMANDS = {
-    "bench": "Measure what a part costs, next to the least that it could.",
     "cancel": "Cancel tasks or sessions; results so far are kept.",
     "demo": "Train a tiny model on a real, unmodified agent in minutes.",
     "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
@@ -36,15 +35,15 @@ COMMANDS = {
     "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
     "status": "Show what is queued, running and done.",
     "submit": "Submit tasks.",
-    "task": "Task files.",
-    "tasks": "Task sets.",
+    "task": "Task files and task sets.",
     "train": "Train a model on tasks, with evaluations on the way; resumable at any point.",
     "up": "Start server, node and engine, and run what is submitted until it is stopped.",
     "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
     "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
 }
 """Each is a function, or a group of commands, of this name."""
-MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up", "sft": "train"}
+MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up"}
+MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
 """Where it is not in a module of its own name."""
 
 

@@ -5,15 +5,12 @@ With ``--engine`` it finds the modes that the engine supports and the flags to c
 nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the wanted mode), else 1.
 """
 
-import sys
-from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json, print_report
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import make_table, print_report, print_text
 from tugline.client.overview import examine
 from tugline.errors import UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport
@@ -51,19 +48,17 @@ async def doctor(
     if engine is None:
         await _examine(remote, as_json=as_json)
         return
-    report = await probe(check_address(engine), model)
-    refusal = ""
+    report = await probe(_check_address(engine), model)
+    refusal = None
     try:
         report.wire(mode)
     except UsageError as error:
         refusal = str(error)
-    found = report.to_dict() | {"refused": refusal or None}
-    print_report(found, lambda: _show(report, refusal), as_json=as_json)
-    if refusal:
-        sys.exit(1)
+    found = report.to_dict() | {"refused": refusal}
+    print_report(found, lambda: _show(report, refusal), as_json=as_json, failed=bool(refusal))
 
 
-def check_address(url: str) -> str:
+def _check_address(url: str) -> str:
     """Check that ``--engine`` is a URL. Raises `UsageError`."""
     try:
         parts = urlsplit(url)
@@ -76,53 +71,53 @@ def check_address(url: str) -> str:
 
 
 def _list_runtimes(*, as_json: bool) -> None:
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
+    rows = []
     for name in list_names("runtime"):
         runtime: Runtime = find("runtime", name)()
         reason = runtime.check_available()
         weaknesses = [] if reason else list(runtime.list_weaknesses())
         states[name] = {"unavailable": reason, "weaknesses": weaknesses}
+        sign = Text("unavailable", "red") if reason else Text("usable", "green")
+        rows.append((name, sign, reason or "\n".join(weaknesses)))
     files = raise_file_limit()
     if files < 1000 * _FILES:
         low = f"{files} suffice for about {files // _FILES} agents: raise `ulimit -Hn`"
         states["open files"] = {"unavailable": None, "weaknesses": [low]}
-    if as_json:
-        print_json(states)
-        return
-    table = Table("runtime", "", "does not contain", box=None)
-    for name, state in states.items():
-        sign = "[red]unavailable[/]" if state["unavailable"] else "[green]usable[/]"
-        table.add_row(name, sign, escape(state["unavailable"] or "\n".join(state["weaknesses"])))
-    Console(highlight=False).print(table)
+        rows.append(("open files", Text("usable", "green"), low))
+    table = make_table(("runtime", "", "does not contain"), rows)
+    print_report(states, lambda: print_text(table), as_json=as_json)
 
 
 async def _examine(remote: Remote, *, as_json: bool) -> None:
     async with remote.connect() as client:
         checks = await examine(client)
-    if as_json:
-        print_json([check._asdict() for check in checks])
-    else:
-        table = Table("component", "", "detail", box=None)
-        for check in checks:
-            sign = "[green]healthy[/]" if check.healthy else "[red]unhealthy[/]"
-            table.add_row(check.component, sign, escape(check.detail))
-        Console(highlight=False).print(table)
-    if not all(check.healthy for check in checks):
-        sys.exit(1)
+    rows = (
+        (
+            check.component,
+            Text("healthy", "green") if check.healthy else Text("unhealthy", "red"),
+            check.detail,
+        )
+        for check in checks
+    )
+    print_report(
+        [check._asdict() for check in checks],
+        lambda: print_text(make_table(("component", "", "detail"), rows)),
+        as_json=as_json,
+        failed=not all(check.healthy for check in checks),
+    )
 
 
-def _show(report: EngineReport, refusal: str) -> None:
-    console = Console(highlight=False)
-    engine = escape(f"{report.engine} {report.version}")
-    console.print(f"[bold]{engine}[/] at {report.url}: {escape(str(report.model))}")
-    table = Table("check", "", "detail")
-    for check in report.checks:
-        colour = _COLOUR[check.outcome]
-        table.add_row(check.name, f"[{colour}]{check.outcome}[/]", escape(check.detail))
-    console.print(table)
+def _show(report: EngineReport, refusal: str | None) -> None:
+    print_text(f"{report.engine} {report.version} at {report.url}: {report.model}")
+    rows = (
+        (check.name, Text(check.outcome, _COLOUR[check.outcome]), check.detail)
+        for check in report.checks
+    )
+    print_text(make_table(("check", "", "detail"), rows))
     for advice in report.advice:
-        console.print(f"[yellow]change[/] {escape(advice)}")
-    for name, route_mode in report.routes.items():
-        console.print(f"[green]sound[/]  {route_mode} mode, by {name}")
+        print_text(f"change {advice}", style="yellow")
+    for name, mode in report.routes.items():
+        print_text(f"sound  {mode} mode, by {name}", style="green")
     if refusal:
-        console.print(f"[red]refused[/] {escape(refusal)}")
+        print_text(f"refused {refusal}", style="red")

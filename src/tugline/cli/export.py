@@ -1,25 +1,29 @@
-"""``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
+"""``tugline export`` and ``rebuild``: recorded sessions as files that trainers read.
 
+`rebuild` builds trajectories, byte for byte the same; exit code 1 if one could not be built.
+"""
+
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required, print_report
-from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
+from tugline.cli.output import format_counts, make_table, print_report, print_text
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, ExportSummary, Selection, Split, run
+from tugline.recording.trajectories import INDEX, Index, rebuild_all
+from tugline.schema import copy_fields
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
-_NONE = "-"
 _SUM = 1e-6
 
 
@@ -28,8 +32,8 @@ _SUM = 1e-6
 class Filters:
     """Which sessions and traces are exported."""
 
-    status: str | None = None
-    """Only sessions that ended so, such as completed,timed_out."""
+    status: list[Status] | None = None
+    """Only sessions that ended so; repeatable."""
     tag: _Texts = None
     """Only tasks with this tag, key=value; repeatable."""
     min_reward: float | None = None
@@ -38,8 +42,8 @@ class Filters:
     """Only this many of the best sessions of each task."""
     dedupe: bool = False
     """Of sessions of a task that say the same, the first."""
-    kind: str | None = None
-    """Only traces of these kinds, such as main,subagent."""
+    kind: list[TraceKind] | None = None
+    """Only traces of this kind; repeatable."""
     exact_only: bool = False
     """Only traces in the exact context of sampling."""
     max_length: Count | None = None
@@ -47,18 +51,12 @@ class Filters:
 
     def select_sessions(self) -> Selection:
         """Parse the conditions of sessions. Raises `UsageError`."""
-        return Selection(
-            status=_parse_names(self.status, Status, "--status"),
-            tags=parse_pairs(self.tag, "--tag"),
-            min_reward=self.min_reward,
-            dedupe=self.dedupe,
-            best_of=self.best_of,
-        )
+        status, tags = frozenset(self.status or ()), _parse_pairs(self.tag, "--tag")
+        return copy_fields(Selection, self, status=status, tags=tags)
 
     def select_traces(self) -> TraceFilter:
-        """Parse the conditions of traces. Raises `UsageError`."""
-        kinds = _parse_names(self.kind, TraceKind, "--kind")
-        return TraceFilter(kinds, self.exact_only, self.max_length)
+        """Return the conditions of traces."""
+        return TraceFilter(frozenset(self.kind or ()), self.exact_only, self.max_length)
 
 
 ALL = Filters()
@@ -94,11 +92,11 @@ def export(
         force: Overwrite what is there.
     """
     plan = Export(
-        exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
+        exporter=make_exporter(PluginSpec(form, _parse_options(given, "--with"))),
         out=out,
         selection=which.select_sessions(),
         filter=which.select_traces(),
-        builder=parse_builder(builder, option),
+        builder=_parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,
     )
@@ -119,21 +117,51 @@ def _run(plan: Export, paths: list[Path]) -> ExportSummary:
         )
 
 
-E = TypeVar("E", bound=StrEnum)
+def rebuild(
+    session: str,
+    /,
+    *,
+    out: Path,
+    builder: str | None = None,
+    option: list[str] | None = None,
+    salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Build trajectories from recorded sessions alone, for a trainer to load.
+
+    Args:
+        session: A recording file, a folder of them, or the id of a session.
+        out: New folder for <session>.traj and index.json.
+        builder: Builder to use (default: the one of each task).
+        option: key=value for the builder; may be given again.
+        salvage: Build what comes before the damage of a broken file.
+    """
+    root, spec = Path(session), _parse_builder(builder, option)
+    console = Console(stderr=True)
+    with (
+        remote.find_recordings(session) as paths,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        bar = progress.add_task("rebuilding", total=len(paths))
+        index = rebuild_all(
+            paths,
+            root if root.is_dir() else paths[0].parent,
+            out,
+            spec,
+            salvage=salvage,
+            on_file=lambda: progress.advance(bar),
+        )
+    failed = any(entry.error for entry in index.entries)
+    print_report(index, lambda: _show_index(index, out), as_json=as_json, failed=failed)
 
 
-def _parse_names(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
-    try:
-        return frozenset(kind(word.strip()) for word in text.split(",")) if text else frozenset()
-    except ValueError as error:
-        raise UsageError(f"{flag} {text!r}: {error}; known: {', '.join(kind)}") from error
-
-
+# --------------------------------------------------------------------------- values of options
 def _parse_split(text: str | None, seed: int) -> Split | None:
     if text is None:
         return None
     try:
-        shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
+        shares = {k: float(v) for k, v in _parse_pairs(text.split(","), "--split").items()}
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
@@ -147,22 +175,65 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     return Split(shares=shares, seed=seed)
 
 
+def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
+    """Parse ``--builder`` and its ``--option key=value``."""
+    given = _parse_options(options, "--option")
+    if name is None:
+        if given:
+            msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
+            raise UsageError(msg)
+        return None
+    return PluginSpec(name, given)
+
+
+def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
+    """Parse ``key=value`` options of a plug-in; values are JSON where they parse, else text."""
+    return {key: _parse_value(text) for key, text in _parse_pairs(texts, flag).items()}
+
+
+def _parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
+    """Parse ``key=value`` texts of a repeatable flag. Raises `UsageError`."""
+    pairs = {}
+    for text in texts or ():
+        key, equals, pairs[key] = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{flag} {text!r} must be key=value")
+    return pairs
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+# --------------------------------------------------------------------------- on the terminal
 def _show(summary: ExportSummary) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table("file", *("tasks", "sessions", "rows", "tokens", "trained"), box=None)
-    for one in summary.files.values():
-        counts = (one.tasks, one.sessions, one.rows, one.tokens, one.trained)
-        table.add_row(one.path, *(f"{count:,}" for count in counts))
-    console.print(table)
-    left, rows = _format_counts(summary.left_out), _format_counts(summary.rows_left_out)
-    console.print(
-        f"{summary.exported} of {summary.recordings} sessions; left out: {left}", markup=False
+    numbers = ("tasks", "sessions", "rows", "tokens", "trained")
+    rows = (
+        (file.path, *(f"{getattr(file, name):,}" for name in numbers))
+        for file in summary.files.values()
+    )
+    left = format_counts(summary.left_out) or "-"
+    print_text(
+        make_table(("file", *numbers), rows),
+        f"{summary.exported} of {summary.recordings} sessions; left out: {left}",
     )
     if summary.rows_left_out:
-        console.print(f"of these, rows left out: {rows}", markup=False)
-    for error in summary.errors:
-        Console(stderr=True).print(error, markup=False, soft_wrap=True)
+        print_text(f"of these, rows left out: {format_counts(summary.rows_left_out)}")
+    print_text(*summary.errors, stderr=True)
 
 
-def _format_counts(counts: dict[Any, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or _NONE
+def _show_index(index: Index, out: Path) -> None:
+    built = [entry for entry in index.entries if entry.file]
+    for entry in index.entries:
+        if entry.error or entry.note:
+            print_text(f"{entry.recording}: {entry.error or entry.note}")
+    print_text(
+        f"{len(built)} of {len(index.entries)} recordings to {out}/{INDEX}: "
+        f"{sum(entry.traces for entry in built)} traces, "
+        f"{sum(entry.tokens for entry in built)} tokens, "
+        f"{sum(entry.ledger.trained for entry in built)} of "
+        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained"
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +9,14 @@ from typing import Annotated
 import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
+from rich.text import Text
 
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
-from tugline.cli.options import Json, make_new_folder, print_report
+from tugline.cli.options import Json, make_new_folder
+from tugline.cli.output import make_table, print_report, print_text
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
@@ -23,8 +24,6 @@ from tugline.plugins import find, list_names
 from tugline.types import PluginSpec
 
 harness = App(help="The agent programs that can be run.")
-_SIGNS = {"pass": "[green]pass[/]", "fail:": "[red]fail[/]", "-": ""}
-
 
 Version = Annotated[str | None, Parameter(help="An exact version, instead of the pinned one.")]
 
@@ -41,91 +40,75 @@ class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     sound: bool | None = None
     """Whether every file is as it was installed; None if it is not installed."""
-    newest: str | None = None
-    """The newest version in the registry; None if it was not asked or does not know."""
 
 
 @harness.command(name="list")
-def list_(*, newest: bool = False, as_json: Json = False) -> None:
-    """List harnesses with their versions, and verify the checksums of installed ones.
-
-    Args:
-        newest: Ask npm and PyPI for the newest versions.
-    """
+def list_(*, as_json: Json = False) -> None:
+    """List harnesses with their versions, and verify the checksums of installed ones."""
     with Console(stderr=True).status("reading installed harnesses"):
-        found = asyncio.run(_list_items(newest=newest))
+        found = asyncio.run(_list_items())
     print_report({"harnesses": found}, lambda: _list(found), as_json=as_json)
     if any(item.sound is False for item in found):
-        print(
-            "a harness differs from what was installed: remove its folder and install it again",
-            file=sys.stderr,
-        )
+        advice = "remove its folder and install it again"
+        print_text(f"a harness differs from what was installed: {advice}", stderr=True)
         sys.exit(1)
 
 
 def _list(items: Sequence[InventoryItem]) -> None:
-    table = Table("name", "version", "installed", "checksum", "newest", box=None)
-    table.add_column("checked in", overflow="fold")
-    for item in items:
-        dialects = [case.dialect for case in CASES if case.harness == item.name]
-        table.add_row(
+    rows = (
+        (
             item.name,
             item.version or "-",
             f"{item.bytes / 1e6:.0f} MB" if item.installed else "-",
-            {None: "-", True: "ok", False: "[red]changed[/]"}[item.sound],
-            item.newest or "-",
-            ", ".join(dialects) if item.pinned else "",
+            {None: "-", True: "ok", False: Text("changed", "red")}[item.sound],
+            ", ".join(one.dialect for one in CASES if item.pinned and one.harness == item.name),
         )
-    Console().print(table)
+        for item in items
+    )
+    dialects = Column("checked in", overflow="fold")
+    print_text(make_table(("name", "version", "installed", "checksum", dialects), rows))
 
 
-async def _list_items(*, newest: bool) -> list[InventoryItem]:
+async def _list_items() -> list[InventoryItem]:
     """Every known harness, then everything else that is installed.
 
-    Reads all files, about half a gigabyte a second; `newest` asks the registries.
+    Reads all files, about half a gigabyte a second.
     """
-    harnesses = [await _inspect_harness(name, newest=newest) for name in list_names("harness")]
-    listed = {f"{item.name}-{item.version}" for item in harnesses}
-    folders = sorted(path for path in install_dir().glob("*-*") if read_manifest(path))
-    others = [await _inspect_folder(path.name) for path in folders if path.name not in listed]
-    return harnesses + others
+    names = list_names("harness")
+    items = [await _inspect(name, _find_version(name), pinned=True) for name in names]
+    listed = {f"{item.name}-{item.version}" for item in items}
+    for path in sorted(install_dir().glob("*-*")):
+        if read_manifest(path) and path.name not in listed:
+            name, _, version = path.name.partition("-")
+            items.append(await _inspect(name, version, pinned=False if name in names else None))
+    return items
 
 
-async def _inspect_harness(name: str, *, newest: bool) -> InventoryItem:
+def _find_version(name: str) -> str | None:
+    """The version that tasks get by default; None where the program is the user's own."""
     try:
-        harness = find("harness", name)()
+        version: str | None = find("harness", name)().version
     except TypeError:  # its program is an option without a default
-        return InventoryItem(name=name, version=None, pinned=True, installed=False)
-    if not isinstance(harness, Preset):
-        return InventoryItem(name=name, version=harness.version, pinned=True, installed=False)
-    item = await _inspect_folder(harness.package.folder.name)
-    latest = await _find_newest(harness) if newest else None
-    return msgspec.structs.replace(item, pinned=True, newest=latest)
+        return None
+    return version
 
 
-async def _inspect_folder(folder: str) -> InventoryItem:
-    name, _, version = folder.partition("-")
-    manifest = read_manifest(install_dir() / folder)
+async def _inspect(name: str, version: str | None, *, pinned: bool | None) -> InventoryItem:
+    folder = install_dir() / f"{name}-{version}"
+    manifest = read_manifest(folder)
     return InventoryItem(
         name=name,
         version=version,
-        pinned=False if name in list_names("harness") else None,
+        pinned=pinned,
         installed=manifest is not None,
         bytes=manifest.bytes if manifest else 0,
-        sound=await _is_sound(install_dir() / folder),
+        sound=await _is_sound(folder),
     )
 
 
 async def _is_sound(folder: Path) -> bool | None:
     manifest = read_manifest(folder)
     return await asyncio.to_thread(measure, folder) == manifest if manifest else None
-
-
-async def _find_newest(harness: Preset) -> str | None:
-    try:
-        return await harness.package.find_newest()
-    except (HarnessError, UsageError):
-        return None
 
 
 @harness.command
@@ -223,41 +206,29 @@ def check(
         make_new_folder(keep)
     log.configure(level="error")
     results = asyncio.run(_check(cases, PluginSpec(runtime), keep))
-    print_report({"results": results}, lambda: _show(results), as_json=as_json)
-    if any(result.failed for result in results):
-        sys.exit(1)
+    failed = any(result.failed for result in results)
+    print_report({"results": results}, lambda: _show(results), as_json=as_json, failed=failed)
 
 
 async def _check(
     cases: Sequence[Case], runtime: PluginSpec, keep: Path | None
 ) -> list[CheckResult]:
-    console = Console(stderr=True, highlight=False)
     results = []
     for number, case in enumerate(cases, 1):
-        began = time.monotonic()
-        with console.status(f"{number}/{len(cases)} {case.harness} ({case.dialect})"):
-            result = await harness_check.check(case, runtime, keep)
-        passed = sum(one == "pass" for one in result.checks.values())
-        console.print(
-            f"{result.harness} {result.version} ({result.dialect}): {passed} of "
-            f"{len(result.checks)} passed, {result.exact_turns} of {result.turns} turns exact, "
-            f"{time.monotonic() - began:.0f} s",
-            soft_wrap=True,
-        )
-        results.append(result)
+        name = f"{number}/{len(cases)} {case.harness} ({case.dialect})"
+        with Console(stderr=True, highlight=False).status(name):
+            results.append(await harness_check.check(case, runtime, keep))
     return results
 
 
 def _show(results: Sequence[CheckResult]) -> None:
-    console = Console()
-    names = list(dict.fromkeys(name for result in results for name in result.checks))
-    table = Table("", *(name.replace("_", "\n") for name in names))
     for result in results:
-        signs = [_SIGNS[result.checks.get(name, "-").split()[0]] for name in names]
-        table.add_row(f"{result.harness}\n{result.dialect}", *signs)
-    console.print(table)
-    for result in results:
+        passed = sum(verdict == "pass" for verdict in result.checks.values())
+        print_text(
+            f"{result.harness} {result.version} ({result.dialect}): {passed} of "
+            f"{len(result.checks)} passed, {result.exact_turns} of {result.turns} turns exact",
+            style="red" if result.failed else "green",
+        )
         for name, verdict in result.checks.items():
             if verdict != "pass":
-                line = f"{result.harness} ({result.dialect}), {name}: {verdict}"
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_text(f"  {name}: {verdict}")

@@ -5,25 +5,31 @@ only the model is scripted. The conformance suite of the repository (`make test-
 more: streaming, faults of the engine, budgets, and hosts that a program tries to reach.
 """
 
-import asyncio
-import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tugline.errors import HarnessError, UsageError
-from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
-from tugline.types import Call, CallOutcome, Limits, PluginSpec, Reward, Session, Task, TraceKind
+from tugline.traces.lineage import Continuation, trace_lineage
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Limits,
+    PluginSpec,
+    Session,
+    Task,
+    TraceKind,
+    Trajectory,
+)
 
 INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
 FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
@@ -125,26 +131,6 @@ class CheckResult(msgspec.Struct, frozen=True):
         return any(result.startswith("fail") for result in self.checks.values())
 
 
-def compare_file(outcome: SessionOutcome, *, path: str, expected: str) -> Verdict:
-    """Report the text that the agent gave a file; reward 1 if it is `expected`."""
-    change = outcome.patch.files.get(path)
-    text = change.text if change else None
-    code = outcome.exit.code if outcome.exit else None
-    return Verdict(Reward(float(text == expected)), {"text": text, "exit": code})
-
-
-class CheckedSession(msgspec.Struct, frozen=True):
-    """What one session left for the checks."""
-
-    calls: tuple[Call, ...]
-    turns: int
-    """Turns that were scripted."""
-    report: dict[str, Any]
-    """Of `compare_file`."""
-    failure: str
-    log: str
-
-
 def main_calls(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of the conversation, without side calls and abandoned answers."""
     return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
@@ -156,99 +142,85 @@ def find_forks(calls: Sequence[Call]) -> str | None:
     return ", ".join(forks) or None
 
 
-def find_lost_prefix(calls: Sequence[Call]) -> str | None:
-    """Name a turn whose prompt does not begin with the previous prompt and answer, id for id."""
-    turns = main_calls(calls)
-    for before, after in itertools.pairwise(turns):
-        whole = np.concatenate((before.prompt_ids, before.sampled_ids))
-        if not np.array_equal(after.prompt_ids[: len(whole)], whole):
-            return f"turn {after.number} does not start with turn {before.number}"
-    return None if len(turns) > 1 else f"only {len(turns)} turns"
-
-
-def _completes(session: CheckedSession) -> str | None:
-    turns = len(main_calls(session.calls))
-    if session.failure or turns != session.turns:
-        said = " ".join(session.log.split())[-300:]
-        return f"{turns} turns instead of {session.turns}; {session.failure or said}"
-    code = session.report.get("exit")
-    return f"exit code {code}" if code else None
-
-
-def _tool_calls_run(session: CheckedSession) -> str | None:
-    text = session.report.get("text")
-    if text != "".join(FILES.values()):
-        return f"both.txt holds {text!r}"
-    results = " ".join(m.content for call in session.calls[1:2] for m in call.messages)
-    missing = [word for word in ("walrus", "heron") if word not in results]
-    return f"the second request lacks the results {missing}" if missing else None
-
-
-_CHECKS: dict[str, Callable[[CheckedSession], str | None]] = {
-    "completes": _completes,
-    "tool_call_executed": _tool_calls_run,
-    "history_exact": lambda session: find_forks(session.calls),
-    "prefix_kept": lambda session: find_lost_prefix(session.calls),
-    "text_shown": lambda session: (
-        None if LAST_WORDS in session.log else f"{LAST_WORDS!r} is not in its output"
-    ),
-}
-"""Each returns None if all is well, else the reason."""
-
-
 async def check(case: Case, runtime: PluginSpec, keep: Path | None = None) -> CheckResult:
     """Install the harness, run its session and check it; a failure is a result, no exception.
 
     The session's files stay in the folder `keep`.
     """
     harness: Harness = find("harness", case.harness)(**case.options)
-    session = CheckedSession((), len(case.script()), {}, "", "")
+    calls: Sequence[Call] = ()
     try:
         await harness.install()
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
             folder = (keep or Path(temporary)).absolute() / f"{case.harness}-{case.dialect}"
-            session = await _run_session(case, runtime, folder)
-        checks = {name: examine(session) for name, examine in _CHECKS.items()}
+            trajectory, calls = await _run_session(case, runtime, folder)
+            faults = _find_faults(case, trajectory, calls, _read_log(folder))
     except (HarnessError, UsageError) as error:
-        checks = dict.fromkeys(_CHECKS, str(error))
-    turns = main_calls(session.calls)
+        faults = {"completes": str(error)}
+    turns = main_calls(calls)
     return CheckResult(
         harness=case.harness,
         version=harness.version,
         dialect=case.dialect,
         turns=len(turns),
         exact_turns=sum(call.branch is None for call in turns),
-        checks={name: f"fail: {why}" if why else "pass" for name, why in checks.items()},
+        checks={name: f"fail: {why}" if why else "pass" for name, why in faults.items()},
     )
 
 
-async def _run_session(case: Case, runtime: PluginSpec, folder: Path) -> CheckedSession:
+async def _run_session(
+    case: Case, runtime: PluginSpec, folder: Path
+) -> tuple[Trajectory, Sequence[Call]]:
     """Roll out one task against the scripted model. `folder` must be new and stays."""
-    script = case.script()
-    expected = {"path": "both.txt", "expected": "".join(FILES.values())}
-    evaluator = {"target": f"{__name__}:{compare_file.__name__}", "options": expected}
     task = Task(
         id="check",
         instruction=INSTRUCTION,
         harness=PluginSpec(case.harness, case.options),
         runtime=runtime,
-        evaluator=PluginSpec("function", evaluator),
+        evaluator=PluginSpec("session_completed"),
         files=FILES,
         limits=Limits(agent_s=_AGENT_S),
     )
     session = Session(id="check-0", task=task.id, sample=0)
-    async with serve_scripted_model({INSTRUCTION: script}) as served:
-        gateway = Gateway(served.upstream, served.rendering, folder / "recordings")
-        async with gateway:
-            trajectory = await roll_out(
-                *(task, session), gateway=gateway, directory=folder / "session", parts=Parts()
-            )
-            calls = tuple(gateway.read_calls(session.id))
-    log = folder / "session" / "agent" / "logs" / "agent.log"
-    text = await asyncio.to_thread(_read_text, log)
-    failure = trajectory.failure.message if trajectory.failure else ""
-    return CheckedSession(calls, len(script), trajectory.report, failure, text)
+    async with (
+        serve_scripted_model({INSTRUCTION: case.script()}) as served,
+        Gateway(served.upstream, served.rendering, folder / "recordings") as gateway,
+    ):
+        trajectory = await roll_out(
+            *(task, session), gateway=gateway, directory=folder / "session", parts=Parts()
+        )
+        return trajectory, gateway.read_calls(session.id)
 
 
-def _read_text(path: Path) -> str:
+def _read_log(folder: Path) -> str:
+    path = folder / "session" / "agent" / "logs" / "agent.log"
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _find_faults(
+    case: Case, trajectory: Trajectory, calls: Sequence[Call], log: str
+) -> dict[str, str | None]:
+    """What is wrong by name of the check; None if all is well."""
+    turns, expected = main_calls(calls), len(case.script())
+    end = trajectory.report.get("exit")
+    incomplete = f"exit code {end}" if end else None
+    if trajectory.failure or len(turns) != expected:
+        said = trajectory.failure.message if trajectory.failure else " ".join(log.split())[-300:]
+        incomplete = f"{len(turns)} turns instead of {expected}; {said}"
+    results = [" ".join(m.content for m in call.messages) for call in (*turns[1:2], *turns[-1:])]
+    known = {call.number: call for call in calls}
+    broken = [
+        call.number
+        for call in calls
+        if call.parent is not None
+        and trace_lineage(call, known.get(call.parent)).continuation is Continuation.BROKEN
+    ]
+    words = [text.strip() for text in FILES.values()]
+    missing = [word for word in words if sum(word in result for result in results) < 2]
+    return {
+        "completes": incomplete,
+        "tool_call_executed": f"the requests lack the results {missing}" if missing else None,
+        "history_exact": find_forks(calls),
+        "prefix_kept": f"turns {broken} do not start with the turn before" if broken else None,
+        "text_shown": None if LAST_WORDS in log else f"{LAST_WORDS!r} is not in its output",
+    }

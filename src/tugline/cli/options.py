@@ -1,18 +1,14 @@
 """Options that several commands share, and the client that they configure."""
 
 import contextlib
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
@@ -27,10 +23,6 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Required = Annotated[str, Parameter(required=True)]
 """A positional argument of which at least one must be given."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
-TrainingFolder = Annotated[
-    Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
-]
-Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last one.")]
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
 
@@ -96,47 +88,3 @@ def make_new_folder(keep: Path) -> None:
         keep.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"cannot make {keep}: {error.strerror}; choose another --keep") from error
-
-
-def print_json(value: object) -> None:
-    """Print a value as one line of JSON."""
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def print_report(report: object, show: Callable[[], object], *, as_json: bool) -> None:
-    """Print a report as JSON or, for people, by `show`."""
-    if as_json:
-        print_json(report)
-    else:
-        show()
-
-
-def make_bar(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:
-    """Make a bar with its count and `columns`; only a terminal shows it."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        *columns,
-        console=console,
-        transient=transient,
-        disable=not console.is_terminal,
-    )
-
-
-@contextlib.contextmanager
-def name_missing_extra(extra: str) -> Iterator[None]:
-    """Raise `UsageError` with the extra to install if one of its packages is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"this command needs {error.name}: pip install 'tugline[{extra}]'"
-        raise UsageError(msg) from error
-
-
-def save_report(path: Path, report: object, *, as_json: bool) -> None:
-    """Write a report to a file as JSON, and print it if asked to."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    if as_json:
-        print_json(report)

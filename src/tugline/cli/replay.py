@@ -4,15 +4,16 @@ Exit code 0 if every request was as recorded, 1 if one was not or a fork could n
 """
 
 import asyncio
-import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, make_new_folder, print_json
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, make_new_folder
+from tugline.cli.output import print_report, print_text
 from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS
@@ -58,8 +59,12 @@ def replay(
     with remote.find_recording(session) as path:
         recorded = RecordedSession.load(path, tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
-    live = _make_live(recorded, fork_at, engine, (samples, slots))
-    keep = _make_folder(keep, recorded, live)
+    live = None
+    if fork_at is not None or engine is not None or samples > 1:
+        live = _make_live(recorded, fork_at, engine, samples, slots)
+        keep = keep or _choose_folder(f"{recorded.header.session.id}-at{live.at}")
+    if keep is not None:
+        make_new_folder(keep)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
         Console(stderr=True).status(f"running {recorded.header.task.harness.name}"),
@@ -71,21 +76,14 @@ def replay(
             reports = asyncio.run(fork(recorded, folder, live, options))
     if keep is None:  # the folder was temporary
         reports = [msgspec.structs.replace(report, recording="") for report in reports]
-    if as_json:
-        print_json({"sessions": reports})
-    else:
-        for report in reports:
-            _show(report)
-    if not all(report.as_recorded for report in reports):
-        sys.exit(1)
+    failed = not all(report.as_recorded for report in reports)
+    print_report({"sessions": reports}, lambda: _show(reports), as_json=as_json, failed=failed)
 
 
 def _make_live(
-    recorded: RecordedSession, at: str | None, engine: str | None, many: tuple[int, int]
-) -> Live | None:
-    """Make the fork that the options name; None for a plain replay."""
-    if at is None and engine is None and many[0] == 1:
-        return None
+    recorded: RecordedSession, at: str | None, engine: str | None, samples: int, slots: int
+) -> Live:
+    """Make the fork that the options name. Raises `UsageError`."""
     if at is None or engine is None:
         raise UsageError("--fork-at and --engine go together, and --samples with them")
     if at != _LAST and not at.isdecimal():
@@ -93,62 +91,56 @@ def _make_live(
     number = len(recorded.calls) if at == _LAST else int(at)
     source = asyncio.run(connect([engine], mode=recorded.header.mode))
     earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")
-    return Live(source, number, *many, first=len(list(earlier)))
+    return Live(source, number, samples, slots, first=len(list(earlier)))
 
 
-def _make_folder(keep: Path | None, recorded: RecordedSession, live: Live | None) -> Path | None:
-    """Create the folder of the run; None if it is not kept."""
-    if keep is None and live is not None:
-        wanted = f"{recorded.header.session.id}-at{live.at}"
-        taken = len(list(RUNS.glob(f"{wanted}*")))
-        keep = RUNS / (f"{wanted}-{taken + 1}" if taken else wanted)
-    if keep is not None:
-        make_new_folder(keep)
-    return keep
+def _choose_folder(name: str) -> Path:
+    taken = len(list(RUNS.glob(f"{name}*")))
+    return RUNS / (f"{name}-{taken + 1}" if taken else name)
 
 
 # --------------------------------------------------------------------------- output
-def _show(report: ReplayReport) -> None:
-    say = Console(highlight=False, soft_wrap=True, markup=False).print
+def _show(reports: Sequence[ReplayReport]) -> None:
+    for report in reports:
+        _show_report(report)
+
+
+def _show_report(report: ReplayReport) -> None:
     program = " ".join(filter(None, (report.harness, report.version)))
     done = f"{report.replayed} of {report.recorded} requests"
     live = f", then {report.live} live" if report.live else ""
     if report.as_recorded:
-        say(f"{report.session} by {program}: {done} as recorded{live}")
+        print_text(f"{report.session} by {program}: {done} as recorded{live}")
     else:
         differ = f", {count} differ" if (count := len(report.differences)) else ""
-        say(f"{report.session} by {program}: {done} answered{live}{differ}")
+        print_text(f"{report.session} by {program}: {done} answered{live}{differ}")
     for one in report.differences:
         _show_difference(one)
     if report.exact is not None and report.replayed:
-        say(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
+        print_text(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
     if report.adapted:
-        say(f"  answers adapted to this run's values: {report.adapted} of {report.replayed}")
+        print_text(f"  answers adapted to this run's values: {report.adapted} of {report.replayed}")
     for name, values in report.masked.items():
         old, new = next(iter(values.items()))
-        say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
+        print_text(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
     if not report.same_folder:
-        say("  it ran in another folder than the recorded session; paths are masked")
+        print_text("  it ran in another folder than the recorded session; paths are masked")
     if report.failure is not None and not report.differences:
-        say(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
+        print_text(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
     rewards = [
         f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
     ]
-    say(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
+    print_text(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
     if report.recording:
-        say(f"  {report.recording}")
+        print_text(f"  {report.recording}")
 
 
 def _show_difference(difference: Difference) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    say = console.print
     beside = "" if difference.call is None else f", beside call {difference.call}"
-    say(f"request {difference.request}{beside}: {difference.where}", markup=False, style="yellow")
-    for sign, text, colour in (
-        ("-", difference.recorded, "red"),
-        ("+", difference.replayed, "green"),
-    ):
-        for line in text.splitlines():
-            say(f"  {sign} {line}", markup=False, style=colour)
+    print_text(f"request {difference.request}{beside}: {difference.where}", style="yellow")
+    for line in difference.recorded.splitlines():
+        print_text(f"  - {line}", style="red")
+    for line in difference.replayed.splitlines():
+        print_text(f"  + {line}", style="green")
     if difference.id_at is not None:
-        say(f"  prompt ids differ from position {difference.id_at} on", markup=False)
+        print_text(f"  prompt ids differ from position {difference.id_at} on")

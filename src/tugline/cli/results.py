@@ -5,15 +5,14 @@ on disk (I3); with ``--out`` alone the folder has it.
 """
 
 import asyncio
-import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_json
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import print_json, print_text
 from tugline.errors import Missing, UsageError
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import ResultFolder
@@ -58,7 +57,7 @@ async def results(
                         try:
                             await client.recording(item.view.session, out / "recordings")
                         except Missing as error:  # on a node elsewhere; the result is saved
-                            print(error, file=sys.stderr)
+                            print_text(str(error), stderr=True)
                     if saved:
                         await asyncio.to_thread(saved.add, item.view, item.packed)
                     if as_json:
@@ -70,9 +69,9 @@ async def results(
         if saved:
             saved.write_index()
             where = f"saved in {out}: {seen} new, {len(saved.views)} in all"
-            Console(stderr=True, highlight=False, soft_wrap=True).print(where, markup=False)
+            print_text(where, stderr=True)
     if not seen and not saved:
-        print("nothing new", file=sys.stderr)
+        print_text("nothing new", stderr=True)
 
 
 def _line(view: ResultView) -> str:

@@ -1,100 +1,78 @@
-"""``tugline run``: run tasks without a server, results in a folder; the same command resumes.
+"""``tugline run``, ``eval`` and ``generate``: run tasks without a server, results in a folder.
 
-Progress goes to stderr, so that stdout has only the output of ``--json``. Exit code 1 if sessions
-failed because of this machine's infrastructure, or if all of them failed.
+The same command resumes. Progress goes to stderr, so that stdout has only a report. `run` ends with
+exit code 1 if sessions failed because of this machine's infrastructure, or if all of them failed.
+`generate` writes its set anew from the recordings each time, so another ``--accept`` costs no call.
 """
 
 import asyncio
+import contextlib
+import math
+import re
 import sys
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Annotated
 
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from msgspec.structs import replace
 from rich.console import Console
-from rich.progress import TextColumn, TimeRemainingColumn
 
 from tugline.cli import up
-from tugline.cli.options import Json, make_bar, print_json
+from tugline.cli.options import Count, Json
+from tugline.cli.output import SessionProgress, make_table, print_json, print_text, save_report
 from tugline.cli.task import Paths
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
+from tugline.errors import UsageError
+from tugline.exports.base import make_exporter
+from tugline.exports.pipeline import Export
+from tugline.exports.pipeline import run as export
 from tugline.launch.local import run_in_folder
 from tugline.launch.server import handle_signals
 from tugline.protocol import ResultView
-from tugline.types import Boundary, Task
+from tugline.recording.file import read
+from tugline.recording.folder import list_recordings
+from tugline.trainers import evaluation
+from tugline.types import Boundary, PluginSpec, Task
 
-_REPORT_EVERY_S = 10.0
-"""Between two lines, without a terminal."""
+EVALUATION = "evaluation.json"
+GENERATION = "generation.json"
+FILES = {
+    "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
+    "traces.parquet": PluginSpec("parquet"),
+}
+"""What `tugline sft` reads; traces only where there are token ids and pyarrow."""
 _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
-
-
-class RunProgress:
-    """The results so far, and how they are reported."""
-
-    def __init__(self, console: Console) -> None:
-        self.views: list[ResultView] = []
-        self._console = console
-        summary = TextColumn("{task.fields[summary]}")
-        self.bar = make_bar(console, TimeRemainingColumn(), summary, transient=False)
-        self._reported = 0.0
-
-    def add(self, view: ResultView, total: int) -> None:
-        """Report one more result."""
-        self.views.append(view)
-        if not self.bar.tasks:
-            self.bar.add_task("sessions", total=total, summary="")
-        summary = self.summarize()
-        self.bar.update(self.bar.task_ids[0], completed=len(self.views), summary=summary)
-        now = time.monotonic()
-        due = now - self._reported >= _REPORT_EVERY_S or len(self.views) == total
-        if due and not self._console.is_terminal:
-            self._reported = now
-            self._console.print(f"{len(self.views)} of {total} sessions, {summary}")
-
-    def mean_reward(self) -> float | None:
-        """Mean over the sessions with a reward."""
-        rewards = [view.reward for view in self.views if view.reward is not None]
-        return sum(rewards) / len(rewards) if rewards else None
-
-    def summarize(self) -> str:
-        """Mean reward and failures in one phrase."""
-        mean = self.mean_reward()
-        failed = sum(view.failure is not None for view in self.views)
-        text = "no reward yet" if mean is None else f"mean reward {mean:.3f}"
-        return f"{text}, {failed} failed" if failed else text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The totals, for ``--json``."""
-        failures = Counter(view.failure.boundary for view in self.views if view.failure)
-        return {
-            "sessions": len(self.views),
-            "status": Counter(view.status.value for view in self.views),
-            "reward": self.mean_reward(),
-            "sampled": sum(view.sampled for view in self.views),
-            "trained": sum(view.trained for view in self.views),
-            "failures": {boundary.value: count for boundary, count in failures.items()},
-        }
 
 
 def run_with_progress(
     tasks: Sequence[Task], local: up.NodeOptions, out: Path, console: Console
-) -> RunProgress:
+) -> list[ResultView]:
     """Run what is missing in `out` and report it on the console; `SystemExit` if stopped."""
     settings = up.add_default_engine(local.load())
-    progress = RunProgress(console)
+    progress = SessionProgress(console, sum(task.samples for task in tasks))
+    views: list[ResultView] = []
+
+    def add(view: ResultView, _: int) -> None:
+        failure = view.failure.message if view.failure else ""
+        progress.add(view.session, view.reward, failure)
 
     async def main() -> None:
         this = asyncio.current_task()
         with progress.bar, handle_signals(lambda: None if this is None else this.cancel()):
-            await run_in_folder(tasks, settings, out, progress.add)
+            views.extend(await run_in_folder(tasks, settings, out, add))
 
     try:
         up.keep_running(main(), local.log_file)
     except SystemExit:
         console.print(f"stopped; the same command resumes in {out}")
         raise
-    return progress
+    return views
 
 
 def run(
@@ -105,24 +83,193 @@ def run(
     Args:
         out: Folder of the run; an existing run resumes.
     """
-    console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(load_tasks(paths), local, out, console)
-    console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
-    _print_failures(console, progress.views)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    views = run_with_progress(load_tasks(paths), local, out, console)
+    console.print(f"results: {out}/results.jsonl")
+    failures = _print_failures(console, views)
+    rewards = [view.reward for view in views if view.reward is not None]
     if as_json:
-        print_json({**progress.to_dict(), "folder": str(out)})
-    failed = [view.failure.boundary for view in progress.views if view.failure]
-    if not _INFRASTRUCTURE.isdisjoint(failed) or len(failed) == len(progress.views):
+        report = {
+            "sessions": len(views),
+            "status": Counter(view.status for view in views),
+            "reward": fmean(rewards) if rewards else None,
+            "sampled": sum(view.sampled for view in views),
+            "trained": sum(view.trained for view in views),
+            "failures": failures,
+            "folder": str(out),
+        }
+        print_json(report)
+    if not _INFRASTRUCTURE.isdisjoint(failures) or failures.total() == len(views):
         sys.exit(1)
 
 
-def _print_failures(console: Console, views: Sequence[ResultView]) -> None:
+def _print_failures(console: Console, views: Sequence[ResultView]) -> Counter[Boundary]:
     """Print the number of failures at each boundary, and the first one."""
     failures = [(view.session, view.failure) for view in views if view.failure]
     counts = Counter(failure.boundary for _, failure in failures)
     for boundary, count in counts.most_common():
         session, first = next(pair for pair in failures if pair[1].boundary is boundary)
-        console.print(
-            f"[yellow]{count} failed in the {boundary}[/]; {session}: {first.message}",
-            soft_wrap=True,
+        console.print(f"[yellow]{count} failed in the {boundary}[/]; {session}: {first.message}")
+    return counts
+
+
+def eval(  # noqa: A001 - the name of the command
+    *paths: Paths,
+    out: Path,
+    k: Count = 1,
+    earlier: Annotated[Path | None, Parameter("--compare")] = None,
+    local: up.NodeOptions = up.DEFAULT_NODE,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        k: Sessions per task, for pass@1 to pass@k.
+        earlier: Folder of an earlier run of the same tasks.
+    """
+    tasks = [replace(task, samples=k) for task in load_tasks(paths)]
+    before = evaluation.read_attempts(earlier) if earlier else None
+    console = Console(stderr=True, highlight=False)
+    views = run_with_progress(tasks, local, out, console)
+    attempts = [evaluation.to_attempt(view) for view in views]
+    found = evaluation.evaluate(attempts, k=k, tags=_read_tags(tasks))
+    change = evaluation.compare(attempts, before) if before is not None else None
+    save_report(out / EVALUATION, {"evaluation": found, "change": change}, as_json=as_json)
+    if as_json:
+        return
+    rows = [*evaluation.summarize(found)]
+    if change is not None:
+        rows.append(("change of pass@1", evaluation.format_estimate(change.difference)))
+        rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
+    table = make_table(("", ""), rows)
+    table.show_header = False
+    print_text(table)
+
+
+def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
+    """Return the tags of each task, but for those that name it."""
+    own = {INSTANCE, SPLIT, TASKSET}
+    return {
+        task.id: {name: value for name, value in task.tags.items() if name not in own}
+        for task in tasks
+    }
+
+
+# --------------------------------------------------------------------------- sets for `tugline sft`
+class Figures(msgspec.Struct, kw_only=True):
+    """Totals of some sessions; those that failed and repeated attempts cost tokens, too."""
+
+    sessions: int = 0
+    accepted: int = 0
+    failed: int = 0
+    """Sessions without a reward."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cost: float = 0.0
+    """At the prices given."""
+
+
+Price = Annotated[float, Parameter(validator=Number(gte=0))]
+
+
+def generate(
+    *paths: Paths,
+    out: Path,
+    samples: Count | None = None,
+    accept: str = "reward>=1",
+    price_in: Price = 0.0,
+    price_out: Price = 0.0,
+    local: up.NodeOptions = up.DEFAULT_NODE,
+    as_json: Json = False,
+) -> None:
+    """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.
+
+    Args:
+        out: Folder of the run; an existing run resumes.
+        samples: Sessions per task (default: those of the task).
+        accept: Least reward, or least part of it: 'passed>=2'.
+        price_in: Price of a million prompt tokens.
+        price_out: Price of a million sampled tokens.
+    """
+    condition = _parse_condition(accept)
+    tasks = [replace(task, samples=samples or task.samples) for task in load_tasks(paths)]
+    console = Console(stderr=True, highlight=False)
+    views = run_with_progress(tasks, local, out, console)
+    totals, accepted = _read_run(out, views, _read_tags(tasks), condition)
+    for one in totals.values():
+        one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
+    rows = _write_set(out, accepted)
+    save_report(out / GENERATION, {"tags": totals, "files": rows}, as_json=as_json)
+    if not as_json:
+        _print_figures(totals, rows)
+    if not accepted:
+        console.print(f"nothing was accepted; see why with: tugline view {out}")
+        sys.exit(1)
+
+
+def _parse_condition(text: str) -> tuple[str, float]:
+    """Return a part of the reward and its least value. Raises `UsageError`."""
+    match = re.fullmatch(r"\s*([\w.\-]+)\s*>=\s*(-?\d+\.?\d*)\s*", text)
+    if match is None:
+        raise UsageError(f"--accept {text!r} must be a name, >= and a number, such as 'reward>=1'")
+    return match[1], float(match[2])
+
+
+def _read_run(
+    out: Path,
+    views: Sequence[ResultView],
+    tags: Mapping[str, Mapping[str, str]],
+    condition: tuple[str, float],
+) -> tuple[dict[str, Figures], list[Path]]:
+    """Count by tag what the sessions of `views` used; return also the accepted recordings."""
+    totals, accepted, (part, least) = {"all": Figures()}, [], condition
+    figures: dict[str, list[Figures]] = {}
+    for view in views:
+        names = ["all", *(f"{name}={value}" for name, value in tags[view.task].items())]
+        figures[view.session] = [totals.setdefault(name, Figures()) for name in names]
+        for one in figures[view.session]:
+            one.sessions += 1
+            one.failed += view.reward is None
+    for path in list_recordings(out):
+        recording = read(path, bodies=False)
+        own = figures.get(recording.header.session.id, []) if recording.header else []
+        reward = recording.result.reward if own and recording.result else None
+        values = {**reward.parts, "reward": reward.value} if reward else {}
+        taken = values.get(part, -math.inf) >= least
+        accepted += [path] * taken
+        for one in own:
+            one.accepted += taken
+            for call in recording.calls:
+                one.prompt_tokens += len(call.prompt_ids) + call.unreported_prompt_tokens
+                one.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
+    return totals, accepted
+
+
+def _write_set(out: Path, accepted: Sequence[Path]) -> dict[str, int]:
+    """Write each file of the set that has rows, in place of earlier ones; return their numbers."""
+    rows = {}
+    for name, form in FILES.items():
+        (out / name).unlink(missing_ok=True)
+        with contextlib.suppress(UsageError):  # there is no row for it, or no pyarrow
+            plan = Export(exporter=make_exporter(form), out=out / name)
+            summary = export(plan, accepted, lambda *_: None)
+            rows[name] = sum(file.rows for file in summary.files.values())
+    return rows
+
+
+def _print_figures(totals: Mapping[str, Figures], rows: Mapping[str, int]) -> None:
+    lines = (
+        (
+            name,
+            one.sessions,
+            f"{one.accepted} ({one.accepted / max(1, one.sessions):.0%})",
+            *(f"{n:,}" for n in (one.failed, one.prompt_tokens, one.sampled_tokens)),
+            f"{one.cost:.4g}",
         )
+        for name, one in totals.items()
+    )
+    print_text(
+        make_table(("tag", *Figures.__struct_fields__), lines),
+        ", ".join(f"{count} rows in {name}" for name, count in rows.items()),
+    )

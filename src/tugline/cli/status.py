@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console, Group, RenderableType
@@ -17,15 +16,8 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from tugline.cli.options import (
-    DEFAULT_SERVER,
-    Count,
-    Json,
-    Remote,
-    Required,
-    print_json,
-    print_report,
-)
+from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
+from tugline.cli.output import format_counts, make_table, print_report, print_text
 from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
 from tugline.errors import Missing, ServerError
@@ -34,24 +26,8 @@ from tugline.protocol import Cancelled, NodeState, ResultView, SessionView, Task
 from tugline.types import TERMINAL, Status
 
 _LINE = re.compile(r"[^\t\n\r]+")
-_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
-
-
-class TaskStatus(msgspec.Struct, frozen=True):
-    """A task with its sessions."""
-
-    task: TaskView
-    sessions: tuple[SessionView, ...]
-
-
-class SessionStatus(msgspec.Struct, frozen=True):
-    """A session with its result, once there is one."""
-
-    session: SessionView
-    result: ResultView | None
-
-
-Seen = Overview | TaskStatus | SessionStatus
+_STAGES = tuple(str(one) for one in Status if one not in {*TERMINAL, Status.QUEUED})
+_NODE_STYLES = {NodeState.LIVE: "", NodeState.DRAINING: "yellow", NodeState.GONE: "dim"}
 
 
 def status(
@@ -77,146 +53,152 @@ def status(
         async with remote.connect() as client:
             monitor = Monitor(client)
 
-            async def read() -> Seen:
-                return await (monitor.read() if name is None else _read_named(client, name))
+            async def read() -> tuple[object, RenderableType]:
+                if name is not None:
+                    return await _read_named(client, name)
+                overview = await monitor.read()
+                return overview, render(overview)
 
             if live:
                 await _watch(read, every, console)
                 return
-            seen = await read()
-            print_report(seen, lambda: console.print(render(seen)), as_json=as_json)
+            report, screen = await read()
+            print_report(report, lambda: print_text(screen), as_json=as_json)
 
     with contextlib.suppress(KeyboardInterrupt) if live else contextlib.nullcontext():
         asyncio.run(main())
 
 
-async def _watch(read: Callable[[], Awaitable[Seen]], every: float, console: Console) -> None:
+async def _watch(
+    read: Callable[[], Awaitable[tuple[object, RenderableType]]], every: float, console: Console
+) -> None:
     """Show the state until interrupted; a server that does not answer is retried."""
-    seen = await read()
-    with Live(render(seen), console=console, screen=True, auto_refresh=False) as view:
+    _, screen = await read()
+    with Live(screen, console=console, screen=True, auto_refresh=False) as view:
         while True:
             await asyncio.sleep(every)
             try:
-                seen = await read()
-                view.update(render(seen), refresh=True)
+                _, screen = await read()
+                view.update(screen, refresh=True)
             except ServerError as error:
                 if error.status is not None and error.status < 500:
                     raise
-                notice = Text(str(error), style="red")
-                view.update(Group(notice, render(seen)), refresh=True)
+                view.update(Group(Text(str(error), style="red"), screen), refresh=True)
 
 
-async def _read_named(client: Client, name: str) -> TaskStatus | SessionStatus:
-    """Read a task or a session. Raises `Missing` if there is none of this name."""
+async def _read_named(client: Client, name: str) -> tuple[object, RenderableType]:
+    """Read a task with its sessions, or a session with its result: a report and a screen."""
+    found = await _find(client, name)
+    if isinstance(found, TaskView):
+        sessions = [view async for view in client.sessions(task=name)]
+        tables = Group(make_tasks_table([found]), "", _make_sessions_table(sessions))
+        return {"task": found, "sessions": sessions}, tables
     try:
-        task = await client.task(name)
+        result = await client.result(name)
     except Missing:
-        return await _read_session(client, name)
-    return TaskStatus(task, tuple([view async for view in client.sessions(task=name)]))
+        return {"session": found, "result": None}, _make_sessions_table([found])
+    screen = Group(_make_sessions_table([found]), "", Text(_describe_result(result)))
+    return {"session": found, "result": result}, screen
 
 
-async def _read_session(client: Client, name: str) -> SessionStatus:
+async def _find(client: Client, name: str) -> TaskView | SessionView:
+    """Read the task or the session of this name. Raises `Missing` if there is neither."""
+    with contextlib.suppress(Missing):
+        return await client.task(name)
     try:
-        session = await client.session(name)
+        return await client.session(name)
     except Missing as error:
         raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
-    try:
-        return SessionStatus(session, await client.result(name))
-    except Missing:
-        return SessionStatus(session, None)
 
 
 # --------------------------------------------------------------------------- on the terminal
-def render(seen: Seen) -> RenderableType:
-    """The state as tables."""
-    match seen:
-        case Overview():
-            tables = (_summary(seen), _nodes_table(seen), *_task_tables(seen))
-            return Group(*(part for table in tables for part in (table, Text())))
-        case TaskStatus():
-            return Group(make_tasks_table([seen.task]), Text(), _sessions_table(seen.sessions))
-    parts: list[RenderableType] = [_sessions_table([seen.session])]
-    if seen.result is not None:
-        parts += [Text(), Text(_describe_result(seen.result))]
-    return Group(*parts)
+def render(seen: Overview) -> RenderableType:
+    """The state of a server as tables."""
+    tables = [_make_summary(seen), _make_nodes_table(seen)]
+    if seen.open:
+        tables.append(make_tasks_table(seen.open))
+    if seen.failures:
+        rows = (
+            (failure.session, _format_age(failure.at), " ".join(failure.reason.split())[:100])
+            for failure in seen.failures
+        )
+        tables.append(make_table(("failed", "ago", "reason"), rows))
+    return Group(*(part for table in tables for part in (table, "")))
 
 
-def _summary(seen: Overview) -> Table:
+def _make_summary(seen: Overview) -> Table:
     counts = seen.counts
     weights = f"weights {counts.version}" + (", paused" if counts.paused else "")
     rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
     reward = "" if seen.reward is None else f"  mean reward {seen.reward:.3g}"
-    running = {stage.value: counts.sessions.get(stage.value, 0) for stage in _STAGES}
     finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
+    stragglers = (f"{task.id} ({_count_finished(task)})" for task in seen.stragglers)
     rows = {
         "server": f"{seen.url}  position {counts.position:,}  {weights}",
-        "queued": f"{counts.sessions.get('queued', 0):,}  {_join(seen.queue)}",
-        "running": _join(running),
-        "finished": _join(finished) or "none",
+        "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(seen.queue)}",
+        "running": ", ".join(f"{counts.sessions.get(stage, 0):,} {stage}" for stage in _STAGES),
+        "finished": format_counts(finished) or "none",
         "tasks": f"{counts.tasks_open:,} open",
+        "stragglers": ", ".join(stragglers),
         "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s{reward}",
+        "unread": format_counts(seen.unread),
+        "callbacks": f"{counts.dead_deliveries:,} given up" if counts.dead_deliveries else "",
     }
-    if seen.unread:
-        rows["unread"] = _join(seen.unread)
-    if counts.dead_deliveries:
-        rows["callbacks"] = f"{counts.dead_deliveries:,} given up"
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
-        table.add_row(Text(name, style="bold"), Text(text))
+        if text:
+            table.add_row(Text(name, style="bold"), Text(text))
     return table
 
 
-def _nodes_table(seen: Overview) -> Table:
-    stages = [stage.value for stage in _STAGES]
-    table = Table("node", "state", "slots", "sessions", *stages, "lease", box=None)
+def _count_finished(task: TaskView) -> str:
+    finished = sum(task.counts.get(status, 0) for status in TERMINAL)
+    return f"{finished} of {task.samples}"
+
+
+def _make_nodes_table(seen: Overview) -> Table:
+    table = Table("node", "state", "slots", "sessions", *_STAGES, "lease", box=None)
     for load in seen.nodes:
         node = load.node
         lease = f"{load.lease_s:.0f} s" if node.state is not NodeState.GONE else ""
-        style = {NodeState.LIVE: "", NodeState.DRAINING: "yellow"}.get(node.state, "dim")
-        by_stage = (str(load.stages.get(stage, "")) for stage in stages)
-        cells = (str(node.slots), str(node.running), *by_stage, lease)
         state = f"quarantine: {node.fault}" if node.fault else node.state.value
-        table.add_row(Text(node.name), Text(state), *cells, style="red" if node.fault else style)
+        style = "red" if node.fault else _NODE_STYLES[node.state]
+        stages = (str(load.stages.get(stage, "")) for stage in _STAGES)
+        cells = (str(node.slots), str(node.running), *stages, lease)
+        table.add_row(Text(node.name), Text(state), *cells, style=style)
     if not seen.nodes:
         table.add_row("none: start one with `tugline node`")
     return table
 
 
-def _task_tables(seen: Overview) -> Iterable[Table]:
-    if seen.open:
-        yield make_tasks_table(seen.open)
-    if seen.stragglers:
-        table = Table("straggler", "age", "finished", "remaining", box=None)
-        for task in seen.stragglers:
-            left = {name: n for name, n in task.counts.items() if Status(name) not in TERMINAL}
-            finished = f"{task.samples - sum(left.values())} of {task.samples}"
-            table.add_row(Text(task.id), _format_age(task.created), finished, _join(left))
-        yield table
-    if seen.failures:
-        table = Table("failed", "ago", "reason", box=None)
-        for failure in seen.failures:
-            reason = " ".join(failure.reason.split())[:100]
-            table.add_row(Text(failure.session), _format_age(failure.at), Text(reason))
-        yield table
-
-
-def make_tasks_table(tasks: Sequence[TaskView]) -> Table:
+def make_tasks_table(tasks: Iterable[TaskView]) -> Table:
     """Make a table with one row per task."""
-    table = Table("task", "state", Column("usable", justify="right"), "sessions", "age", box=None)
-    for task in tasks:
-        state = f"{task.state}: {task.reason}" if task.reason else str(task.state)
-        cells = (f"{task.usable}/{task.samples}", _join(task.counts), _format_age(task.created))
-        table.add_row(Text(task.id), Text(state), *cells)
-    return table
+    columns = ("task", "state", Column("usable", justify="right"), "sessions", "age")
+    rows = (
+        (
+            task.id,
+            f"{task.state}: {task.reason}" if task.reason else task.state,
+            f"{task.usable}/{task.samples}",
+            format_counts(task.counts),
+            _format_age(task.created),
+        )
+        for task in tasks
+    )
+    return make_table(columns, rows)
 
 
-def _sessions_table(sessions: Sequence[SessionView]) -> Table:
-    table = Table("session", "status", "attempt", "node", "changed", box=None)
-    for view in sessions:
-        state = f"{view.status}, stopping ({view.stopping})" if view.stopping else str(view.status)
-        cells = (Text(state), str(view.attempt), Text(view.node or "-"), _format_age(view.updated))
-        table.add_row(Text(view.id), *cells)
-    return table
+def _make_sessions_table(sessions: Sequence[SessionView]) -> Table:
+    rows = (
+        (
+            view.id,
+            f"{view.status}, stopping ({view.stopping})" if view.stopping else view.status,
+            view.attempt,
+            view.node or "-",
+            _format_age(view.updated),
+        )
+        for view in sessions
+    )
+    return make_table(("session", "status", "attempt", "node", "changed"), rows)
 
 
 def _describe_result(result: ResultView) -> str:
@@ -227,10 +209,6 @@ def _describe_result(result: ResultView) -> str:
     if result.failure is not None:
         lines.append(f"failed in the {result.failure.boundary}: {result.failure.message}")
     return "\n".join(lines)
-
-
-def _join(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _format_age(moment: float) -> str:
@@ -276,25 +254,19 @@ async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Jso
     """
     async with remote.connect() as client:
         cancelled = {name: await _cancel(client, name) for name in names}
-    if as_json:
-        print_json(cancelled)
-        return
-    for name, counts in cancelled.items():
-        parts = {
-            "ended": len(counts.ended),
-            "stopping": len(counts.stopping),
-            "final before": counts.final,
-        }
-        line = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-        print(f"{name}: {line or 'nothing to cancel'}")
+    lines = (f"{name}: {_describe_cancelled(counts)}" for name, counts in cancelled.items())
+    print_report(cancelled, lambda: print_text(*lines), as_json=as_json)
 
 
 async def _cancel(client: Client, name: str) -> Cancelled:
-    try:
-        return await client.cancel(task=name, by="tugline cancel")
-    except Missing:
-        pass
-    try:
-        return await client.cancel(session=name, by="tugline cancel")
-    except Missing as error:
-        raise Missing(f"there is neither a task nor a session {name!r} at {client.url}") from error
+    kind = "task" if isinstance(await _find(client, name), TaskView) else "session"
+    return await client.cancel(**{kind: name}, by="tugline cancel")
+
+
+def _describe_cancelled(counts: Cancelled) -> str:
+    parts = {
+        "ended": len(counts.ended),
+        "stopping": len(counts.stopping),
+        "final before": counts.final,
+    }
+    return format_counts(parts) or "nothing to cancel"

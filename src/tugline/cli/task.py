@@ -1,24 +1,40 @@
-"""``tugline task init | check | schema``: task files, without a server."""
+"""``tugline task``: task files and task sets, without a server.
 
-from collections.abc import Callable, Sequence
+`validate` tries tasks without a model. A task is fine if its reference solution earns 1 and doing
+nothing earns less. Any other task would teach a model nothing, or the wrong thing.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from cyclopts import App, Parameter
 from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
 
-from tugline.cli.options import Required
-from tugline.datasets.files import load_tasks
-from tugline.errors import Invalid, TuglineError, UsageError
+from tugline.cli.options import Count, Json, Required
+from tugline.cli.output import make_bar, make_table, print_json, print_report, print_text
+from tugline.datasets.base import INSTANCE
+from tugline.datasets.files import SelectedTasks, gather, load_tasks
+from tugline.errors import ConfigError, Invalid, TuglineError, UsageError
 from tugline.rollout.parts import Parts
+from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.server.validation import check_task
-from tugline.task_files import make_json_schema, make_template
-from tugline.types import Task
+from tugline.task_files import make_template
+from tugline.types import Cause, PluginSpec, Task, is_pass
 
-task = App(help="Task files.")
+task = App(help="Task files and task sets.")
 
 Paths = Annotated[Required, Parameter(help="Task or task-set files, folders of them, or patterns.")]
+SetPaths = Annotated[Required, Parameter(help="Task-set files, task files, or Harbor folders.")]
 
 
 @task.command
@@ -47,12 +63,6 @@ def check(*paths: Paths) -> None:
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
 
-@task.command
-def schema() -> None:
-    """Print the JSON schema of task files, for editors."""
-    print(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2).decode())
-
-
 def read_checked(paths: Sequence[str], *, prefix: str = "") -> list[Task]:
     """Load tasks from files and check their values. Raises `UsageError`, `Invalid`.
 
@@ -73,3 +83,234 @@ def _check_each(tasks: Sequence[Task], check: Callable[[Task], None]) -> None:
             problems.append(TuglineError.combine([error], f"task {each.id!r}"))
     if problems:
         raise TuglineError.combine(problems)
+
+
+@task.command(name="list")
+def list_tasks(*paths: SetPaths, as_json: Json = False) -> None:
+    """List tasks with their tags."""
+    found = [one for one, _ in gather(paths, folders=True)]
+    if as_json:
+        for one in found:
+            print_json({"id": one.id, "samples": one.samples, "tags": one.tags})
+        return
+    rows = ((one.id, one.samples, Text(_format_tags(one), style="dim")) for one in found)
+    print_text(
+        make_table(("id", "samples", "tags"), rows),
+        f"{len(found)} tasks, {sum(one.samples for one in found)} sessions",
+    )
+
+
+def _format_tags(task: Task) -> str:
+    return " ".join(f"{name}={value}" for name, value in task.tags.items() if name != INSTANCE)
+
+
+@task.command
+async def prefetch(*paths: SetPaths, as_json: Json = False) -> None:
+    """Fetch the images and repositories of tasks ahead of time."""
+    parts, failed = Parts(), []
+    wanted = {_encode((one.runtime, one.workspace)): one for one, _ in gather(paths, folders=True)}
+    with Console(stderr=True, highlight=False).status("prefetching") as status:
+        for number, one in enumerate(wanted.values(), 1):
+            status.update(f"{one.runtime.name}: workspace {number} of {len(wanted)}")
+            failed += await parts.runtime(one.runtime).prefetch([one.workspace])
+    summary = f"{len(wanted) - len(failed)} of {len(wanted)} workspaces are here"
+    print_report(
+        {"workspaces": len(wanted), "failed": failed},
+        lambda: print_text(*failed, summary),
+        as_json=as_json,
+        failed=bool(failed),
+    )
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.msgpack.encode(value, order="deterministic")
+
+
+# --------------------------------------------------------------------------- validation
+class CheckState(StrEnum):
+    """The result of validating a task."""
+
+    FINE = "fine"
+    BROKEN = "broken"
+    """Its reference solution does not earn 1."""
+    SOLVED = "solved"
+    """Doing nothing earns 1."""
+    ERROR = "error"
+    """There was no reward."""
+    UNPROVEN = "unproven"
+    """It has no reference solution; nothing else is wrong."""
+
+
+_GOOD = frozenset({CheckState.FINE, CheckState.UNPROVEN})
+
+
+class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of ``--out``."""
+
+    task: str
+    digest: str
+    """Of the task, its solution and their files; if one changes, it is validated again."""
+    state: CheckState
+    reference: float | None = None
+    """Reward of the reference solution."""
+    empty: float | None = None
+    """Reward of doing nothing."""
+    reason: str = ""
+    cause: Cause | None = None
+    seconds: float = 0.0
+
+
+@task.command
+async def validate(
+    *paths: SetPaths,
+    runtime: str | None = None,
+    jobs: Count = 2,
+    out: Path | None = None,
+    as_json: Json = False,
+) -> None:
+    """Validate tasks by reference solutions and empty ones; exit 1 if any is not fine.
+
+    Args:
+        runtime: Use this runtime instead of the tasks' own.
+        jobs: Tasks to validate at once.
+        out: Append a line for each task; tasks that are fine there are skipped.
+    """
+    found = gather(paths, folders=True)
+    if runtime is not None:
+        found = [(replace(one, runtime=PluginSpec(runtime)), of) for one, of in found]
+    checks = await _check_all(found, jobs, out)
+    if as_json:
+        for check in checks:
+            print_json(check)
+    else:
+        _show(checks)
+    if any(check.state not in _GOOD for check in checks):
+        sys.exit(1)
+
+
+async def _check_all(
+    entries: Sequence[tuple[Task, SelectedTasks | None]], jobs: int, out: Path | None
+) -> list[TaskCheck]:
+    """Check tasks. Raises `UsageError` for a runtime that cannot be used on this machine."""
+    parts = Parts()
+    for spec in {_encode(one.runtime): one.runtime for one, _ in entries}.values():
+        reason = parts.runtime(spec).check_available()
+        if reason is not None:
+            raise UsageError(f"runtime {spec.name!r} cannot be used here: {reason}")
+    earlier = _read_results(out) if out else {}
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    slots = asyncio.Semaphore(jobs)
+    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, make_bar(console) as bar:
+        line = bar.add_task("tasks", total=len(entries), summary="")
+
+        async def check_one(number: int, task: Task, selected: SelectedTasks | None) -> TaskCheck:
+            async with slots:
+                check = await _check_task(
+                    task, selected, earlier, Path(folder) / str(number), parts
+                )
+            bar.advance(line)
+            if (check.task, check.digest) not in earlier:
+                if out is not None:
+                    await asyncio.to_thread(_append_result, out, check)
+                if not console.is_terminal:
+                    console.print(f"{check.task}: {check.state}")
+            return check
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(check_one(n, *pair)) for n, pair in enumerate(entries)]
+    checks = [each.result() for each in running]
+    known = sum((check.task, check.digest) in earlier for check in checks)
+    if known:
+        console.print(f"validated before: {known}, see {out}")
+    return checks
+
+
+async def _check_task(
+    task: Task,
+    selected: SelectedTasks | None,
+    earlier: Mapping[tuple[str, str], TaskCheck],
+    folder: Path,
+    parts: Parts,
+) -> TaskCheck:
+    """Evaluate both solutions, one after the other, unless that was done `earlier`."""
+    try:
+        solution = await asyncio.to_thread(selected.solution, task) if selected else None
+        digest = await asyncio.to_thread(fingerprint, task, solution)
+        if (task.id, digest) in earlier:
+            return earlier[task.id, digest]
+        solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
+        empty = await validate_task(task, None, folder / "empty", parts)
+    except (UsageError, OSError, TypeError) as error:  # a missing file, a part that cannot be made
+        return TaskCheck(task=task.id, digest="", state=CheckState.ERROR, reason=str(error))
+    return _classify(task, digest, solved, empty)
+
+
+def _classify(
+    task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
+) -> TaskCheck:
+    state, reason = CheckState.FINE, ""
+    failed = next((one for one in (solved, empty) if one and one.failure), None)
+    if failed is not None:
+        which = "reference" if failed is solved else "empty"
+        state, reason = CheckState.ERROR, f"{which}: {failed.reason}"
+    elif empty.reward is not None and is_pass(empty.reward):
+        state, reason = CheckState.SOLVED, f"empty: {empty.reason}"
+    elif solved is None:
+        state = CheckState.UNPROVEN
+    elif solved.reward is not None and not is_pass(solved.reward):
+        state, reason = CheckState.BROKEN, f"reference: {solved.reason}"
+    return TaskCheck(
+        task=task.id,
+        digest=digest,
+        state=state,
+        reference=solved.reward if solved else None,
+        empty=empty.reward,
+        reason=reason,
+        cause=failed.failure.cause if failed and failed.failure else None,
+        seconds=empty.seconds + (solved.seconds if solved else 0.0),
+    )
+
+
+def _read_results(out: Path) -> dict[tuple[str, str], TaskCheck]:
+    """Read earlier results that are still valid. Raises `ConfigError`."""
+    with out.open("a+b") as file:  # also to find out now whether it can be written
+        file.seek(0)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:  # a truncated line is validated again
+        os.truncate(out, len(whole))
+    valid: dict[tuple[str, str], TaskCheck] = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            one = msgspec.json.decode(line, type=TaskCheck)
+        except msgspec.DecodeError as error:
+            msg = f"{out}, line {number} is not a line of this command: {error}"
+            raise ConfigError(msg) from error
+        if one.state in _GOOD and one.digest:  # without a digest it is unknown what was validated
+            valid[one.task, one.digest] = one
+    return valid
+
+
+def _append_result(out: Path, check: TaskCheck) -> None:
+    with out.open("ab") as file:
+        file.write(msgspec.json.encode(check) + b"\n")
+
+
+def _show(checks: Sequence[TaskCheck]) -> None:
+    rows = (
+        (
+            check.task,
+            check.state,
+            *(
+                "-" if reward is None else f"{reward:g}"
+                for reward in (check.reference, check.empty)
+            ),
+            f"{check.cause}: {check.reason}"[:300] if check.cause else check.reason[:300],
+        )
+        for check in checks
+    )
+    counts = Counter(check.state for check in checks)
+    print_text(
+        make_table(("task", "state", "reference", "empty", "reason"), rows),
+        ", ".join(f"{state}: {counts[state]}" for state in CheckState if counts[state]),
+    )

@@ -1,4 +1,4 @@
-"""``tugline train`` and ``tugline sft``: the same command with ``--resume`` continues a run.
+"""``tugline train``, ``sft`` and ``demo``: the same command with ``--resume`` continues a run.
 
 Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
@@ -12,23 +12,30 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import uvloop
+from cyclopts import Parameter
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import (
-    INTERRUPTED,
-    Json,
-    Resume,
-    TrainingFolder,
-    name_missing_extra,
-    save_report,
-)
+from tugline.cli.options import INTERRUPTED, Json
+from tugline.cli.output import print_json, save_report
 from tugline.errors import UsageError
 
 RUNS = Path("runs")
 SUMMARY = "summary.json"
+_DEMO_SETTINGS = (
+    "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
+    "port",
+)  # fmt: skip
+"""The flags of `demo` that are settings of its run; a resumed run keeps them."""
+
+TrainingFolder = Annotated[
+    Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
+]
+Resume = Annotated[bool, Parameter(help="Continue the run in --out, or the last one.")]
 
 
 def train(
@@ -51,29 +58,25 @@ def train(
         dry_run: Check everything and print what would happen.
     """
     console = Console(stderr=True, highlight=False)
-    with name_missing_extra("train"):
-        from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
+    with _name_missing_extra("train"):
+        from tugline.trainers import batches, loop, models, sinks, state  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
-        from tugline.trainers.loop import train as run_training  # noqa: PLC0415 - the same
-        from tugline.trainers.models import follow  # noqa: PLC0415 - the same
-        from tugline.trainers.sinks import make_report, make_sinks  # noqa: PLC0415 - the same
-        from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
         model = Path(str(files("tugline.demo"))) / "warm_start_model"
         settings = read_config(config, model, server=server, engines=engine or ())
-        if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
+        if _is_follower():
             if not dry_run:
-                follow(settings)
+                models.follow(settings)
             return
-        batches = TaskBatches(settings, config.absolute().parent)
-        batches.check()
-        sinks = make_sinks(settings.metrics, console)
-        folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
+        tasks = batches.TaskBatches(settings, config.absolute().parent)
+        tasks.check()
+        figures = sinks.make_sinks(settings.metrics, console)
+        folder = _choose_folder(out or settings.out, config.stem, state.CONFIG, resume=resume)
         if dry_run:
-            print(describe(settings, batches, folder))
+            print(batches.describe(settings, tasks, folder))
             return
-        main = run_training(settings, batches, folder, sinks, make_report(console))
-        with keep_resumable(folder, f"train {config}", console):
+        main = loop.train(settings, tasks, folder, figures, sinks.make_report(console))
+        with _keep_resumable(folder, f"train {config}", console):
             summary = uvloop.run(main)
     save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
@@ -88,24 +91,88 @@ def sft(
         config: YAML or TOML file of the run.
     """
     console = Console(stderr=True, highlight=False)
-    with name_missing_extra("train"):
-        from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the extra
-        from tugline.trainers.sinks import Sinks, make_sinks  # noqa: PLC0415 - the same
-        from tugline.trainers.state import CONFIG, MODEL  # noqa: PLC0415 - the same
+    with _name_missing_extra("train"):
+        from tugline.trainers import sinks, state  # noqa: PLC0415 - needs the extra
+        from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the same
 
         settings = read_config(config)
-        if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
-            train(settings, None, Sinks(()), lambda _: None)
+        if _is_follower():
+            train(settings, None, sinks.Sinks(()), lambda _: None)
             return
-        sinks = make_sinks(settings.metrics, console)
-        folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
-        with keep_resumable(folder, f"sft {config}", console):
-            state = train(settings, folder, sinks, console.print)
-    save_report(folder / SUMMARY, state, as_json=as_json)
-    console.print(f"done after {state.step} updates, {state.elapsed_s:.0f} s: {folder / MODEL}")
+        figures = sinks.make_sinks(settings.metrics, console)
+        folder = _choose_folder(out or settings.out, config.stem, state.CONFIG, resume=resume)
+        with _keep_resumable(folder, f"sft {config}", console):
+            end = train(settings, folder, figures, console.print)
+    save_report(folder / SUMMARY, end, as_json=as_json)
+    where = folder / state.MODEL
+    console.print(f"done after {end.step} updates, {end.elapsed_s:.0f} s: {where}")
 
 
-def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
+def demo(
+    *,
+    harness: str | None = None,
+    command: str | None = None,
+    builder: str | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    heldout: int | None = None,
+    minutes: float | None = None,
+    slots: int | None = None,
+    window: int | None = None,
+    port: int | None = None,
+    config: Path | None = None,
+    out: TrainingFolder = None,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Train a tiny model on a real, unmodified agent in minutes.
+
+    Args:
+        harness: Agent to train: pi, shell or module:Class.
+        command: Your agent's command, for --harness shell.
+        builder: prefix_merging, per_request or tree.
+        seed: Seed of tasks, updates and sampling.
+        steps: GRPO steps.
+        heldout: Held-out tasks, before and after.
+        minutes: Longest time for training.
+        slots: Concurrent sessions.
+        window: Context window in tokens.
+        port: Port of the gateway; 0 for any.
+        config: YAML or TOML file with any of the settings.
+    """
+    flags = locals()
+    given = {name: flags[name] for name in _DEMO_SETTINGS if flags[name] is not None}
+    console = Console(stderr=True, highlight=False)
+    with _name_missing_extra("demo"):
+        from tugline.demo import run  # noqa: PLC0415 - needs the extra
+
+        folder = _choose_folder(out, "demo", run.SETTINGS, resume=resume)
+        settings = run.choose_settings(folder, given, config)
+        training = run.make_config(settings)
+        with _keep_resumable(folder, "demo", console):
+            run.store_settings(folder, settings)
+            summary = uvloop.run(run.run_demo(folder, settings, training, console))
+    console.print(run.closing(summary, [folder / name for name in run.FILES]))
+    if as_json:
+        print_json({**msgspec.to_builtins(summary), "folder": str(folder)})
+
+
+def _is_follower() -> bool:
+    """Whether this is a rank of torchrun that only trains: rank 0 does all else."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+@contextlib.contextmanager
+def _name_missing_extra(extra: str) -> Iterator[None]:
+    """Raise `UsageError` with the extra to install if one of its packages is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        msg = f"this command needs {error.name}: pip install 'tugline[{extra}]'"
+        raise UsageError(msg) from error
+
+
+def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
     """Return the folder of the run. Raises `UsageError` if a run is there, or none to resume."""
     if resume:
         runs = sorted(file.parent for file in RUNS.glob(f"{name}-*/{marker}"))
@@ -121,7 +188,7 @@ def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> 
 
 
 @contextlib.contextmanager
-def keep_resumable(folder: Path, command: str, console: Console) -> Iterator[None]:
+def _keep_resumable(folder: Path, command: str, console: Console) -> Iterator[None]:
     """Make the folder of a run and log to it; if the run is stopped, print how to resume it."""
     folder.mkdir(parents=True, exist_ok=True)
     log.configure(level="info", path=folder / "log.jsonl")

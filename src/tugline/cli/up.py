@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import uvloop
 from cyclopts import App, Parameter
 from msgspec.structs import replace
-from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED, Json, print_json
+from tugline.cli.options import INTERRUPTED, Json
+from tugline.cli.output import print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
@@ -103,8 +103,8 @@ def up(
     settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
     if not is_local(settings.server.host) and settings.server.tls is None:
         echo(
-            f"[yellow]the API will listen on {settings.server.host} without TLS:[/] tokens and"
-            " results can be read in transit; give server.tls_cert and server.tls_key"
+            f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
+            " read in transit; give server.tls_cert and server.tls_key"
         )
     if no_node:
         keep_running(run_server(settings, folder, echo), local.log_file)
@@ -150,13 +150,13 @@ def add_default_engine(settings: Settings) -> Settings:
     if engine.urls or engine.model:
         return settings
     model = Path(str(files("tugline.demo"))) / _MODEL
-    echo("no engine given: serving the demo's tiny model ([bold]--engine URL[/] for a real one)")
+    echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
     return replace(settings, engine=replace(engine, model=model))
 
 
 def echo(line: str) -> None:
     """Print a line for people on stderr."""
-    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+    print_text(line, stderr=True)
 
 
 def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None:
@@ -201,16 +201,11 @@ async def check(
             read(path, bodies=False)
         except CaptureError as error:
             damaged[path.name] = str(error)
-    if as_json:
-        print_json({"results": len(sessions), "recordings": len(paths), "damaged": damaged})
-    else:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
-        for name, what in damaged.items():
-            console.print(f"{name}: {what}", style="red")
-        counts = f"{len(sessions)} results and {len(paths)} recordings were read"
-        console.print(f"{counts}, {len(damaged)} are damaged or lost")
-    if damaged:
-        sys.exit(1)
+    counts = f"{len(sessions)} results and {len(paths)} recordings were read"
+    report = {"results": len(sessions), "recordings": len(paths), "damaged": damaged}
+    lines = [f"{name}: {what}" for name, what in damaged.items()]
+    lines.append(f"{counts}, {len(damaged)} are damaged or lost")
+    print_report(report, lambda: print_text(*lines), as_json=as_json, failed=bool(damaged))
 
 
 async def _find_damaged(blobs: Blobs, sessions: dict[str, tuple[str, str]]) -> dict[str, str]:

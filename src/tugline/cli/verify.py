@@ -3,16 +3,15 @@
 Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
 """
 
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import track
+from rich.console import RenderableType
 from rich.table import Column, Table
+from rich.text import Text
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote, print_report
+from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import format_counts, print_report, print_text
 from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.verify.engine import Scorer, connect_scorer
@@ -33,8 +32,6 @@ _VERDICTS = {
     VerifyVerdict.FAIL: "red",
     VerifyVerdict.UNCHECKED: "yellow",
 }
-_MANY = 20
-"""Sessions from which on progress is shown."""
 
 
 async def verify(
@@ -61,16 +58,14 @@ async def verify(
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(remote.find_recordings(session))
         scorer = await stack.enter_async_context(connect_scorer(engine)) if engine else None
-        quiet, console = len(paths) < _MANY, Console(stderr=True)
-        for path in track(paths, "verifying", console=console, transient=True, disable=quiet):
+        for path in paths:
             reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
             if not as_json:
                 _show(reports[-1])
     summary = summarize(reports)
     report = {"sessions": reports, "summary": summary}
-    print_report(report, lambda: _show_summary(summary), as_json=as_json)
-    if summary.failed:
-        sys.exit(1)
+    failed = summary.failed > 0
+    print_report(report, lambda: _show_summary(summary), as_json=as_json, failed=failed)
 
 
 async def _verify_one(
@@ -88,20 +83,19 @@ async def _verify_one(
 
 # --------------------------------------------------------------------------- on the terminal
 def _show(report: SessionReport) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(report.session)}[/] {escape(report.recording)}")
+    print_text(f"{report.session} {report.recording}", style="bold")
     if report.error is not None:
-        console.print(report.error, style="red", markup=False)
+        print_text(report.error, style="red")
         return
-    console.print(_make_table(report))
+    print_text(_make_table(report))
     for name, check in report.checks.items():
         detail = f": {check.detail}" if check.detail else ""
-        style = _VERDICTS[check.verdict]
-        console.print(f"  {check.verdict} {name}{detail}", style=style, markup=False)
-    for line in [f"turn {turn.call}: {one}" for turn in report.turns for one in turn.faults[1:]]:
-        console.print(f"  also {line}", style="red", markup=False)
+        print_text(f"  {check.verdict} {name}{detail}", style=_VERDICTS[check.verdict])
+    for turn in report.turns:
+        for fault in turn.faults[1:]:
+            print_text(f"  also turn {turn.call}: {fault}", style="red")
     for note in report.notes:
-        console.print(f"  note: {note}", markup=False)
+        print_text(f"  note: {note}")
 
 
 def _make_table(report: SessionReport) -> Table:
@@ -109,24 +103,28 @@ def _make_table(report: SessionReport) -> Table:
     names = ["prompt", "shared", "sampled"]
     if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
-    table = Table("call", "continuation", Column("detail", overflow="fold"), box=None)
-    for name in names:
-        table.add_column(name, justify="right", min_width=7)
+    numbers = (Column(name, justify="right", min_width=7) for name in names)
+    table = Table("call", "continuation", Column("detail", overflow="fold"), *numbers, box=None)
     for turn in report.turns:
-        style = CONTINUATION_STYLES[turn.continuation]
-        row = [str(turn.call), f"[{style}]{turn.continuation}[/]", turn.detail]
-        row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
+        continuation = Text(turn.continuation, CONTINUATION_STYLES[turn.continuation])
+        counts = (str(count) for count in (turn.prompt, turn.shared, turn.sampled))
         values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)
-        row += ["" if value is None else f"{value:.1e}" for value in values]
-        table.add_row(*row[: 3 + len(names)], style="" if not turn.faults else "red")
+        scores = ("" if value is None else f"{value:.1e}" for value in values)
+        cells: list[RenderableType] = [
+            str(turn.call),
+            continuation,
+            Text(turn.detail),
+            *counts,
+            *scores,
+        ]
+        table.add_row(*cells[: 3 + len(names)], style="red" if turn.faults else "")
     return table
 
 
 def _show_summary(summary: VerifySummary) -> None:
-    turns = ", ".join(f"{count} {name}" for name, count in summary.turns.items() if count)
-    checks = ", ".join(f"{count} {name}" for name, count in summary.checks.items() if count)
-    colour = "red" if summary.failed else "green"
-    Console(highlight=False, soft_wrap=True).print(
-        f"[{colour}]sessions: {summary.sessions}, {summary.failed} failed[/]; "
-        f"turns: {turns or 'none'}; checks: {checks or 'none'}"
+    turns, checks = format_counts(summary.turns), format_counts(summary.checks)
+    print_text(
+        f"sessions: {summary.sessions}, {summary.failed} failed; "
+        f"turns: {turns or 'none'}; checks: {checks or 'none'}",
+        style="red" if summary.failed else "green",
     )

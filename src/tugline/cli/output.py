@@ -1,0 +1,108 @@
+"""What commands print: JSON for programs, text and tables for people, a bar on a terminal."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from tugline.types import is_pass
+
+_REPORT_EVERY_S = 10.0
+"""Between two lines of progress, without a terminal."""
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def print_report(
+    report: object, show: Callable[[], object], *, as_json: bool, failed: bool = False
+) -> None:
+    """Print a report as JSON or, for people, by `show`; exit with 1 if something `failed`."""
+    if as_json:
+        print_json(report)
+    else:
+        show()
+    if failed:
+        sys.exit(1)
+
+
+def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) -> None:
+    """Print tables, and lines of literal text that are not wrapped."""
+    console = Console(highlight=False, markup=False, stderr=stderr)
+    for part in parts:
+        console.print(part, style=style, soft_wrap=isinstance(part, str))
+
+
+def make_table(columns: Sequence[Column | str], rows: Iterable[Sequence[object]]) -> Table:
+    """Make a table without lines; cells are literal text, or `Text` with a style."""
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return table
+
+
+def format_counts(counts: Mapping[Any, int]) -> str:
+    """Format counts as a list, such as ``2 passed, 1 failed``; zeros are left out."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def make_bar(console: Console) -> Progress:
+    """Make a bar with its count, a summary and the time; only a terminal shows it."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[summary]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class SessionProgress:
+    """Results of sessions as they come: on a bar or, without a terminal, in lines."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.first_failure = ""
+        self.bar = make_bar(console)
+        self._line = self.bar.add_task("sessions", total=total, summary="")
+        self._rewards: dict[str, float | None] = {}
+        self._failed, self._reported = 0, 0.0
+
+    def add(self, session: str, reward: float | None, failure: str) -> None:
+        """Count a result; `failure` is empty for a session that did not fail."""
+        self._rewards[session] = reward
+        self._failed += bool(failure)
+        self.first_failure = self.first_failure or (failure and f"{session}: {failure}")
+        done, summary, now = len(self._rewards), self.summarize(), time.monotonic()
+        self.bar.update(self._line, completed=done, summary=summary)
+        total = self.bar.tasks[0].total
+        due = now - self._reported >= _REPORT_EVERY_S or done == total
+        if due and not self.bar.console.is_terminal:
+            self._reported = now
+            self.bar.console.print(f"{done} of {total:.0f} sessions, {summary}")
+
+    def summarize(self) -> str:
+        """Mean reward, and how many sessions passed and failed, in one phrase."""
+        rewards = [reward for reward in self._rewards.values() if reward is not None]
+        passed = f"{sum(map(is_pass, rewards))} of {len(rewards)} passed"
+        text = f"mean reward {fmean(rewards):.3g}, {passed}" if rewards else "no reward"
+        return f"{text}, {self._failed} failed" if self._failed else text
+
+
+def save_report(path: Path, report: object, *, as_json: bool) -> None:
+    """Write a report to a file as JSON, and print it if asked to."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if as_json:
+        print_json(report)
