@@ -88,7 +88,7 @@ docs: $(STAMP) ## the documentation as a site in site/ (170 MB on first use), wi
 	@$(BIN)/python tools/docs/build_site.py $(ARGS)
 
 bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
-	@$(BIN)/python benchmarks/gateway/run.py $(ARGS)
+	@$(BIN)/tugline bench gateway $(ARGS)
 	@$(BIN)/python benchmarks/engine/load.py
 
 console: $(STAMP) ## rebuild the files of the browser console (needs Node; they are committed)

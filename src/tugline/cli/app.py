@@ -18,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from tugline.errors import ServerError, TuglineError, UsageError
 
 COMMANDS = {
+    "bench": "Measure what a part costs, next to the least that it could.",
     "cancel": "Cancel tasks or sessions; results so far are kept.",
     "demo": "Train a tiny model on a real, unmodified agent in minutes.",
     "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
