@@ -77,7 +77,7 @@ async def _verify_one(
     path: Path, scorer: Scorer | None, tolerance: float, texts: TextVerifier, *, salvage: bool
 ) -> SessionReport:
     try:
-        recording = read(path, salvage=salvage, bodies=False)
+        recording = read(path, salvage=salvage)
     except CaptureError as error:
         return SessionReport(session=path.stem, recording=str(path), error=str(error))
     report = verify_session(path, recording, texts)

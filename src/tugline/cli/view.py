@@ -42,7 +42,7 @@ def view(
         salvage: Show what comes before the damage of a broken file.
     """
     with remote.find_recording(session) as path:
-        recording = read(path, salvage=salvage, bodies=False)
+        recording = read(path, salvage=salvage)
         header = recording.header
         texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     session_view = view_session(path, recording, builder)

@@ -29,7 +29,7 @@ from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.folder import file_name
-from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
+from tugline.recording.records import RecordedEventKind, RecordedResult
 from tugline.types import HANDLING, Call, Cause, Failure, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, serve
@@ -40,9 +40,6 @@ _PATH = re.compile(
 )
 
 _log = log.get("gateway")
-
-_RAW_LIMIT = 4 << 20
-"""Bytes of a request that are recorded as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +135,7 @@ class Gateway:
         header = self._engine.header(session, task, workdir, home)
         path = self.recording_path(session)
         path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
-        writer = Writer(path, header, sync=False)
+        writer = Writer(path, header)
         transcript = Transcript(session.id, self._engine, writer)
         transcript.declares_tools = offers_tools
         contract = contract_for(task.sampling, session.sample)
@@ -160,8 +157,8 @@ class Gateway:
         return self._folder / file_name(session)
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
-        """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""
-        return recordings.read(self._find(session).path, bodies=False).calls
+        """Calls of the session's last attempt. Raises `KeyError`."""
+        return recordings.read(self._find(session).path).calls
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Record the outcome of a session that has been closed. Raises `CaptureError`."""
@@ -280,9 +277,7 @@ class Gateway:
             if action is Action.COUNT:
                 await http.reply(200, dialect.encode_count(len(prompt.tokens)))
                 return
-            request = msgspec.structs.replace(
-                request, dialect=dialect.name, body=truncate(body, _RAW_LIMIT)
-            )
+            request = msgspec.structs.replace(request, dialect=dialect.name)
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
             if repaired:

@@ -158,7 +158,6 @@ class Choice:
             self.error = error
         finally:
             unfinished.pop(self.number)
-            self._request = msgspec.structs.replace(self._request, body=b"")
 
     async def _sample(self) -> AsyncGenerator[Sequence[Piece]]:
         """Read the engine, failing over to another replica a bounded number of times."""
@@ -317,7 +316,6 @@ class Choice:
             engine=engine.upstream.wire.name,
             replicas=tuple(self._replicas),
             timings=Timings(self._received, self._sent_at, sampled.first_at, sampled.last_at),
-            request=request.body,
         )
         self._recorded = True
         call = call if self._replayed is None else mark_replayed(call, self._replayed)

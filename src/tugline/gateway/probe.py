@@ -1,14 +1,12 @@
 """Probe a running engine: which modes work, what its logprobs mean, and what to change.
 
 Versions are not trusted. Every route is tried whole and streamed, with tools where the engine
-renders; the meaning of logprobs is measured; a request is left alone to see whether the engine
-drops it. A node runs the same probe when it starts, so an engine that loses token ids is refused
-before the first session (I1, I2).
+renders; the meaning of logprobs is measured. A node runs the same probe when it starts, so an
+engine that loses token ids is refused before the first session (I1, I2).
 """
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -30,8 +28,6 @@ from tugline.gateway.replicas import Upstream, read_reply
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
 
-_ABORT_WITHIN_S = 2.0
-"""How soon a request without a client must be off the engine."""
 _TALK = (Message(Role.USER, "Please say in two sentences what you see, then stop."),)
 _WORK = (Message(Role.USER, "Read the file notes.txt and tell me what it says."),)
 _TOOL = Tool(
@@ -51,9 +47,6 @@ _MIN_TOKENS = 4
 """Distinguishing tokens that are enough; a confident model yields few per request."""
 _CONTROL = "pause, reload and resume over HTTP"
 _FAULTS = (aiohttp.ClientError, TimeoutError, TuglineError)
-_RUNNING = re.compile(
-    rb"^\w+:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
-)
 
 _log = log.get("gateway.probe")
 
@@ -116,27 +109,6 @@ class SampledReply:
         return next((delta.prompt for delta in self.deltas if delta.prompt is not None), None)
 
 
-async def _hang_up(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> int:
-    """Begin a streamed answer and leave after four tokens or more; returns their number."""
-    count = 0
-    async with contextlib.aclosing(read_reply(engine.client, engine.url, wire, request)) as deltas:
-        async for delta in deltas:
-            count += len(delta.ids) + delta.unreported_tokens
-            if count >= 4:
-                break
-    return count
-
-
-async def count_running(engine: EngineHttp) -> int | None:
-    """Requests on the engine; None if it does not say."""
-    if found := _RUNNING.findall(await engine.get("/metrics")):
-        return int(sum(map(float, found)))
-    loads = (await engine.get_object("/v1/loads")).get("loads")
-    if isinstance(loads, list):
-        return sum(int(load["num_running_reqs"] + load["num_waiting_reqs"]) for load in loads)
-    return None
-
-
 # --------------------------------------------------------------------------- checks
 class _Probe:
     """One examination."""
@@ -163,7 +135,6 @@ class _Probe:
         meaning = None
         if working:
             wire = ROUTES[kind][next(iter(working))].make(LogprobMeaning.RAW)
-            await self._check_abort(wire)
             await self._check_overflow(wire)
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
@@ -250,28 +221,6 @@ class _Probe:
         versioned = any(delta.spans or delta.version is not None for delta in answer.deltas)
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
-
-    async def _check_abort(self, wire: EngineFormat) -> None:
-        """Hang up in the middle of a long answer, and see the engine drop it."""
-        if await count_running(self._engine) is not None:
-            await self._try("abort", self._measure_abort(wire))
-        else:
-            self._note("abort", None, "the engine does not report what is running")
-
-    async def _measure_abort(self, wire: EngineFormat) -> str:
-        before = await count_running(self._engine) or 0
-        window = self._card.max_model_len or 4096
-        long = max(64, min(4096, window - 2 * len(self._prompt) - 64))
-        request = self._request(wire, long, stream=True)
-        tokens = await _hang_up(self._engine, wire, request)
-        left = time.monotonic()
-        await asyncio.sleep(_ABORT_WITHIN_S / 4)
-        while (await count_running(self._engine) or 0) > before:
-            if time.monotonic() - left > _ABORT_WITHIN_S:
-                msg = f"a request still runs {_ABORT_WITHIN_S:g} s after its client hung up"
-                raise EngineError(msg)
-            await asyncio.sleep(0.05)
-        return f"off the engine within {time.monotonic() - left:.1f} s, left after {tokens} tokens"
 
     async def _check_overflow(self, wire: EngineFormat) -> None:
         """A prompt beyond the window must be refused as such, since harnesses compact on it."""

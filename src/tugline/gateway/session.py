@@ -240,7 +240,6 @@ class LiveSession:
                 request.sampling, terms.contract, terms.policy, limits, number
             )
             choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
-            request = msgspec.structs.replace(request, body=b"")  # is recorded once
         return choices
 
     def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:

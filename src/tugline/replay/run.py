@@ -45,7 +45,7 @@ class RecordedSession:
     @classmethod
     def load(cls, path: Path, tokenizer: Path | None = None) -> RecordedSession:
         """Read a recording and its tokenizer. Raises `CaptureError` or `UsageError`."""
-        recording = read(path, bodies=False)
+        recording = read(path)
         header = recording.header
         if header is None or not recording.calls:
             what = "has no header" if header is None else "holds no calls"

@@ -230,6 +230,3 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[str, ...] = ()
     """Addresses that sampled this response, in order; more than one after a failover."""
     timings: Timings
-    request: bytes = b""
-    """Raw request body, for the viewer."""
-    response: bytes = b""

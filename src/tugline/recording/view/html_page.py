@@ -87,7 +87,7 @@ def render_page(session: ViewedSession, texts: TokenText) -> str:
 
 def pack_recording(path: Path) -> bytes:
     """Read a recording, however far it got, and encode what a page shows of it."""
-    recording = read(path, salvage=True, bodies=False)
+    recording = read(path, salvage=True)
     tokenizer = load_tokenizer(path, recording.header) if recording.header else None
     return _encode_block(view_session(Path(path.name), recording), TokenText(tokenizer))
 
