@@ -127,8 +127,6 @@ def _show(report: ReplayReport) -> None:
     for name, values in report.masked.items():
         old, new = next(iter(values.items()))
         say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
-    if not report.same_folder:
-        say("  it ran in another folder than the recorded session; paths are masked")
     if report.failure is not None and not report.differences:
         say(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
     rewards = [

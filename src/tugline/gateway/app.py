@@ -133,6 +133,7 @@ class Gateway:
         a hanging engine took.
         """
         header = self._engine.header(session, task, workdir, home)
+        self._upstream.open_session(header)
         path = self.recording_path(session)
         path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
         writer = Writer(path, header)

@@ -21,6 +21,7 @@ from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
+from tugline.recording.records import Header
 from tugline.web.engine_http import ModelCard, authorize, fetch_card
 from tugline.web.sse import read_payloads
 
@@ -86,6 +87,9 @@ class TokenSource(ABC):
     @abstractmethod
     async def model(self) -> ModelCard:
         """The model that is served. Raises `EngineError` if none is."""
+
+    def open_session(self, header: Header) -> None:  # noqa: B027 - an engine knows no sessions
+        """Called before the first request of a session."""
 
     @abstractmethod
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
