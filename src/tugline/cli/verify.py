@@ -105,7 +105,7 @@ def _show(report: SessionReport) -> None:
 
 
 def _make_table(report: SessionReport) -> Table:
-    """Make a table with a line per call; the KL is the estimate with less variance."""
+    """Make a table with a line per call."""
     names = ["prompt", "shared", "sampled"]
     if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
@@ -116,7 +116,7 @@ def _make_table(report: SessionReport) -> Table:
         style = CONTINUATION_STYLES[turn.continuation]
         row = [str(turn.call), f"[{style}]{turn.continuation}[/]", turn.detail]
         row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
-        values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)
+        values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl)
         row += ["" if value is None else f"{value:.1e}" for value in values]
         table.add_row(*row[: 3 + len(names)], style="" if not turn.faults else "red")
     return table

@@ -21,10 +21,10 @@ from tugline.chat.dialects.base import Action, Dialect, HttpRequest, is_refused_
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import DEFAULTS, CallSettings, contract_for
+from tugline.gateway.engine import EngineContext
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions, SessionState
+from tugline.gateway.session import Clock, LiveSession, Sessions, SessionState
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
@@ -136,12 +136,15 @@ class Gateway:
         self._upstream.open_session(header)
         path = self.recording_path(session)
         path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
-        writer = Writer(path, header)
-        transcript = Transcript(session.id, self._engine, writer)
-        transcript.declares_tools = offers_tools
-        contract = contract_for(task.sampling, session.sample)
-        policy = SessionPolicy(contract, task.sampling_policy, task.limits, spent_status)
-        live = LiveSession(session.id, policy, transcript, self._engine, self._clock, on_hang)
+        live = LiveSession(
+            header,
+            Writer(path, header),
+            self._engine,
+            spent_status=spent_status,
+            clock=self._clock,
+            on_hang=on_hang,
+        )
+        live.transcript.declares_tools = offers_tools
         secret = self._sessions.open(live)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)

@@ -305,6 +305,8 @@ class Choice:
             requested=request.sampling,
             constrained=self._tools_banned or request.constraint is not None,
             prompt_ids=self._context().to_array(),
+            forced=0 if self._forced is None else len(self._forced),
+            resumed=len(self._resumed),
             sampled_ids=ids,
             logprobs=logprobs,
             unreported_tokens=sampled.unreported_tokens + sampled.cut_tokens,

@@ -165,17 +165,8 @@ class Upstream(TokenSource):
             await self._client.close()
 
     async def model(self) -> ModelCard:
-        """The first model that a replica serves. Raises `EngineError` if none answers."""
-        if self._card is not None:
-            return self._card
-        first: EngineError | None = None
-        for replica in self.replicas:
-            try:
-                return await self._fetch_card(replica)
-            except EngineError as error:
-                replica.count_fault()
-                first = first or error
-        raise first or EngineError("no engine is configured")
+        """The model that the first replica serves, unless it is known already."""
+        return self._card or await self._fetch_card(self.replicas[0])
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
         """The replica of a session: always the same while it is healthy and not avoided."""

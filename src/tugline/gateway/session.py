@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from tugline.chat.tokens import mend_surrogates
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import InFlight, find_kind, resolve_sampling
+from tugline.gateway.policy import InFlight, contract_for, find_kind, resolve_sampling
 from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording.file import Writer
-from tugline.recording.records import RecordedEventKind
-from tugline.types import Limits, Policy, Sampling, SpentLimit
+from tugline.recording.records import Header, RecordedEventKind
+from tugline.types import SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -38,17 +37,6 @@ _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionPolicy:
-    """Sampling policy and limits of a session."""
-
-    contract: Sampling
-    policy: Policy
-    limits: Limits
-    spent_status: int = 400
-    """HTTP status of a spent budget: the one on which this harness stops cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +56,22 @@ class LiveSession:
 
     def __init__(
         self,
-        session_id: str,
-        policy: SessionPolicy,
-        transcript: Transcript,
+        header: Header,
+        writer: Writer,
         engine: EngineContext,
-        clock: Clock = time.monotonic,
-        on_hang: Callable[[float], None] = lambda _seconds: None,
+        *,
+        spent_status: int,
+        clock: Clock,
+        on_hang: Callable[[float], None],
     ) -> None:
-        """`clock` measures the budget of time.
+        """`spent_status` is the HTTP status of a spent budget, whose time `clock` measures.
 
         `on_hang` gets the seconds that an engine hung, and which the agent is not charged for.
         """
         self._on_hang, self._credited = on_hang, 0.0
-        self.id = session_id
+        self.id = header.session.id
         self.secret_digest = b""
-        self.transcript = transcript
+        self.transcript = Transcript(self.id, engine, writer)
         self.log_context = log.bound()
         """Ids that its log events carry: those of whoever opened it."""
         self.running: set[Completion] = set()
@@ -95,7 +84,9 @@ class LiveSession:
         )
         self._preparing = asyncio.Lock()
         """Held while a request is parsed and rendered, which may be in a thread."""
-        self._policy, self._engine, self._clock = policy, engine, clock
+        self._task, self._engine, self._clock = header.task, engine, clock
+        self._contract = contract_for(header.task.sampling, header.session.sample)
+        self._spent_status = spent_status
         self._opened = clock()
         self._calls = 0
         self._recent = deque[Completion](maxlen=settings.recent_calls)
@@ -105,7 +96,7 @@ class LiveSession:
     @property
     def tokens_left(self) -> int | None:
         """What may still be sampled beside running calls; None without a limit."""
-        limit = self._policy.limits.max_sampled_tokens
+        limit = self._task.limits.max_sampled_tokens
         if limit is None:
             return None
         reserved = sum(one.max_tokens or 0 for call in self.running for one in call.choices)
@@ -234,11 +225,10 @@ class LiveSession:
             raise errors.RequestError(msg, param="n")
         choices: list[Choice] = []
         left = self.tokens_left
-        limits, terms = (window, None if left is None else left // request.n), self._policy
+        limits = window, None if left is None else left // request.n
+        policy = self._task.sampling_policy
         for number in self._admit(request.n):
-            sampling = resolve_sampling(
-                request.sampling, terms.contract, terms.policy, limits, number
-            )
+            sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
             choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
         return choices
 
@@ -260,7 +250,7 @@ class LiveSession:
 
     def _admit(self, count: int) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
-        limits = self._policy.limits
+        limits = self._task.limits
         if not self._calls:  # a prewarmed session may have waited until now
             self._opened = self._clock()
         if limits.max_turns is not None and self._calls + count > limits.max_turns:
@@ -278,7 +268,7 @@ class LiveSession:
             return range(first, self._calls)
         self._refused_by = spent
         msg = f"the session has used its {words}; this is the end of its budget"
-        raise errors.BudgetExhausted(msg, status=self._policy.spent_status)
+        raise errors.BudgetExhausted(msg, status=self._spent_status)
 
     # ----------------------------------------------------------------------- the recording
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:

@@ -146,7 +146,7 @@ def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[Record
     for call in sorted(calls, key=lambda call: call.number):
         parent = call.parent if call.parent in first_of and adds_to_parent(call) else None
         start = None if parent is None else first_of[parent]
-        if start is not None and not call.messages:
+        if start is not None and call.resumed:
             first_of[call.number] = start
             joined[start] = _join_resumed(joined[start], call)
             continue

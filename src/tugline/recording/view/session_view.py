@@ -249,18 +249,6 @@ def encode_json(session: ViewedSession, turn: int | None) -> bytes:
     return msgspec.json.encode(view)
 
 
-def indent_levels(traces: Sequence[TraceView]) -> list[int]:
-    """Return the indentation of each trace: a fork one step more than its parent."""
-    levels: list[int] = []
-    for view in traces:
-        if view.parent is None or view.parent >= view.index:
-            levels.append(0)
-        else:
-            fork = view.shared < traces[view.parent].length
-            levels.append(levels[view.parent] + fork)
-    return levels
-
-
 def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
     """Yield start, end and span of each run of tokens; None between spans."""
     at = 0

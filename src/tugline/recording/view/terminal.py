@@ -20,7 +20,6 @@ from tugline.recording.view.session_view import (
     TurnView,
     ViewedSession,
     fold_range,
-    indent_levels,
     split_runs,
 )
 from tugline.traces.lineage import Continuation
@@ -186,7 +185,6 @@ class Terminal:
             return
         size = len(view.traces)
         self.print_line(f"{_plural(size, 'trace')} of {view.builder}")
-        levels = indent_levels(view.traces)
         first, last = fold_range(size, _RUNS, _RUNS)
         for index, (item, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
             if index == first:
@@ -196,11 +194,11 @@ class Terminal:
             with_tokens = index < _RUNS
             if with_tokens:
                 self.print_line("")
-            self._print_trace(item, "  " * min(levels[index], 8))
+            self._print_trace(item)
             if with_tokens:
                 self._print_runs(trace, list(split_runs(trace)))
 
-    def _print_trace(self, view: TraceView, indent: str) -> None:
+    def _print_trace(self, view: TraceView) -> None:
         parent = ""
         if view.parent is not None:
             whole = self.session.view.traces[view.parent].length
@@ -209,7 +207,7 @@ class Terminal:
             parent = f"  {relation} trace {view.parent}, {view.shared:,} ids in common"
         answers = _plural(len({span.call for span in view.spans}), "answer")
         self.print_line(
-            (f"{indent}trace {view.index}  {view.kind.value}", "bold"),
+            (f"trace {view.index}  {view.kind.value}", "bold"),
             f"  {view.length:,} tokens, {view.trained:,} trained, {answers}{parent}",
             ("" if view.exact else "  not exact", "red"),
         )
