@@ -224,8 +224,11 @@ class Upstream(TokenSource):
 
     async def answers(self, session: str) -> bool:
         """See `TokenSource.answers`."""
+        return await self._answers(self.choose(session))
+
+    async def _answers(self, replica: Replica) -> bool:
         try:
-            await self._fetch_card(self.choose(session))
+            await self._fetch_card(replica)
         except TuglineError:
             return False
         return True
@@ -259,15 +262,12 @@ class Upstream(TokenSource):
         """
         if not replica.ejected and not self._silent(replica):
             return
-        try:
-            await self._fetch_card(replica)
-        except TuglineError:
+        if not await self._answers(replica):
             replica.count_fault()
             for wait in self._silent(replica):
                 self.on_hang(wait.session, time.monotonic() - wait.since)
-        else:
-            if replica.ejected:
-                replica.mark_healthy()
+        elif replica.ejected:
+            replica.mark_healthy()
         now = time.monotonic()
         for wait in self._silent(replica):
             most = self._settings.stalled_s if wait.streams else self._idle_s

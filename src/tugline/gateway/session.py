@@ -24,7 +24,13 @@ from tugline.chat.tokens import mend_surrogates
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import InFlight, contract_for, find_kind, resolve_sampling
+from tugline.gateway.policy import (
+    InFlight,
+    check_request,
+    contract_for,
+    find_kind,
+    resolve_sampling,
+)
 from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
@@ -163,7 +169,8 @@ class LiveSession:
             raise errors.RequestError("the request is nested too deeply") from error
 
     def _make_prompt(self, request: Request, new_bytes: int) -> tuple[Request, Prompt]:
-        self._engine.check_request(request)
+        wire = self._engine.upstream.wire
+        check_request(request, wire.mode, wire.features)
         self._engine.check_length(request, new_bytes)
         self._engine.check_tool_choice(request)
         self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)

@@ -27,8 +27,6 @@ _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     3, window_log=17, hash_log=14, chain_log=14
 )
 """Chosen for little memory, since a stream stays open as long as its session."""
-_IMAGE_REF = "sha256:"
-"""Prefix of an image's URL in a stored message, before the digest of the real URL."""
 _FLUSH = zstandard.COMPRESSOBJ_FLUSH_BLOCK
 _NO_IDS = np.empty(0, np.int32)
 

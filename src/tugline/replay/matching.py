@@ -64,7 +64,6 @@ class Normalizer:
         named = {**folders, **numbered, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
         self._cache: dict[Message, Message] = {}
-        self._tools: tuple[Sequence[Tool], dict[str, str]] = ((), {})
 
     def mask_text(self, text: str) -> str:
         """Replace every match by the name of its pattern."""
@@ -97,11 +96,8 @@ class Normalizer:
         return tuple(digests)
 
     def mask_tools(self, tools: Sequence[Tool]) -> dict[str, str]:
-        """Return each tool's masked declaration by its name; cached while `tools` is the same."""
-        if tools is not self._tools[0]:
-            masked = {one.name: self.mask_text(msgspec.json.encode(one).decode()) for one in tools}
-            self._tools = (tools, masked)
-        return self._tools[1]
+        """Return each tool's masked declaration by its name."""
+        return {one.name: self.mask_text(msgspec.json.encode(one).decode()) for one in tools}
 
 
 # --------------------------------------------------------------------------- responses

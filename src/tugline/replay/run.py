@@ -13,13 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
 from tugline.recording.file import read
 from tugline.recording.records import Header, RecordedResult
-from tugline.recording.tokenizer_file import load_tokenizer
+from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
 from tugline.replay.matching import Difference
 from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts
@@ -49,14 +48,6 @@ class RecordedSession:
         if loaded is None and header.mode is Mode.EXACT:
             raise UsageError(f"the tokenizer of {path} is not beside it; give it with --tokenizer")
         return cls(header, recording.calls, recording.result, loaded)
-
-    def make_rendering(self) -> Rendering | None:
-        """Make the rendering of its prompts; None if the engine rendered them."""
-        header = self.header
-        if header.mode is not Mode.EXACT or self.tokenizer is None:
-            return None
-        retention = header.thinking_retention
-        return Rendering(self.tokenizer, header.template, thinking_retention=retention)
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +146,8 @@ async def _run_all(
         go_on=options.go_on,
         live=live,
     )
-    gateway = Gateway(source, recorded.make_rendering(), folder / "recordings")
+    rendering = make_rendering(header, recorded.tokenizer) if recorded.tokenizer else None
+    gateway = Gateway(source, rendering, folder / "recordings")
     slots = asyncio.Semaphore(live.slots if live else 1)
 
     async def run(session: Session) -> ReplayReport:

@@ -36,8 +36,8 @@ class PerRequest(base.Builder):
         traces: list[Trace] = []
         for answer, kind, previous in answers:
             ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
-            meta = base.TraceMeta(kind, None if previous is None else index.get(previous))
-            traces.append(base.make_trace(ids, [answer], meta, self.max_length, traces))
+            parent = None if previous is None else index.get(previous)
+            traces.append(base.make_trace(ids, [answer], kind, parent, self.max_length, traces))
         return base.Built(tuple(traces), base.count_session(calls, traces))
 
 
@@ -66,9 +66,9 @@ def merge_prefixes(
     for chain in chains:
         last, after = chain.calls[-1], chain.forked_after
         ids = np.concatenate([last.prompt_ids, last.sampled_ids])
-        meta = base.TraceMeta(chain.kind, None if after is None else index.get(after))
+        parent = None if after is None else index.get(after)
         answers = chain.place_answers(train_side=train_side)
-        traces.append(base.make_trace(ids, answers, meta, max_length, traces))
+        traces.append(base.make_trace(ids, answers, chain.kind, parent, max_length, traces))
     return traces
 
 

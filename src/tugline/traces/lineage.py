@@ -277,7 +277,8 @@ def find_call_faults(call: Call) -> Iterator[str]:
     if len(call.logprobs) != sampled:
         yield f"{sampled} sampled_ids but {len(call.logprobs)} logprobs"
     if not versions_cover(call):
-        yield f"versions {call.versions} must cover its {sampled} tokens in order"
+        spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
+        yield f"versions for {spans} of {sampled} sampled tokens, which they must cover in order"
 
 
 def versions_cover(call: Call) -> bool:

@@ -180,16 +180,13 @@ def _report_call(call: Call, known: Mapping[int, Call]) -> CallReport:
         shared=shared,
         sampled=len(call.sampled_ids) + call.unreported_tokens,
     )
-    whole = len(parent.prompt_ids) + len(parent.sampled_ids) if parent else 0
     if continuation is Continuation.BROKEN:
         report.detail = (
-            f"has only {shared} of the {whole} ids of call {call.parent}"
+            f"has only {shared} of the ids of call {call.parent}"
             if parent
             else f"continues call {call.parent}, which is not recorded before it"
         )
         report.faults.append(f"call {call.number} {report.detail}")
-    elif continuation is Continuation.FORKED and 0 < whole == shared:
-        report.detail += f", yet with all ids of call {call.parent}"
     return report
 
 

@@ -16,7 +16,7 @@ from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
-from tugline.recording.tokenizer_file import load_tokenizer
+from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
 from tugline.types import Call, CallOutcome, Message, Mode, Role
 
 
@@ -26,8 +26,7 @@ class TextVerifier:
     def __init__(self, tokenizer: Path | None = None) -> None:
         """`tokenizer` is used in place of those beside the recordings. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._renderings: dict[tuple[str, str, str], Rendering] = {}
+        self._loaded: dict[tuple[str, str, str], tuple[Tokenizer, Rendering | None]] = {}
 
     def find_faults(
         self, recording: Path, header: Header | None, calls: Sequence[Call]
@@ -43,8 +42,7 @@ class TextVerifier:
             return {}
         if header is None:
             raise ConfigError("the recording has no header, so its tokenizer is not known")
-        tokenizer = self._load_tokenizer(recording, header)
-        rendering = self._make_rendering(header, tokenizer) if header.template else None
+        tokenizer, rendering = self._load(recording, header)
         faults = {}
         for call in answered:
             exact = rendering if call.mode is Mode.EXACT else None
@@ -56,22 +54,14 @@ class TextVerifier:
                 )
         return faults
 
-    def _load_tokenizer(self, recording: Path, header: Header) -> Tokenizer:
-        known = self._other or self._tokenizers.get(header.tokenizer)
-        if known is None:
-            known = load_tokenizer(recording, header)
-            if known is None:
+    def _load(self, recording: Path, header: Header) -> tuple[Tokenizer, Rendering | None]:
+        key = header.tokenizer, header.template, header.thinking_retention
+        if key not in self._loaded:
+            tokenizer = self._other or load_tokenizer(recording, header)
+            if tokenizer is None:
                 raise ConfigError("no tokenizer is kept beside the recording; give --tokenizer")
-            self._tokenizers[header.tokenizer] = known
-        return known
-
-    def _make_rendering(self, header: Header, tokenizer: Tokenizer) -> Rendering:
-        retention = header.thinking_retention or "all"
-        key = (header.tokenizer, header.template, retention)
-        if key not in self._renderings:
-            made = Rendering(tokenizer, header.template, thinking_retention=retention)
-            self._renderings[key] = made
-        return self._renderings[key]
+            self._loaded[key] = tokenizer, make_rendering(header, tokenizer)
+        return self._loaded[key]
 
 
 def _find_other_answer(tokenizer: Tokenizer, rendering: Rendering | None, call: Call) -> str:
