@@ -291,7 +291,3 @@ class Transcript:
             self.writer.append_record(RecordedEvent(kind, time.time(), call, detail))
         except CaptureError as error:  # the session's next call reports it to its harness
             _log.error("event not written", path=str(self.writer.path), error=str(error))
-
-    async def close(self) -> None:
-        """Close the recording."""
-        await asyncio.to_thread(self.writer.close)

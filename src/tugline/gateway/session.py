@@ -290,7 +290,7 @@ class LiveSession:
         for completion in list(self.running):
             completion.cancel()
             await completion.wait_recorded()
-        await self.transcript.close()
+        await asyncio.to_thread(self.transcript.writer.close)
 
 
 class Sessions:

@@ -135,36 +135,30 @@ class RecordedResponse:
 
 def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[RecordedResponse]:
     """Return every response in the order of the requests."""
-    first_of: dict[int, int] = {}
-    """The call that began the answer of each call."""
-    joined: dict[int, Call] = {}
-    conversations: dict[int, tuple[Message, ...]] = {}
+    found: list[tuple[tuple[Message, ...], Call]] = []
+    """Conversations and the calls that answer them."""
+    place_of: dict[int, int] = {}
+    """Where in `found` the answer of a call is, by its number."""
     for call in sorted(calls, key=lambda call: call.number):
-        parent = call.parent if call.parent in first_of and adds_to_parent(call) else None
-        start = None if parent is None else first_of[parent]
-        if start is not None and call.resumed:
-            first_of[call.number] = start
-            joined[start] = _join_resumed(joined[start], call)
+        place = place_of.get(call.parent) if call.parent is not None else None
+        if place is None or not adds_to_parent(call):
+            place_of[call.number] = len(found)
+            found.append((call.messages, call))
             continue
-        first_of[call.number] = call.number
-        joined[call.number] = call
-        before: tuple[Message, ...] = ()
-        if start is not None:
-            answer = joined[start].answer
-            before = (*conversations[start], *(() if answer is None else (answer,)))
-        conversations[call.number] = (*before, *call.messages)
+        before, earlier = found[place]
+        if call.resumed:
+            place_of[call.number] = place
+            found[place] = before, _join_resumed(earlier, call)
+        else:
+            place_of[call.number] = len(found)
+            answer = () if earlier.answer is None else (earlier.answer,)
+            found.append(((*before, *answer, *call.messages), call))
     responses = []
-    for number, call in joined.items():
-        messages = sort_tool_results(conversations[number])
-        responses.append(
-            RecordedResponse(
-                call,
-                messages,
-                list_result_ids(conversations[number]),
-                normalizer.digest_messages(messages),
-                normalizer.mask_tools(call.tools),
-            )
-        )
+    for conversation, call in found:
+        messages = sort_tool_results(conversation)
+        digests = normalizer.digest_messages(messages)
+        order, tools = list_result_ids(conversation), normalizer.mask_tools(call.tools)
+        responses.append(RecordedResponse(call, messages, order, digests, tools))
     return responses
 
 
