@@ -195,6 +195,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_pa
             parent=0,
             messages=(),
             prompt_ids=whole[: len(first.prompt_ids) + at],
+            resumed=at,
             sampled_ids=first.sampled_ids[at:],
             logprobs=first.logprobs[at:],
             versions=(msgspec.structs.replace(first.versions[0], start=0, end=left),),
@@ -302,7 +303,7 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _KILLED, str(folder)),
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     recording = folder / "recordings" / "s1.0.rec"
     async with asyncio.timeout(40):

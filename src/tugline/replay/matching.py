@@ -135,26 +135,26 @@ class RecordedResponse:
 
 def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[RecordedResponse]:
     """Return every response in the order of the requests."""
-    found: list[tuple[tuple[Message, ...], Call]] = []
+    answered: list[tuple[tuple[Message, ...], Call]] = []
     """Conversations and the calls that answer them."""
     place_of: dict[int, int] = {}
-    """Where in `found` the answer of a call is, by its number."""
+    """Where in `answered` the answer of a call is, by its number."""
     for call in sorted(calls, key=lambda call: call.number):
         place = place_of.get(call.parent) if call.parent is not None else None
         if place is None or not adds_to_parent(call):
-            place_of[call.number] = len(found)
-            found.append((call.messages, call))
+            place_of[call.number] = len(answered)
+            answered.append((call.messages, call))
             continue
-        before, earlier = found[place]
+        before, earlier = answered[place]
         if call.resumed:
             place_of[call.number] = place
-            found[place] = before, _join_resumed(earlier, call)
+            answered[place] = before, _join_resumed(earlier, call)
         else:
-            place_of[call.number] = len(found)
+            place_of[call.number] = len(answered)
             answer = () if earlier.answer is None else (earlier.answer,)
-            found.append(((*before, *answer, *call.messages), call))
+            answered.append(((*before, *answer, *call.messages), call))
     responses = []
-    for conversation, call in found:
+    for conversation, call in answered:
         messages = sort_tool_results(conversation)
         digests = normalizer.digest_messages(messages)
         order, tools = list_result_ids(conversation), normalizer.mask_tools(call.tools)
