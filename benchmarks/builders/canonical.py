@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
-from tugline.traces.base import Builder, Built, TraceMeta, count_session, make_trace
+from tugline.traces.base import Builder, Built, count_session, make_trace
 from tugline.traces.lineage import Answer, check_calls, mask_reason
 from tugline.types import Call, Finish, Ids, Mode, Reason, Trace, shared_prefix
 
@@ -55,8 +56,9 @@ class Canonical(Builder):
             answers.append(Answer(call, length + len(tail), reason, ()))
             pieces += (tail, call.sampled_ids)
             length += len(tail) + len(call.sampled_ids)
-        meta = TraceMeta(chain[0].kind, None, exact=False)
-        return make_trace(np.concatenate(pieces), answers, meta, self.max_length, earlier)
+        ids, kind = np.concatenate(pieces), chain[0].kind
+        trace = make_trace(ids, answers, kind, None, self.max_length, earlier)
+        return msgspec.structs.replace(trace, exact=False)
 
 
 def _build_chains(calls: Iterable[Call]) -> list[list[Call]]:

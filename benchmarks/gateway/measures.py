@@ -261,7 +261,7 @@ def _fetch(url: str) -> Any:
 
 def check(rig: Rig, mode: Mode, begun: Sequence[Path]) -> float:
     """Bytes kept a call; fails unless the longest session is continued exactly at every call."""
-    sessions = [(recordings.read(path, bodies=False).calls, path.stat().st_size) for path in begun]
+    sessions = [(recordings.read(path).calls, path.stat().st_size) for path in begun]
     calls, size = max(sessions, key=lambda session: len(session[0]))
     if len(calls) != rig.script.turns and not mode.paced:
         fail(f"{mode.name}: a session of {rig.script.turns} calls recorded {len(calls)}")

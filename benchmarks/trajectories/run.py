@@ -72,7 +72,7 @@ def peak(work: Callable[[], object]) -> int:
     return found
 
 
-def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[float]:
+def record(words: Words, path: Path, turns: int) -> list[float]:
     """Write a session; returns the CPU milliseconds of each call."""
     task = Task(
         id="bench",
@@ -83,8 +83,8 @@ def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[fl
     session = Session(id="bench-0-0", task="bench", sample=0)
     header = Header(session=session, task=task, created=0.0, tugline="bench", engine="vllm")
     spent = []
-    with recordings.Writer(path, header, sync=False) as writer:
-        for call in calls(words, turns, raw=raw):
+    with recordings.Writer(path, header) as writer:
+        for call in calls(words, turns):
             began = time.thread_time()
             writer.append(call)
             spent.append(1e3 * (time.thread_time() - began))
@@ -94,10 +94,9 @@ def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[fl
 def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, float]:
     """One length of session."""
     note(f"{turns} turns")
-    path, bare = folder / f"{turns}.rec", folder / f"{turns}.bare.rec"
+    path = folder / f"{turns}.rec"
     appended = record(words, path, turns)
-    record(words, bare, turns, raw=False)
-    recorded = recordings.read(path, bodies=False).calls
+    recorded = recordings.read(path).calls
     builder = PrefixMerging()
     built = builder.build(recorded)
     last = recorded[-1]
@@ -108,12 +107,11 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
     low, middle, high = statistics.quantiles(times, n=4)
     return {
         "recording_bytes": path.stat().st_size,
-        "recording_bytes_without_raw": bare.stat().st_size,
         "unique_ids": len(last.prompt_ids) + len(last.sampled_ids),
         "sampled": turns * SAMPLED,
         "append_cpu_ms": statistics.median(appended),
-        "read_ms": statistics.median(timed(lambda: recordings.read(path, bodies=False), repeats)),
-        "read_peak_bytes": peak(lambda: recordings.read(path, bodies=False)),
+        "read_ms": statistics.median(timed(lambda: recordings.read(path), repeats)),
+        "read_peak_bytes": peak(lambda: recordings.read(path)),
         "build_ms": middle,
         "build_noise": (high - low) / middle,
         "peak_bytes": peak(lambda: builder.build(recorded)),
@@ -121,14 +119,14 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
 
 
 def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
-    """Reading 40 calls whole, raw requests too, and how much of it the parts take."""
+    """Reading 40 calls, and how much of it the parts take."""
     note(f"reading {DECODED} calls")
     path = folder / "decoded.rec"
     record(words, path, DECODED)
     data = path.read_bytes()
 
     def frames() -> list[bytes]:
-        return [one.packed for one in recordings.read_frames(path, data) if one.packed]
+        return [one.data for one in recordings.read_frames(path, data) if one.data]
 
     def inflate() -> list[bytes]:
         stream = zstandard.ZstdDecompressor().decompressobj()
@@ -148,7 +146,7 @@ def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
         "checksums": framing,
         "zstd": zstd,
         "msgpack": msgpack,
-        "json, numpy and joining": whole - framing - zstd - msgpack,
+        "numpy and joining": whole - framing - zstd - msgpack,
     }
 
 
@@ -201,13 +199,7 @@ def _rounded(value: float) -> float:
 
 def table(figures: dict[str, Any]) -> str:
     """The result for people."""
-    columns = (
-        "recording_bytes",
-        "recording_bytes_without_raw",
-        "append_cpu_ms",
-        "read_ms",
-        "build_ms",
-    )
+    columns = ("recording_bytes", "append_cpu_ms", "read_ms", "build_ms")
     head = f"{'turns':>6}{'unique ids':>12}" + "".join(f"{name:>27}" for name in columns)
     rows = [head]
     for turns, one in figures["by_turns"].items():

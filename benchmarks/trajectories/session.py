@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 
-from script import TAIL, compact, tokenizer_of
+from script import TAIL, tokenizer_of
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.types import (
@@ -90,19 +90,13 @@ def turn(words: Words, number: int) -> Turn:
     return Turn(ids, Message(Role.ASSISTANT, text, tool_calls=(tool_call,)), result, tail)
 
 
-def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
-    """The calls of a session, each with its whole prompt and, with `raw`, its whole request."""
+def calls(words: Words, turns: int) -> Iterator[Call]:
+    """The calls of a session, each with its whole prompt."""
     words.random.seed(0)
     schema: dict[str, Any] = {"type": "object", "properties": {"path": {"type": "string"}}}
     tools = tuple(Tool(name, words.quote(40), schema) for name in ("read", "write", "bash"))
     base, system = words.exactly(BASE, "", "")
     prompt, added = np.array(base, np.int32), (Message(Role.SYSTEM, system),)
-    history = [compact({"role": "system", "content": system})]
-    functions = [
-        {"type": "function", "function": {"name": t.name, "description": t.description}}
-        for t in tools
-    ]
-    options = compact({"tools": functions, "stream": True, "max_completion_tokens": 4096})[1:]
     noise = np.random.default_rng(0)
     for number in range(turns):
         step = turn(words, number)
@@ -125,26 +119,6 @@ def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
             engine="vllm",
             replicas=("http://127.0.0.1:8000",),
             timings=Timings(at, at + 0.004, at + 0.21, at + 6.03),
-            request=_request(history, options) if raw else b"",
         )
         prompt = np.concatenate((prompt, np.array([*step.ids, *step.tail], np.int32)))
         added = (Message(Role.TOOL, step.result, tool_call_id=f"call_{number}"),)
-        history += [compact(one) for one in _echo(step, number)]
-
-
-def _request(history: list[bytes], options: bytes) -> bytes:
-    return b'{"model":"bench","messages":[' + b",".join(history) + b"]," + options
-
-
-def _echo(step: Turn, number: int) -> list[dict[str, Any]]:
-    """The answer as a client repeats it, with arguments written anew, and its tool's result."""
-    (call,) = step.answer.tool_calls
-    function = {"name": call.name, "arguments": compact(json.loads(call.arguments)).decode()}
-    return [
-        {
-            "role": "assistant",
-            "content": step.answer.content,
-            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": f"call_{number}", "content": step.result},
-    ]

@@ -23,10 +23,9 @@ def test_the_session_is_the_one_that_is_spoken_of(figures: dict[str, Any]) -> No
 
 
 def test_bytes_are_linear_and_few(figures: dict[str, Any]) -> None:
-    """Raw requests included, and these cost little."""
+    """The limit is 1.5 times 1.4 bytes an id and 4 a logprob."""
     limit = 1.5 * (figures["unique_ids_100"] * 1.4 + figures["sampled_100"] * 4)
     assert figures["sampled_100"] * 4 < figures["recording_bytes_100"] <= limit
-    assert figures["recording_bytes_100"] < 1.1 * figures["recording_bytes_without_raw_100"]
     assert 0 < figures["slope_bytes"] <= 1.1
 
 
@@ -44,5 +43,5 @@ def test_times_are_told(figures: dict[str, Any]) -> None:
     assert 0 < figures["decode_ms_40"] <= 20
     assert 0 < figures["slope_time"] < 1.5
     assert figures["decode_parts_ms_40"].keys() == {
-        "checksums", "zstd", "msgpack", "json, numpy and joining",
+        "checksums", "zstd", "msgpack", "numpy and joining",
     }  # fmt: skip

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -29,7 +30,6 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import CheckOutcome
-from tugline.gateway.probe import count_running
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
@@ -58,6 +58,9 @@ STREAMED = 1500
 """Tokens of a recital that is listened to."""
 LONG = 7000
 """Tokens of a recital that is not to end by itself."""
+_RUNNING = re.compile(
+    rb"^\w+:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
+)
 CLOSE = 1e-4
 """Largest difference, in nats, between a captured logprob and a recomputed one."""
 
@@ -97,9 +100,10 @@ class Bench:
     async def running(self) -> int:
         """Requests on the engine."""
         async with EngineHttp(self.served.url) as engine:
-            count = await count_running(engine)
-        assert count is not None
-        return count
+            if found := _RUNNING.findall(await engine.get("/metrics")):
+                return int(sum(map(float, found)))
+            loads = (await engine.get_object("/v1/loads"))["loads"]
+        return sum(int(load["num_running_reqs"] + load["num_waiting_reqs"]) for load in loads)
 
     async def idle(self) -> bool:
         """Whether the engine has nothing to do."""

@@ -83,7 +83,7 @@ def record(
         tokenizer=tokenizer,
     )
     path = folder / f"{session}.{epoch}.rec"
-    with Writer(path, header, sync=False) as writer:
+    with Writer(path, header) as writer:
         for one in two_turns() if calls is None else calls:
             writer.append(replace(one, session=session))
         if status is not None:

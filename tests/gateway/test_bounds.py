@@ -300,13 +300,13 @@ async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> Non
 
 
 async def test_a_full_recording_is_the_end_of_its_session(tmp_path: Path) -> None:
-    """Padding is recorded up to the bound; the session's result has its name."""
-    tuning = CallSettings(max_recording=200_000)
+    """Messages are recorded up to the bound; the session's result has its name."""
+    tuning = CallSettings(max_recording=20_000)
     limits = Limits(max_turns=100)
     async with rig(tmp_path, says("Hi."), tuning=tuning, limits=limits) as it:
         for number in range(100):
-            padding = {"metadata": {"user_id": random.Random(number).randbytes(20_000).hex()}}
-            reply = await it.ask([{"role": "user", "content": f"No. {number}"}], **padding)
+            padding = random.Random(number).randbytes(500).hex()
+            reply = await it.ask([{"role": "user", "content": padding}])
             if reply["status"] != 200:
                 break
         assert reply["status"] == 400

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from rig import ASK, cut_once, rig, says
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, read
-from tugline.recording.records import RecordedEvent, RecordedEventKind, truncate
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, SpentLimit, Task
 
 
@@ -159,22 +157,3 @@ async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) ->
         (RecordedEventKind.RESUMED, ""),
     ]
     assert found[0].at <= found[1].at <= found[2].at
-
-
-async def test_requests_are_recorded_as_they_were_sent(tmp_path: Path) -> None:
-    """The body, and no event beside the call."""
-    async with rig(tmp_path, says("ok")) as it:
-        async with it.post(it.body()) as response:
-            await response.read()
-        found = recording(tmp_path)
-    assert found.events == ()
-    assert json.loads(found.calls[0].request) == it.body()
-
-
-def test_a_body_over_the_limit_says_what_is_left_out() -> None:
-    """The marker has the number of missing bytes and their digest."""
-    body, limit = b"many words " * 30, 100
-    rest = body[limit:]
-    marker = f"\n[tugline left out {len(rest)} bytes, sha256 {hashlib.sha256(rest).hexdigest()}]"
-    assert truncate(body, limit) == body[:limit] + marker.encode()
-    assert truncate(body, len(body)) == body

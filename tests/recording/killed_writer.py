@@ -44,7 +44,6 @@ def conversation(seed: int) -> list[Call]:
                 messages=(Message(Role.USER, f"{number} " * 20),),
                 answer=Message(Role.ASSISTANT, "word " * count),
                 logprobs=-draw.random(count, np.float32),
-                request=b'{"messages": "%s"}' % (b"body " * (50 + number)),
             )
         )
         fate = draw.random()
@@ -58,7 +57,7 @@ def conversation(seed: int) -> list[Call]:
 
 def write(path: Path, calls: list[Call], told: int) -> None:
     """Write until killed; a byte into the pipe for each call that was answered."""
-    with Writer(path, sync=False) as writer:
+    with Writer(path) as writer:
         for call in calls:
             writer.append(call)
             os.write(told, b".")

@@ -22,7 +22,7 @@ from tugline.recording.records import SampledTokens
 from tugline.types import Call, Message, Role, Tool, VersionSpan, encode
 
 
-def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}") -> Call:
+def call(number: int, prompt: list[int], sampled: list[int]) -> Call:
     """A call as the gateway writes it."""
     return make_call(
         number,
@@ -32,7 +32,6 @@ def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}"
         messages=(Message(Role.USER, f"hello {number}"),),
         tools=(Tool("read", "reads", {"type": "object"}),),
         logprobs=-np.ones(len(sampled), np.float32),
-        request=body,
     )
 
 
@@ -41,15 +40,14 @@ def growing(turns: int) -> list[Call]:
     calls, ids = [], list(range(500))
     for number in range(turns):
         sampled = [number, number + 1, 7]
-        body = b'{"messages": "%s"}' % (b"word " * (100 + 10 * number))
-        calls.append(call(number, ids, sampled, body))
+        calls.append(call(number, ids, sampled))
         ids = [*ids, *sampled, 9, 9, number]
     return calls
 
 
 def test_a_turn_costs_what_is_new(tmp_path: Path) -> None:
     """The last of forty turns takes no more bytes than the second (I7)."""
-    with Writer(tmp_path / "a.rec", sync=False) as writer:
+    with Writer(tmp_path / "a.rec") as writer:
         sizes = [writer.append(item) for item in growing(40)]
     assert max(sizes[2:]) < 1.2 * min(sizes[2:])
     assert max(sizes[2:]) < 300
@@ -65,7 +63,7 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(
     path.unlink(missing_ok=True)
     calls = growing(4)
     ends = [len(MAGIC)]
-    with Writer(path, sync=False) as writer:
+    with Writer(path) as writer:
         for item in calls:
             ends.append(ends[-1] + writer.append(item))
     cut = data.draw(st.integers(0, ends[-1]))
@@ -74,7 +72,7 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(
     recording = read(path)
     assert len(recording.calls) == whole
     assert recording.torn_bytes == cut - max(end for end in (0, *ends) if end <= cut)
-    with Writer(path, sync=False) as writer:
+    with Writer(path) as writer:
         for item in calls[whole:]:
             writer.append(item)
     assert [encode(item) for item in read(path).calls] == [encode(item) for item in calls]
@@ -94,7 +92,7 @@ def test_a_record_whose_blocks_were_not_all_filled_is_a_torn_tail(tmp_path: Path
     path = tmp_path / "a.rec"
     with Writer(path) as writer:
         first = len(MAGIC) + writer.append(growing(1)[0])
-        writer.append(call(1, list(range(900, 0, -1)), list(range(700)), os.urandom(3000)))
+        writer.append(call(1, list(range(900, 0, -1)), list(os.urandom(3000))))
     whole = path.read_bytes()
     sector = len(whole) // 512 * 512 - 512
     path.write_bytes(whole[:sector] + bytes(len(whole) - sector))
@@ -141,8 +139,8 @@ def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     starts = written(path)
     data = bytearray(path.read_bytes())
-    head = struct.pack("<III", 2**32 - 1, 0, 0)
-    data[starts[1] : starts[1] + 16] = head + struct.pack("<I", zlib.crc32(head))
+    head = struct.pack("<II", 2**32 - 1, 0)
+    data[starts[1] : starts[1] + 12] = head + struct.pack("<I", zlib.crc32(head))
     path.write_bytes(data)
     with pytest.raises(CaptureError, match=rf"offset {starts[1]}: a record of 4294967295 bytes"):
         read(path)
@@ -154,7 +152,7 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
     start = path.stat().st_size if written(path) and path.exists() else 0
     packed = zstandard.ZstdCompressor().compress(b"\x81\xa4type\xa3odd")
-    head = struct.pack("<III", len(packed), 0, zlib.crc32(packed))
+    head = struct.pack("<II", len(packed), zlib.crc32(packed))
     record = head + struct.pack("<I", zlib.crc32(head)) + packed
     path.write_bytes(path.read_bytes() + MAGIC + record)
     with pytest.raises(CaptureError, match=f"offset {start + len(MAGIC)} that cannot be read"):
@@ -167,8 +165,8 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
         (b"not a recording at all", "is no recording: it begins with"),
         (b'{"calls": []}', "is no recording: it begins with"),
         (zstandard.ZstdCompressor().compress(b"x"), "is no recording: it begins with"),
-        (b"TUGREC\x00\x63rest", r"has version 99 .*only 3 can be read"),
-        (b"TUGREC\x00\x02rest", r"has version 2 .*only 3 can be read"),
+        (b"TUGREC\x00\x63rest", r"has version 99 .*only 4 can be read"),
+        (b"TUGREC\x00\x03rest", r"has version 3 .*only 4 can be read"),
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, looks: str) -> None:
@@ -206,7 +204,7 @@ def test_closing_waits_for_the_flush_of_another_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that ends while its recording is flushed takes no file away from the flush."""
-    writer = Writer(tmp_path / "s.rec", sync=False)
+    writer = Writer(tmp_path / "s.rec")
     reached, may_go_on = threading.Event(), threading.Event()
     flush = os.fdatasync
 

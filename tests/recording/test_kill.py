@@ -37,7 +37,7 @@ def test_two_hundred_killed_writers_lose_no_answered_call(tmp_path: Path) -> Non
         assert ledger.sampled == sum(len(call.sampled_ids) for call in calls[: len(found.calls)])
         in_the_middle += killed and 0 < answered < len(calls)
         if found.calls and len(found.calls) < len(calls):
-            with Writer(path, sync=False) as writer:
+            with Writer(path) as writer:
                 writer.append(calls[len(found.calls)])
             assert len(read(path).calls) == len(found.calls) + 1
     assert len(fates) == TIMES

@@ -10,8 +10,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from replay.played import INSTRUCTION, LOOP, TURNS, observed, record, run, saying, tampered, task
+from replay.played import (
+    AGENT,
+    INSTRUCTION,
+    LOOP,
+    TURNS,
+    observed,
+    record,
+    run,
+    saying,
+    tampered,
+    task,
+)
 from tugline.errors import CaptureError, UsageError
+from tugline.plugins import find
 from tugline.recording.file import read
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
@@ -31,12 +43,18 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return asyncio.run(record(tmp_path_factory.mktemp("first")))
 
 
+@pytest.mark.parametrize("runtime", ["local", "bubblewrap"])
 @pytest.mark.parametrize(
-    "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
+    "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP, AGENT], ids=["pi", "loop", "agent"]
 )
-async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Path) -> None:
-    """Every request of a real agent is as recorded, in the recorded folder, with its verdict."""
-    recording = RecordedSession.load(await record(tmp_path / "first", task(harness)))
+async def test_the_same_program_asks_the_same(
+    harness: PluginSpec, runtime: str, tmp_path: Path
+) -> None:
+    """Every request of a real agent is as recorded, also where its folder has another name."""
+    if reason := find("runtime", runtime)().check_available():
+        pytest.skip(reason)
+    given = task(harness, runtime=PluginSpec(runtime))
+    recording = RecordedSession.load(await record(tmp_path / "first", given))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
@@ -44,46 +62,33 @@ async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Pat
     assert report.reward == report.recorded_reward
     assert report.reward is not None
     assert report.reward.value == 1.0
-    assert report.same_folder
-    assert report.exact is not None
-    assert report.exact >= 1, "only a second that has passed changes a later prompt"
     again, header = read(Path(report.recording)), recording.header
     assert again.header is not None
-    assert (again.header.workdir, again.header.home) == (header.workdir, header.home)
     assert all(call.replayed for call in again.calls)
     for old, new in zip(recording.calls, again.calls, strict=True):
         assert np.array_equal(old.sampled_ids, new.sampled_ids)
         assert np.array_equal(old.logprobs, new.logprobs)
         assert (old.versions, old.finish, old.sampling) == (new.versions, new.finish, new.sampling)
-    left = Path(header.workdir) / "second.txt"
-    assert left.read_text() == "walrus\n", "the recorded folder is as it was"
+    if runtime == "local":
+        assert (Path(header.workdir) / "second.txt").read_text() == "walrus\n", "not touched"
+        assert report.masked["workdir"] == {header.workdir: again.header.workdir}
+    else:
+        assert report.exact, "only a second that has passed changes a later prompt"
+        assert "workdir" not in report.masked
 
 
-async def test_where_folders_cannot_be_laid_over_paths_are_masked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine without namespaces replays in a folder of its own and says so."""
-    recording = RecordedSession.load(await record(tmp_path / "first"))
-    (tmp_path / "unshare").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "unshare").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    report = await replay(recording, tmp_path / "elsewhere")
-    assert report.as_recorded, report.differences
-    assert not report.same_folder
-    (old,) = report.masked["workdir"]
-    assert old == recording.header.workdir
-    assert report.masked["workdir"][old].startswith(str(tmp_path / "elsewhere"))
-
-
-async def test_a_folder_that_is_gone_is_lent_and_taken_back(tmp_path: Path) -> None:
-    """A recording whose run was moved is replayed at its old path, of which nothing stays."""
-    recording = await record(tmp_path / "first")
-    (tmp_path / "first").rename(tmp_path / "moved")
-    recording = RecordedSession.load(tmp_path / "moved" / "recordings" / recording.name)
+async def test_an_answer_that_names_the_old_folder_gets_the_new_one(tmp_path: Path) -> None:
+    """A recorded tool call with an absolute path works in the folder of the replay."""
+    where = tmp_path / "first" / "sessions" / "s1.0" / "agent" / "work"
+    turns = (*TURNS[:1], ScriptedTurn("", calls=(run(f"cp one.txt {where}/second.txt"),)), TURNS[2])
+    recording = RecordedSession.load(await record(tmp_path / "first", turns=turns))
+    (where / "second.txt").unlink()
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
-    assert report.same_folder
-    assert not (tmp_path / "first").exists()
+    assert (report.replayed, report.adapted) == (3, 1)
+    assert report.reward is not None
+    assert report.reward.value == 1.0
+    assert not (where / "second.txt").exists()
 
 
 async def test_the_first_difference_is_told_with_its_tool_call(
@@ -190,6 +195,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_pa
             parent=0,
             messages=(),
             prompt_ids=whole[: len(first.prompt_ids) + at],
+            resumed=at,
             sampled_ids=first.sampled_ids[at:],
             logprobs=first.logprobs[at:],
             versions=(msgspec.structs.replace(first.versions[0], start=0, end=left),),
@@ -297,7 +303,7 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _KILLED, str(folder)),
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     recording = folder / "recordings" / "s1.0.rec"
     async with asyncio.timeout(40):

@@ -82,8 +82,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kept_from: int | None = None
     """First of the messages that a later request may refer to by the response's id; else None."""
     dialect: str = ""
-    body: bytes = b""
-    """As it was received, to be recorded; not sent to engines."""
 
 
 # --------------------------------------------------------------------------- responses

@@ -198,7 +198,7 @@ async def check(
     paths = [path for where in recordings or () for path in list_recordings(where)]
     for path in paths:
         try:
-            read(path, bodies=False)
+            read(path)
         except CaptureError as error:
             damaged[path.name] = str(error)
     counts = f"{len(sessions)} results and {len(paths)} recordings were read"

@@ -72,7 +72,7 @@ async def _verify_one(
     path: Path, scorer: Scorer | None, tolerance: float, texts: TextVerifier, *, salvage: bool
 ) -> SessionReport:
     try:
-        recording = read(path, salvage=salvage, bodies=False)
+        recording = read(path, salvage=salvage)
     except CaptureError as error:
         return SessionReport(session=path.stem, recording=str(path), error=str(error))
     report = verify_session(path, recording, texts)
@@ -99,7 +99,7 @@ def _show(report: SessionReport) -> None:
 
 
 def _make_table(report: SessionReport) -> Table:
-    """Make a table with a line per call; the KL is the estimate with less variance."""
+    """Make a table with a line per call."""
     names = ["prompt", "shared", "sampled"]
     if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
@@ -108,7 +108,7 @@ def _make_table(report: SessionReport) -> Table:
     for turn in report.turns:
         continuation = Text(turn.continuation, CONTINUATION_STYLES[turn.continuation])
         counts = (str(count) for count in (turn.prompt, turn.shared, turn.sampled))
-        values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)
+        values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl)
         scores = ("" if value is None else f"{value:.1e}" for value in values)
         cells: list[RenderableType] = [
             str(turn.call),

@@ -23,7 +23,6 @@ def view(
     *,
     builder: str | None = None,
     turn: int | None = None,
-    full: bool = False,
     tokenizer: Path | None = None,
     as_json: Json = False,
     html: Path | None = None,
@@ -36,13 +35,12 @@ def view(
         session: A recording file, or the id of a session.
         builder: Show the traces of this builder (default: the task's own).
         turn: Show only this call, with its messages.
-        full: Fold nothing; with --json, print it token by token.
         tokenizer: tokenizer.json, where none is kept beside the recording.
         html: Write one HTML page to this file.
         salvage: Show what comes before the damage of a broken file.
     """
     with remote.find_recording(session) as path:
-        recording = read(path, salvage=salvage, bodies=False)
+        recording = read(path, salvage=salvage)
         header = recording.header
         texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     session_view = view_session(path, recording, builder)
@@ -57,8 +55,8 @@ def view(
             file=sys.stderr if as_json else None,
         )
     if as_json:
-        print(encode_json(session_view, turn=turn, full=full).decode())
+        print(encode_json(session_view, turn).decode())
     elif html is None:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-        terminal = Terminal(console, session_view, texts, full=full)
+        terminal = Terminal(console, session_view, texts)
         terminal.print_session() if turn is None else terminal.print_turn(turn)

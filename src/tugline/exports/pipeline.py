@@ -82,7 +82,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(path: Path) -> SessionSummary | None:
     """Summarize a recording; None if it has no header. Raises `CaptureError`."""
-    recording = read(path, bodies=False)
+    recording = read(path)
     header, result = recording.header, recording.result
     if header is None:
         return None
@@ -317,7 +317,7 @@ class _RunningExport:
     def _load(
         self, session: SessionSummary, position: tuple[int, int, float | None]
     ) -> SessionExport:
-        recording = read(session.path, bodies=False)
+        recording = read(session.path)
         header = recording.header
         if header is None:
             raise CaptureError(f"{session.path} was cut off while it was exported")

@@ -21,15 +21,15 @@ from tugline.chat.dialects.base import Action, Dialect, HttpRequest, is_refused_
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import DEFAULTS, CallSettings, contract_for
+from tugline.gateway.engine import EngineContext
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions, SessionState
+from tugline.gateway.session import Clock, LiveSession, Sessions, SessionState
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.folder import file_name
-from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
+from tugline.recording.records import RecordedEventKind, RecordedResult
 from tugline.types import HANDLING, Call, Cause, Failure, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, serve
@@ -40,9 +40,6 @@ _PATH = re.compile(
 )
 
 _log = log.get("gateway")
-
-_RAW_LIMIT = 4 << 20
-"""Bytes of a request that are recorded as they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +133,18 @@ class Gateway:
         a hanging engine took.
         """
         header = self._engine.header(session, task, workdir, home)
+        self._upstream.open_session(header)
         path = self.recording_path(session)
         path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
-        writer = Writer(path, header, sync=False)
-        transcript = Transcript(session.id, self._engine, writer)
-        transcript.declares_tools = offers_tools
-        contract = contract_for(task.sampling, session.sample)
-        policy = SessionPolicy(contract, task.sampling_policy, task.limits, spent_status)
-        live = LiveSession(session.id, policy, transcript, self._engine, self._clock, on_hang)
+        live = LiveSession(
+            header,
+            Writer(path, header),
+            self._engine,
+            spent_status=spent_status,
+            clock=self._clock,
+            on_hang=on_hang,
+        )
+        live.transcript.declares_tools = offers_tools
         secret = self._sessions.open(live)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
@@ -160,8 +161,8 @@ class Gateway:
         return self._folder / file_name(session)
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
-        """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""
-        return recordings.read(self._find(session).path, bodies=False).calls
+        """Calls of the session's last attempt. Raises `KeyError`."""
+        return recordings.read(self._find(session).path).calls
 
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Record the outcome of a session that has been closed. Raises `CaptureError`."""
@@ -280,9 +281,7 @@ class Gateway:
             if action is Action.COUNT:
                 await http.reply(200, dialect.encode_count(len(prompt.tokens)))
                 return
-            request = msgspec.structs.replace(
-                request, dialect=dialect.name, body=truncate(body, _RAW_LIMIT)
-            )
+            request = msgspec.structs.replace(request, dialect=dialect.name)
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
             if repaired:

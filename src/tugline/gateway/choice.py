@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -76,7 +76,7 @@ class Choice:
         self._assembler = ToolCallAssembler(f"call_{number}_")
         self._replicas: list[str] = []
         self._replayed: Call | None = None
-        self._received = time.time()
+        self.received = time.time()
         self._sent_at: float | None = None
         self._recorded = self._abandoned = False
 
@@ -129,8 +129,8 @@ class Choice:
         await self._engine.upstream.abort(self._request_id(len(self._replicas)), replica.url)
 
     # ----------------------------------------------------------------------- sampling
-    async def sample(self) -> AsyncGenerator[Sequence[Piece]]:
-        """Sample to the end; yields new pieces, and nothing new where only state changed.
+    async def sample(self, on_pieces: Callable[[Sequence[Piece]], None]) -> None:
+        """Sample to the end; `on_pieces` gets what was added to `pieces`, also if that is nothing.
 
         Cancelling records what was sampled as `CallOutcome.CLIENT_GONE`.
         """
@@ -138,29 +138,28 @@ class Choice:
         unfinished[self.number] = self.prompt.thread, self.pieces
         try:
             await self._engine.wait_until_resumed()
-            turn = self._transcript.several if self._request.n > 1 else contextlib.nullcontext()
-            async with turn, contextlib.aclosing(self._sample()) as batches:
-                async for pieces in batches:
-                    yield pieces
+            async with (
+                self._transcript.several if self._request.n > 1 else contextlib.nullcontext()
+            ):
+                await self._sample(on_pieces)
             if self._abandoned:
                 self._break_off()
             else:
-                yield self._finish(CallOutcome.COMPLETE)
+                on_pieces(self._finish(CallOutcome.COMPLETE))
         except asyncio.CancelledError:
             self._break_off()
             await self._check_engine()
         except EngineError as error:
             if self._counted:
-                yield self._finish(CallOutcome.ENGINE_LOST)
+                on_pieces(self._finish(CallOutcome.ENGINE_LOST))
             else:
                 self.error = error
         except TuglineError as error:
             self.error = error
         finally:
             unfinished.pop(self.number)
-            self._request = msgspec.structs.replace(self._request, body=b"")
 
-    async def _sample(self) -> AsyncGenerator[Sequence[Piece]]:
+    async def _sample(self, on_pieces: Callable[[Sequence[Piece]], None]) -> None:
         """Read the engine, failing over to another replica a bounded number of times."""
         settings, avoid = self._engine.settings, list[str]()
         for fault in range(settings.failovers + 1):
@@ -172,7 +171,7 @@ class Choice:
             try:
                 async with contextlib.aclosing(deltas):
                     async for delta in deltas:
-                        yield self._take(delta)
+                        on_pieces(self._take(delta))
                         if self._decoder is not None and self._decoder.matched_stop is not None:
                             self._cut_at_stop(self._decoder)
                             return
@@ -258,7 +257,7 @@ class Choice:
         self.answer = Response(
             id=self.id,
             model=self._request.model or self._engine.card.id,
-            created=int(self._received),
+            created=int(self.received),
             message=message,
             finish=finish or Finish.LENGTH,
             usage=self.usage,
@@ -306,6 +305,8 @@ class Choice:
             requested=request.sampling,
             constrained=self._tools_banned or request.constraint is not None,
             prompt_ids=self._context().to_array(),
+            forced=0 if self._forced is None else len(self._forced),
+            resumed=len(self._resumed),
             sampled_ids=ids,
             logprobs=logprobs,
             unreported_tokens=sampled.unreported_tokens + sampled.cut_tokens,
@@ -316,8 +317,7 @@ class Choice:
             outcome=outcome,
             engine=engine.upstream.wire.name,
             replicas=tuple(self._replicas),
-            timings=Timings(self._received, self._sent_at, sampled.first_at, sampled.last_at),
-            request=request.body,
+            timings=Timings(self.received, self._sent_at, sampled.first_at, sampled.last_at),
         )
         self._recorded = True
         call = call if self._replayed is None else mark_replayed(call, self._replayed)

@@ -29,7 +29,7 @@ class Completion:
         """`key` identifies repetitions of the request, `stream` is whether it was streamed."""
         self.key, self.choices, self.stream = key, choices, stream
         self.id = choices[0].id
-        self.received = time.time()
+        self.received = choices[0].received
         self.error: TuglineError | None = None
         self.delivered = False
         """Whether a client got the whole answer."""
@@ -130,21 +130,19 @@ class Completion:
     async def _run(self) -> None:
         try:
             if len(self.choices) == 1:
-                await self._sample(self.choices[0])
+                await self.choices[0].sample(self._notify_started)
             else:
                 async with asyncio.TaskGroup() as group:
                     for choice in self.choices:
-                        group.create_task(self._sample(choice))
+                        group.create_task(choice.sample(self._notify_started))
         finally:
             self.error = next((c.error for c in self.choices if c.error is not None), None)
             self._notify()
 
-    async def _sample(self, choice: Choice) -> None:
-        async with contextlib.aclosing(choice.sample()) as batches:
-            async for pieces in batches:
-                if pieces or not self._started:
-                    self._started = True
-                    self._notify()
+    def _notify_started(self, pieces: Sequence[Piece]) -> None:
+        if pieces or not self._started:
+            self._started = True
+            self._notify()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -22,7 +22,7 @@ from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import CaptureError, ContextOverflow, EngineError, Unsupported, UsageError
-from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight, check_request
+from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
 from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
 from tugline.histogram import MOMENTS, Distribution
@@ -103,10 +103,6 @@ class EngineContext:
     def mode(self) -> Mode:
         """Who makes the prompt's ids."""
         return self.upstream.wire.mode
-
-    def check_request(self, request: Request) -> None:
-        """Raise `RequestError` naming what engine or template cannot honour."""
-        check_request(request, self.mode, self.upstream.wire.features)
 
     def check_length(self, request: Request, new_bytes: int) -> None:
         """Raise `ContextOverflow` for far more text than the window holds.
@@ -295,7 +291,3 @@ class Transcript:
             self.writer.append_record(RecordedEvent(kind, time.time(), call, detail))
         except CaptureError as error:  # the session's next call reports it to its harness
             _log.error("event not written", path=str(self.writer.path), error=str(error))
-
-    async def close(self) -> None:
-        """Close the recording."""
-        await asyncio.to_thread(self.writer.close)

@@ -111,13 +111,7 @@ class CallTree:
         """
         inner = raw.strip()[1:-1]
         if prompt.turn is None or prompt.branch is not None:
-            ids = _decode_ids(inner)
-            shared, near = turns.nearest_by_tokens(self._turns, ids)
-            tokens = (
-                TokenSequence(ids)
-                if near is None
-                else near.tokens.truncate(shared).extend(ids[shared:])
-            )
+            tokens, shared, _ = self._find_nearest(_decode_ids(inner))
             return replace(prompt, tokens=tokens, reused=shared)
         parent = prompt.turn.tokens
         rest = parent.find_rest(inner)
@@ -227,6 +221,13 @@ class CallTree:
         more = self._rendering.render_extension(end, sampled, tail, tools)
         return None if more is None else turn.tokens.extend(more)
 
+    def _find_nearest(self, ids: Ids) -> tuple[TokenSequence, int, turns.Turn | None]:
+        """`ids` with the longest front that a turn has as well, its length, and that turn."""
+        shared, near = turns.nearest_by_tokens(self._turns, ids)
+        if near is None or not shared:
+            return TokenSequence(ids), shared, near
+        return near.tokens.truncate(shared).extend(ids[shared:]), shared, near
+
     def _branch(
         self, request: turns.Conversation, tools: Sequence[Tool], reason: Branch | None = None
     ) -> Prompt:
@@ -241,10 +242,7 @@ class CallTree:
             raise WholePrompt
         if self._rendering is not None:
             ids = self._rendering.render(messages, tools)
-            tokens = TokenSequence(ids)
-            shared, near = turns.nearest_by_tokens(self._turns, ids)
-            if near is not None and shared:
-                tokens = near.tokens.truncate(shared).extend(ids[shared:])
+            tokens, shared, near = self._find_nearest(ids)
         alike, why = turns.nearest_by_meaning(self._turns, request)
         thread = (
             request.thread if why is Branch.NEW_THREAD else _inherit_thread(request.thread, alike)

@@ -1,18 +1,15 @@
 """Probe a running engine: which modes work, what its logprobs mean, and what to change.
 
 Versions are not trusted. Every route is tried whole and streamed, with tools where the engine
-renders; the meaning of logprobs is measured; a request is left alone to see whether the engine
-drops it. A node runs the same probe when it starts, so an engine that loses token ids is refused
-before the first session (I1, I2).
+renders; the meaning of logprobs is measured. A node runs the same probe when it starts, so an
+engine that loses token ids is refused before the first session (I1, I2).
 """
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -30,8 +27,6 @@ from tugline.gateway.replicas import Upstream, read_reply
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
 
-_ABORT_WITHIN_S = 2.0
-"""How soon a request without a client must be off the engine."""
 _TALK = (Message(Role.USER, "Please say in two sentences what you see, then stop."),)
 _WORK = (Message(Role.USER, "Read the file notes.txt and tell me what it says."),)
 _TOOL = Tool(
@@ -51,9 +46,6 @@ _MIN_TOKENS = 4
 """Distinguishing tokens that are enough; a confident model yields few per request."""
 _CONTROL = "pause, reload and resume over HTTP"
 _FAULTS = (aiohttp.ClientError, TimeoutError, TuglineError)
-_RUNNING = re.compile(
-    rb"^\w+:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
-)
 
 _log = log.get("gateway.probe")
 
@@ -116,27 +108,6 @@ class SampledReply:
         return next((delta.prompt for delta in self.deltas if delta.prompt is not None), None)
 
 
-async def _hang_up(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> int:
-    """Begin a streamed answer and leave after four tokens or more; returns their number."""
-    count = 0
-    async with contextlib.aclosing(read_reply(engine.client, engine.url, wire, request)) as deltas:
-        async for delta in deltas:
-            count += len(delta.ids) + delta.unreported_tokens
-            if count >= 4:
-                break
-    return count
-
-
-async def count_running(engine: EngineHttp) -> int | None:
-    """Requests on the engine; None if it does not say."""
-    if found := _RUNNING.findall(await engine.get("/metrics")):
-        return int(sum(map(float, found)))
-    loads = (await engine.get_object("/v1/loads")).get("loads")
-    if isinstance(loads, list):
-        return sum(int(load["num_running_reqs"] + load["num_waiting_reqs"]) for load in loads)
-    return None
-
-
 # --------------------------------------------------------------------------- checks
 class _Probe:
     """One examination."""
@@ -163,7 +134,6 @@ class _Probe:
         meaning = None
         if working:
             wire = ROUTES[kind][next(iter(working))].make(LogprobMeaning.RAW)
-            await self._check_abort(wire)
             await self._check_overflow(wire)
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
@@ -197,42 +167,40 @@ class _Probe:
                 ids = msgspec.json.decode(answer.prompt, type=list[int])
                 self._prompt = np.array(ids, np.int32)
 
-    def _request(
-        self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
-    ) -> EngineRequest:
-        self._number += 1
-        request = Request(
-            model=self._card.id,
-            messages=fields.pop("messages", _TALK),
-            tools=fields.pop("tools", ()),
-            stream=stream,
-        )
-        default: dict[str, Any] = {
-            "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=count),
-            "prompt": TokenSequence(self._prompt) if wire.mode is Mode.EXACT else None,
-        }
-        name = f"probe-{time.time_ns()}-{self._number}"
-        return EngineRequest(
-            request=request, model=request.model, request_id=name, **(default | fields)
-        )
-
-    async def _sample(
-        self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
+    async def _sample(  # noqa: PLR0913 - what differs between requests
+        self,
+        wire: EngineFormat,
+        count: int,
+        *,
+        stream: bool,
+        messages: Sequence[Message] = _TALK,
+        tools: Sequence[Tool] = (),
+        prompt: Ids | None = None,
+        temperature: float = 1.0,
     ) -> SampledReply:
-        request = self._request(wire, count, stream=stream, **fields)
-        reply = read_reply(self._engine.client, self._engine.url, wire, request)
+        """Sample `count` tokens from the messages, or from `prompt` in exact mode."""
+        self._number += 1
+        model, ids = self._card.id, self._prompt if prompt is None else prompt
+        ask = EngineRequest(
+            request=Request(
+                model=model, messages=tuple(messages), tools=tuple(tools), stream=stream
+            ),
+            model=model,
+            sampling=Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=count),
+            request_id=f"probe-{time.time_ns()}-{self._number}",
+            prompt=TokenSequence(ids) if wire.mode is Mode.EXACT else None,
+        )
+        reply = read_reply(self._engine.client, self._engine.url, wire, ask)
         return SampledReply([delta async for delta in reply])
 
     async def _check_route(self, name: str, wire: EngineFormat) -> bool:
         """Whether a route gives complete answers, whole and streamed, and with tools."""
-        tries: list[tuple[str, int, dict[str, Any]]] = [("", 24, {})]
-        if wire.mode is Mode.OBSERVED:
-            tries.append((", tools", 160, {"messages": _WORK, "tools": (_TOOL,)}))
         passed = True
-        for suffix, count, fields in tries:
+        for tools in ((), (_TOOL,)) if wire.mode is Mode.OBSERVED else ((),):
+            count, messages = (160, _WORK) if tools else (24, _TALK)
             for stream in (False, True):
-                label = f"{name}: {'stream' if stream else 'whole'}{suffix}"
-                answer = self._sample(wire, count, stream=stream, **fields)
+                label = f"{name}: {'stream' if stream else 'whole'}{', tools' if tools else ''}"
+                answer = self._sample(wire, count, stream=stream, messages=messages, tools=tools)
                 passed = await self._try(label, self._check_complete(wire, answer)) and passed
         return passed
 
@@ -251,28 +219,6 @@ class _Probe:
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
 
-    async def _check_abort(self, wire: EngineFormat) -> None:
-        """Hang up in the middle of a long answer, and see the engine drop it."""
-        if await count_running(self._engine) is not None:
-            await self._try("abort", self._measure_abort(wire))
-        else:
-            self._note("abort", None, "the engine does not report what is running")
-
-    async def _measure_abort(self, wire: EngineFormat) -> str:
-        before = await count_running(self._engine) or 0
-        window = self._card.max_model_len or 4096
-        long = max(64, min(4096, window - 2 * len(self._prompt) - 64))
-        request = self._request(wire, long, stream=True)
-        tokens = await _hang_up(self._engine, wire, request)
-        left = time.monotonic()
-        await asyncio.sleep(_ABORT_WITHIN_S / 4)
-        while (await count_running(self._engine) or 0) > before:
-            if time.monotonic() - left > _ABORT_WITHIN_S:
-                msg = f"a request still runs {_ABORT_WITHIN_S:g} s after its client hung up"
-                raise EngineError(msg)
-            await asyncio.sleep(0.05)
-        return f"off the engine within {time.monotonic() - left:.1f} s, left after {tokens} tokens"
-
     async def _check_overflow(self, wire: EngineFormat) -> None:
         """A prompt beyond the window must be refused as such, since harnesses compact on it."""
         if window := self._card.max_model_len:
@@ -281,12 +227,10 @@ class _Probe:
             self._note("context overflow", None, "the window is not known")
 
     async def _provoke_overflow(self, wire: EngineFormat, window: int) -> str:
-        fields: dict[str, Any] = {"messages": (Message(Role.USER, "word " * (window + 64)),)}
-        if wire.mode is Mode.EXACT:
-            ids = np.full(window + 64, self._prompt[-1], np.int32)
-            fields = {"prompt": TokenSequence(ids)}
+        ids = np.full(window + 64, self._prompt[-1], np.int32)
+        messages = (Message(Role.USER, "word " * len(ids)),)
         try:
-            await self._sample(wire, 1, stream=True, **fields)
+            await self._sample(wire, 1, stream=True, messages=messages, prompt=ids)
         except ContextOverflow as error:
             return f"reported as such: {str(error).partition('. ')[0]}"
         raise EngineError("a prompt beyond the window was answered")
@@ -318,26 +262,28 @@ class _Probe:
 
     async def _sample_at_both_temperatures(self, wire: EngineFormat) -> list[tuple[float, float]]:
         """Logprobs of tokens that were sampled in one context at temperature 1 and at `_COOL`."""
-        contexts: list[dict[str, Any]] = [{}]
+        prompts: list[Ids | None] = [None]
         if wire.mode is Mode.EXACT:
             answer = (await self._sample(wire, 24, stream=False)).ids
             whole = np.concatenate((self._prompt, answer))
             places = np.linspace(1, len(whole), 16, dtype=int)
-            contexts = [{"prompt": TokenSequence(whole[:place])} for place in places]
+            prompts = [whole[:place] for place in places]
         pairs: list[tuple[float, float]] = []
-        for context in contexts:
-            warm, cool = [await self._sample_tokens(wire, t, context) for t in (1.0, _COOL)]
+        for prompt in prompts:
+            warm, cool = [await self._sample_tokens(wire, t, prompt) for t in (1.0, _COOL)]
             pairs += [(warm[token], cool[token]) for token in warm.keys() & cool.keys()]
         return pairs
 
     async def _sample_tokens(
-        self, wire: EngineFormat, temperature: float, context: dict[str, Any]
+        self, wire: EngineFormat, temperature: float, prompt: Ids | None
     ) -> dict[int, float]:
         """Logprobs of eight single tokens, by id."""
-        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=1)
-        fields = {**context, "sampling": sampling}
-        samples = (self._sample(wire, 1, stream=False, **fields) for _ in range(8))
-        answers = await asyncio.gather(*samples)
+        answers = await asyncio.gather(
+            *(
+                self._sample(wire, 1, stream=False, prompt=prompt, temperature=temperature)
+                for _ in range(8)
+            )
+        )
         return {int(a.ids[0]): a.logprobs[0] for a in answers if len(a.ids)}
 
     # ----------------------------------------------------------------------- the rest

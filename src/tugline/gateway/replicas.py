@@ -21,6 +21,7 @@ from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
+from tugline.recording.records import Header
 from tugline.web.engine_http import ModelCard, authorize, fetch_card
 from tugline.web.sse import read_payloads
 
@@ -86,6 +87,9 @@ class TokenSource(ABC):
     @abstractmethod
     async def model(self) -> ModelCard:
         """The model that is served. Raises `EngineError` if none is."""
+
+    def open_session(self, header: Header) -> None:  # noqa: B027 - an engine knows no sessions
+        """Called before the first request of a session."""
 
     @abstractmethod
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
@@ -161,17 +165,8 @@ class Upstream(TokenSource):
             await self._client.close()
 
     async def model(self) -> ModelCard:
-        """The first model that a replica serves. Raises `EngineError` if none answers."""
-        if self._card is not None:
-            return self._card
-        first: EngineError | None = None
-        for replica in self.replicas:
-            try:
-                return await self._fetch_card(replica)
-            except EngineError as error:
-                replica.count_fault()
-                first = first or error
-        raise first or EngineError("no engine is configured")
+        """The model that the first replica serves, unless it is known already."""
+        return self._card or await self._fetch_card(self.replicas[0])
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
         """The replica of a session: always the same while it is healthy and not avoided."""
@@ -229,8 +224,11 @@ class Upstream(TokenSource):
 
     async def answers(self, session: str) -> bool:
         """See `TokenSource.answers`."""
+        return await self._answers(self.choose(session))
+
+    async def _answers(self, replica: Replica) -> bool:
         try:
-            await self._fetch_card(self.choose(session))
+            await self._fetch_card(replica)
         except TuglineError:
             return False
         return True
@@ -264,15 +262,12 @@ class Upstream(TokenSource):
         """
         if not replica.ejected and not self._silent(replica):
             return
-        try:
-            await self._fetch_card(replica)
-        except TuglineError:
+        if not await self._answers(replica):
             replica.count_fault()
             for wait in self._silent(replica):
                 self.on_hang(wait.session, time.monotonic() - wait.since)
-        else:
-            if replica.ejected:
-                replica.mark_healthy()
+        elif replica.ejected:
+            replica.mark_healthy()
         now = time.monotonic()
         for wait in self._silent(replica):
             most = self._settings.stalled_s if wait.streams else self._idle_s

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,17 @@ from tugline.chat.tokens import mend_surrogates
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
-from tugline.gateway.policy import InFlight, find_kind, resolve_sampling
+from tugline.gateway.policy import (
+    InFlight,
+    check_request,
+    contract_for,
+    find_kind,
+    resolve_sampling,
+)
 from tugline.gateway.prefix import Prompt, WholePrompt
 from tugline.recording.file import Writer
-from tugline.recording.records import RecordedEventKind
-from tugline.types import Limits, Policy, Sampling, SpentLimit
+from tugline.recording.records import Header, RecordedEventKind
+from tugline.types import SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -38,17 +43,6 @@ _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionPolicy:
-    """Sampling policy and limits of a session."""
-
-    contract: Sampling
-    policy: Policy
-    limits: Limits
-    spent_status: int = 400
-    """HTTP status of a spent budget: the one on which this harness stops cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +62,22 @@ class LiveSession:
 
     def __init__(
         self,
-        session_id: str,
-        policy: SessionPolicy,
-        transcript: Transcript,
+        header: Header,
+        writer: Writer,
         engine: EngineContext,
-        clock: Clock = time.monotonic,
-        on_hang: Callable[[float], None] = lambda _seconds: None,
+        *,
+        spent_status: int,
+        clock: Clock,
+        on_hang: Callable[[float], None],
     ) -> None:
-        """`clock` measures the budget of time.
+        """`spent_status` is the HTTP status of a spent budget, whose time `clock` measures.
 
         `on_hang` gets the seconds that an engine hung, and which the agent is not charged for.
         """
         self._on_hang, self._credited = on_hang, 0.0
-        self.id = session_id
+        self.id = header.session.id
         self.secret_digest = b""
-        self.transcript = transcript
+        self.transcript = Transcript(self.id, engine, writer)
         self.log_context = log.bound()
         """Ids that its log events carry: those of whoever opened it."""
         self.running: set[Completion] = set()
@@ -95,7 +90,9 @@ class LiveSession:
         )
         self._preparing = asyncio.Lock()
         """Held while a request is parsed and rendered, which may be in a thread."""
-        self._policy, self._engine, self._clock = policy, engine, clock
+        self._task, self._engine, self._clock = header.task, engine, clock
+        self._contract = contract_for(header.task.sampling, header.session.sample)
+        self._spent_status = spent_status
         self._opened = clock()
         self._calls = 0
         self._recent = deque[Completion](maxlen=settings.recent_calls)
@@ -105,7 +102,7 @@ class LiveSession:
     @property
     def tokens_left(self) -> int | None:
         """What may still be sampled beside running calls; None without a limit."""
-        limit = self._policy.limits.max_sampled_tokens
+        limit = self._task.limits.max_sampled_tokens
         if limit is None:
             return None
         reserved = sum(one.max_tokens or 0 for call in self.running for one in call.choices)
@@ -172,7 +169,8 @@ class LiveSession:
             raise errors.RequestError("the request is nested too deeply") from error
 
     def _make_prompt(self, request: Request, new_bytes: int) -> tuple[Request, Prompt]:
-        self._engine.check_request(request)
+        wire = self._engine.upstream.wire
+        check_request(request, wire.mode, wire.features)
         self._engine.check_length(request, new_bytes)
         self._engine.check_tool_choice(request)
         self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
@@ -234,13 +232,11 @@ class LiveSession:
             raise errors.RequestError(msg, param="n")
         choices: list[Choice] = []
         left = self.tokens_left
-        limits, terms = (window, None if left is None else left // request.n), self._policy
+        limits = window, None if left is None else left // request.n
+        policy = self._task.sampling_policy
         for number in self._admit(request.n):
-            sampling = resolve_sampling(
-                request.sampling, terms.contract, terms.policy, limits, number
-            )
+            sampling = resolve_sampling(request.sampling, self._contract, policy, limits, number)
             choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
-            request = msgspec.structs.replace(request, body=b"")  # is recorded once
         return choices
 
     def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
@@ -261,7 +257,7 @@ class LiveSession:
 
     def _admit(self, count: int) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
-        limits = self._policy.limits
+        limits = self._task.limits
         if not self._calls:  # a prewarmed session may have waited until now
             self._opened = self._clock()
         if limits.max_turns is not None and self._calls + count > limits.max_turns:
@@ -279,7 +275,7 @@ class LiveSession:
             return range(first, self._calls)
         self._refused_by = spent
         msg = f"the session has used its {words}; this is the end of its budget"
-        raise errors.BudgetExhausted(msg, status=self._policy.spent_status)
+        raise errors.BudgetExhausted(msg, status=self._spent_status)
 
     # ----------------------------------------------------------------------- the recording
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:
@@ -294,7 +290,7 @@ class LiveSession:
         for completion in list(self.running):
             completion.cancel()
             await completion.wait_recorded()
-        await self.transcript.close()
+        await asyncio.to_thread(self.transcript.writer.close)
 
 
 class Sessions:

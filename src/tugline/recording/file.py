@@ -1,15 +1,14 @@
 """One append-only file per session, in which every byte of a call is written once.
 
 Layout (`docs/format.md` specifies it): sections, each of which begins with an 8-byte magic that
-holds the format's version, followed by records of ``<u32 packed> <u32 plain> <u32 crc32 of both>
-<u32 crc32 of these three>`` and the bytes. `codec` defines their content. Opening a file to append
-begins a new section, which refers to nothing before it.
+holds the format's version, followed by records of ``<u32 length> <u32 crc32 of the bytes> <u32
+crc32 of these two>`` and the bytes. `codec` defines their content. Opening a file to append begins
+a new section, which refers to nothing before it.
 
 When `Writer.append` returns, the operating system has the record, so the death of a process does
-not lose it (I3). A power failure may lose what was written since the last `flush`; with ``sync``
-each record is flushed before `append` returns. A record that a crash cut short is a torn tail: it
-is dropped when the file is opened, and everything before it is intact. Any other damage is a
-`CaptureError` that names file and offset.
+not lose it (I3). A power failure may lose what was written since the last `flush` or `close`. A
+record that a crash cut short is a torn tail: it is dropped when the file is opened, and everything
+before it is intact. Any other damage is a `CaptureError` that names file and offset.
 """
 
 import os
@@ -25,14 +24,14 @@ import msgspec
 import zstandard
 
 from tugline.errors import CaptureError
-from tugline.recording.codec import Packed, Packer, Unpacker
+from tugline.recording.codec import Packer, Unpacker
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.types import Call
 
-VERSION = 3
+VERSION = 4
 _NAME = b"TUGREC\x00"
 MAGIC = _NAME + bytes([VERSION])
-_HEAD = struct.Struct("<IIII")
+_HEAD = struct.Struct("<III")
 _LIMIT = 1 << 30
 """Largest record in bytes, far above any request."""
 _SECTOR = 512
@@ -65,14 +64,13 @@ class Recording:
             yield "no result is recorded"
 
 
-def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording:
+def read(path: Path, *, salvage: bool = False) -> Recording:
     """Read a recording. Raises `CaptureError` on any damage but a torn tail.
 
-    With `salvage` the records before the damage are returned instead. Without `bodies` the raw
-    requests are omitted: each repeats the one before, so together they are O(turns x tokens).
+    With `salvage` the records before the damage are returned instead.
     """
     data = _read_bytes(path)
-    recording, unpacker = Recording(), Unpacker(bodies=bodies)
+    recording, unpacker = Recording(), Unpacker()
     events: list[RecordedEvent] = []
     good_end = 0
     try:
@@ -100,8 +98,7 @@ class Frame(NamedTuple):
 
     start: int
     end: int
-    packed: bytes = b""
-    plain: bytes = b""
+    data: bytes = b""
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -114,11 +111,11 @@ def _read_bytes(path: Path) -> bytes:
 def _unpack_frame(
     path: Path, frame: Frame, unpacker: Unpacker
 ) -> Header | RecordedEvent | RecordedResult | None:
-    if not frame.packed:
+    if not frame.data:
         unpacker.begin_section()
         return None
     try:
-        return unpacker.unpack(frame.packed, frame.plain)
+        return unpacker.unpack(frame.data)
     except (msgspec.DecodeError, zstandard.ZstdError, KeyError, ValueError) as error:
         msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
         raise CaptureError(msg) from error
@@ -151,24 +148,22 @@ def _parse_record(path: Path, data: bytes, at: int) -> Frame | None:
     """Parse the record at `at`; None if it is a torn tail."""
     if at + _HEAD.size > len(data):
         return None
-    packed, plain, crc, own = _HEAD.unpack_from(data, at)
+    length, crc, own = _HEAD.unpack_from(data, at)
     body = at + _HEAD.size
-    end = body + packed + plain
+    end = body + length
     if zlib.crc32(data[at : body - 4]) != own:
         if _ends_in_zeros(data, at):
             return None
         raise _make_damage_error(path, at, "the checksum of a record's length does not match")
-    if packed + plain > _LIMIT:
-        raise _make_damage_error(
-            path, at, f"a record of {packed + plain} bytes; none has over {_LIMIT}"
-        )
+    if length > _LIMIT:
+        raise _make_damage_error(path, at, f"a record of {length} bytes; none has over {_LIMIT}")
     if end > len(data):
         return None
     if zlib.crc32(data[body:end]) != crc:
         if end == len(data) and _ends_in_zeros(data, at):
             return None
         raise _make_damage_error(path, at, "the checksum of a record does not match")
-    return Frame(at, end, data[body : body + packed], data[body + packed : end])
+    return Frame(at, end, data[body:end])
 
 
 def _ends_in_zeros(data: bytes, at: int) -> bool:
@@ -186,10 +181,9 @@ def _make_damage_error(path: Path, at: int, what: str) -> CaptureError:
 class Writer:
     """Appends to one file; opening an existing one truncates its torn tail."""
 
-    def __init__(self, path: Path, header: Header | None = None, *, sync: bool = True) -> None:
+    def __init__(self, path: Path, header: Header | None = None) -> None:
         """Open `path`; `header` is written if the file is new."""
         self.path = path
-        self.sync = sync
         self.dirty = False
         """Whether something was written since the last flush."""
         self.size = 0
@@ -223,10 +217,10 @@ class Writer:
         """Write an event or the session's result; returns the bytes it took."""
         return self._write_records(self._packer.pack(record))
 
-    def _write_records(self, packed: Iterable[Packed]) -> int:
+    def _write_records(self, packed: Iterable[bytes]) -> int:
         if self.closed:
             raise CaptureError(f"recording {self.path} is closed")
-        records = b"".join(_frame(*one) for one in packed)
+        records = b"".join(map(_frame, packed))
         self._write(records)
         return len(records)
 
@@ -239,8 +233,6 @@ class Writer:
             self.dirty = True
         except OSError as error:
             raise self._close_failed(error) from error
-        if self.sync:
-            self.flush()
 
     def flush(self) -> None:
         """Wait until everything written would survive a power failure."""
@@ -277,9 +269,9 @@ class Writer:
         self.close()
 
 
-def _frame(packed: bytes, plain: bytes) -> bytes:
-    head = _HEAD.pack(len(packed), len(plain), zlib.crc32(plain, zlib.crc32(packed)), 0)[:-4]
-    return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), packed, plain))
+def _frame(data: bytes) -> bytes:
+    head = _HEAD.pack(len(data), zlib.crc32(data), 0)[:-4]
+    return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), data))
 
 
 def write_result(path: Path, result: RecordedResult) -> None:

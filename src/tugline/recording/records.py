@@ -4,7 +4,6 @@ They hold everything that a trainer, the viewer or a replay needs: the task and 
 prompts were made, every call, and the outcome. The server that wrote them is not needed.
 """
 
-import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -89,15 +88,6 @@ class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
     at: float
     call: int | None = None
     detail: str = ""
-
-
-def truncate(data: bytes, limit: int) -> bytes:
-    """Return `data`, or its first `limit` bytes and a line with the digest of the rest."""
-    if len(data) <= limit:
-        return data
-    rest = memoryview(data)[limit:]
-    digest = hashlib.sha256(rest).hexdigest()
-    return data[:limit] + f"\n[tugline left out {len(rest)} bytes, sha256 {digest}]".encode()
 
 
 class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

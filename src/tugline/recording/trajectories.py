@@ -256,7 +256,7 @@ def _rebuild_one(
     path: Path, name: str, out: Path, file: Path, spec: PluginSpec | None, *, salvage: bool
 ) -> IndexEntry:
     try:
-        recording = read_recording(path, salvage=salvage, bodies=False)
+        recording = read_recording(path, salvage=salvage)
         trajectory = rebuild(recording, spec)
     except (CaptureError, UsageError) as error:
         return IndexEntry(session=file.stem, recording=name, error=str(error))

@@ -64,7 +64,6 @@ class Normalizer:
         named = {**folders, **numbered, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
         self._cache: dict[Message, Message] = {}
-        self._tools: tuple[Sequence[Tool], dict[str, str]] = ((), {})
 
     def mask_text(self, text: str) -> str:
         """Replace every match by the name of its pattern."""
@@ -97,11 +96,8 @@ class Normalizer:
         return tuple(digests)
 
     def mask_tools(self, tools: Sequence[Tool]) -> dict[str, str]:
-        """Return each tool's masked declaration by its name; cached while `tools` is the same."""
-        if tools is not self._tools[0]:
-            masked = {one.name: self.mask_text(msgspec.json.encode(one).decode()) for one in tools}
-            self._tools = (tools, masked)
-        return self._tools[1]
+        """Return each tool's masked declaration by its name."""
+        return {one.name: self.mask_text(msgspec.json.encode(one).decode()) for one in tools}
 
 
 # --------------------------------------------------------------------------- responses
@@ -139,36 +135,30 @@ class RecordedResponse:
 
 def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[RecordedResponse]:
     """Return every response in the order of the requests."""
-    first_of: dict[int, int] = {}
-    """The call that began the answer of each call."""
-    joined: dict[int, Call] = {}
-    conversations: dict[int, tuple[Message, ...]] = {}
+    answered: list[tuple[tuple[Message, ...], Call]] = []
+    """Conversations and the calls that answer them."""
+    place_of: dict[int, int] = {}
+    """Where in `answered` the answer of a call is, by its number."""
     for call in sorted(calls, key=lambda call: call.number):
-        parent = call.parent if call.parent in first_of and adds_to_parent(call) else None
-        start = None if parent is None else first_of[parent]
-        if start is not None and not call.messages:
-            first_of[call.number] = start
-            joined[start] = _join_resumed(joined[start], call)
+        place = place_of.get(call.parent) if call.parent is not None else None
+        if place is None or not adds_to_parent(call):
+            place_of[call.number] = len(answered)
+            answered.append((call.messages, call))
             continue
-        first_of[call.number] = call.number
-        joined[call.number] = call
-        before: tuple[Message, ...] = ()
-        if start is not None:
-            answer = joined[start].answer
-            before = (*conversations[start], *(() if answer is None else (answer,)))
-        conversations[call.number] = (*before, *call.messages)
+        before, earlier = answered[place]
+        if call.resumed:
+            place_of[call.number] = place
+            answered[place] = before, _join_resumed(earlier, call)
+        else:
+            place_of[call.number] = len(answered)
+            answer = () if earlier.answer is None else (earlier.answer,)
+            answered.append(((*before, *answer, *call.messages), call))
     responses = []
-    for number, call in joined.items():
-        messages = sort_tool_results(conversations[number])
-        responses.append(
-            RecordedResponse(
-                call,
-                messages,
-                list_result_ids(conversations[number]),
-                normalizer.digest_messages(messages),
-                normalizer.mask_tools(call.tools),
-            )
-        )
+    for conversation, call in answered:
+        messages = sort_tool_results(conversation)
+        digests = normalizer.digest_messages(messages)
+        order, tools = list_result_ids(conversation), normalizer.mask_tools(call.tools)
+        responses.append(RecordedResponse(call, messages, order, digests, tools))
     return responses
 
 

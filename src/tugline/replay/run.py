@@ -7,28 +7,22 @@ fork builds like any other session.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
-from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
-from tugline.gateway.app import Gateway, Opened
+from tugline.gateway.app import Gateway
 from tugline.recording.file import read
 from tugline.recording.records import Header, RecordedResult
-from tugline.recording.tokenizer_file import load_tokenizer
-from tugline.replay.matching import Difference, Normalizer, folder_patterns
-from tugline.replay.mounted import MountedRuntime, Prefix, find_prefix
+from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
+from tugline.replay.matching import Difference
 from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.sandbox.base import HOME, Runtime
 from tugline.schema import copy_fields
 from tugline.types import Boundary, Call, Failure, Mode, PluginSpec, Reward, Session, Status, Task
 
@@ -45,7 +39,7 @@ class RecordedSession:
     @classmethod
     def load(cls, path: Path, tokenizer: Path | None = None) -> RecordedSession:
         """Read a recording and its tokenizer. Raises `CaptureError` or `UsageError`."""
-        recording = read(path, bodies=False)
+        recording = read(path)
         header = recording.header
         if header is None or not recording.calls:
             what = "has no header" if header is None else "holds no calls"
@@ -54,14 +48,6 @@ class RecordedSession:
         if loaded is None and header.mode is Mode.EXACT:
             raise UsageError(f"the tokenizer of {path} is not beside it; give it with --tokenizer")
         return cls(header, recording.calls, recording.result, loaded)
-
-    def make_rendering(self) -> Rendering | None:
-        """Make the rendering of its prompts; None if the engine rendered them."""
-        header = self.header
-        if header.mode is not Mode.EXACT or self.tokenizer is None:
-            return None
-        retention = header.thinking_retention
-        return Rendering(self.tokenizer, header.template, thinking_retention=retention)
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +69,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[Difference, ...]
     masked: dict[str, dict[str, str]]
     """Mask to recorded value to this run's, where the two differ."""
-    same_folder: bool
-    """Whether programs saw their folder at the recorded path."""
     recording: str
     """Path of the new recording; empty if it was not kept."""
     status: Status
@@ -151,64 +135,47 @@ async def _run_all(
 ) -> list[ReplayReport]:
     header = recorded.header
     task = _make_task(header.task, options.harness_version)
-    with _find_prefix(header) as prefix:
-        parts = _Parts(header, prefix)
-        harness = parts.harness(task.harness)
-        folders = {} if prefix else {one.id: _agent_patterns(folder, one) for one in sessions}
-        source = _make_source(recorded, options, live, folders, harness.spent_status)
-        gateway = _Gateway(source, recorded.make_rendering(), folder / "recordings")
-        if prefix:
-            gateway.folders = {"workdir": header.workdir, "home": header.home}
-        slots = asyncio.Semaphore(live.slots if live else 1)
-
-        async def run(session: Session) -> ReplayReport:
-            directory = _session_folder(folder, session)
-            async with slots:
-                trajectory = await roll_out(
-                    task, session, gateway=gateway, directory=directory, parts=parts
-                )
-            state = source.state(session.id)
-            missing = [one for one in state.remaining if one.required]
-            if missing and state.requests and not state.ended:
-                where = f"the end: {len(missing)} of the recorded requests were not made"
-                state.add_difference(Difference(state.requests, missing[0].call.number, where))
-            return copy_fields(
-                ReplayReport,
-                trajectory,
-                state,
-                session=session.id,
-                version=harness.version,
-                recorded=len(source.responses),
-                exact=state.exact if header.mode is Mode.EXACT else None,
-                differences=tuple(state.differences),
-                same_folder=prefix is not None,
-                recording=str(gateway.recording_path(session)),
-                recorded_reward=recorded.result.reward if recorded.result else None,
-            )
-
-        async with gateway:
-            return list(await asyncio.gather(*map(run, sessions)))
-
-
-def _make_source(
-    recorded: RecordedSession,
-    options: Options,
-    live: Live | None,
-    folders: Mapping[str, Mapping[str, str]],
-    spent_status: int,
-) -> RecordedSource:
-    """Make the source; `folders` has the patterns of sessions that are not at the old path."""
-    old = folder_patterns(recorded.header.workdir, recorded.header.home)
-    return RecordedSource(
-        recorded.header,
+    parts = Parts()
+    harness = parts.harness(task.harness)
+    source = RecordedSource(
+        header,
         recorded.calls,
-        Normalizer(old, options.masks),
-        lambda session: Normalizer(folders.get(session, old), options.masks),
+        options.masks,
         tokenizer=recorded.tokenizer,
-        spent_status=spent_status,
+        spent_status=harness.spent_status,
         go_on=options.go_on,
         live=live,
     )
+    rendering = make_rendering(header, recorded.tokenizer) if recorded.tokenizer else None
+    gateway = Gateway(source, rendering, folder / "recordings")
+    slots = asyncio.Semaphore(live.slots if live else 1)
+
+    async def run(session: Session) -> ReplayReport:
+        directory = folder / "sessions" / f"{session.id}.{session.epoch}"
+        async with slots:
+            trajectory = await roll_out(
+                task, session, gateway=gateway, directory=directory, parts=parts
+            )
+        state = source.state(session.id)
+        missing = [one for one in state.remaining if one.required]
+        if missing and state.requests and not state.ended:
+            where = f"the end: {len(missing)} of the recorded requests were not made"
+            state.add_difference(Difference(state.requests, missing[0].call.number, where))
+        return copy_fields(
+            ReplayReport,
+            trajectory,
+            state,
+            session=session.id,
+            version=harness.version,
+            recorded=len(source.responses),
+            exact=state.exact if header.mode is Mode.EXACT else None,
+            differences=tuple(state.differences),
+            recording=str(gateway.recording_path(session)),
+            recorded_reward=recorded.result.reward if recorded.result else None,
+        )
+
+    async with gateway:
+        return list(await asyncio.gather(*map(run, sessions)))
 
 
 def _make_task(task: Task, version: str | None) -> Task:
@@ -217,53 +184,3 @@ def _make_task(task: Task, version: str | None) -> Task:
         return task
     spec = PluginSpec(task.harness.name, {**task.harness.options, "version": version})
     return msgspec.structs.replace(task, harness=spec)
-
-
-# --------------------------------------------------------------------------- folders
-def _session_folder(folder: Path, session: Session) -> Path:
-    return folder / "sessions" / f"{session.id}.{session.epoch}"
-
-
-def _agent_patterns(folder: Path, session: Session) -> dict[str, str]:
-    agent = Path.cwd() / _session_folder(folder, session) / "agent"
-    return folder_patterns(str(agent / "work"), str(agent / "home"))
-
-
-def _find_prefix(header: Header) -> contextlib.AbstractContextManager[Prefix | None]:
-    """Find how programs see their folder at the recorded path; None if they cannot."""
-    if not _was_local(header) or Path(header.home).parent != Path(header.workdir).parent:
-        return contextlib.nullcontext()
-    return find_prefix(Path(header.workdir).parent)
-
-
-def _was_local(header: Header) -> bool:
-    """Whether the session had its own folders; sandboxes give the same paths to all."""
-    named = header.task.runtime.name in {"auto", "local"}
-    return named and bool(header.workdir) and Path(header.home) != Path(HOME)
-
-
-class _Parts(Parts):
-    """The task's plug-ins, with a runtime at the recorded path."""
-
-    def __init__(self, header: Header, prefix: Prefix | None) -> None:
-        super().__init__()
-        self._old, self._prefix = Path(header.workdir).parent, prefix
-        self._was_local = _was_local(header)
-
-    def runtime(self, spec: PluginSpec) -> Runtime:
-        """Make the runtime."""
-        local = self._was_local and spec.name == "auto"
-        inner = super().runtime(PluginSpec("local") if local else spec)
-        return inner if self._prefix is None else MountedRuntime(inner, self._old, self._prefix)
-
-
-class _Gateway(Gateway):
-    """A gateway that records the paths that programs see."""
-
-    folders: Mapping[str, str] = MappingProxyType({})
-
-    @contextlib.asynccontextmanager
-    async def open(self, session: Session, task: Task, **how: Any) -> AsyncIterator[Opened]:
-        """See `tugline.gateway.app.Gateway.open`."""
-        async with super().open(session, task, **{**how, **self.folders}) as opened:
-            yield opened

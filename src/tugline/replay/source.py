@@ -9,7 +9,7 @@ trained twice (I2), and live tokens are sampled in the context that this run rea
 
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -30,6 +30,7 @@ from tugline.replay.matching import (
     RecordedResponse,
     compare_messages,
     compare_sampling,
+    folder_patterns,
     list_responses,
     list_result_ids,
     sort_tool_results,
@@ -123,24 +124,23 @@ class RecordedSource(TokenSource):
         self,
         header: Header,
         calls: Sequence[Call],
-        normalizer: Normalizer,
-        normalizer_of: Callable[[str], Normalizer],
+        masks: Sequence[str] = (),
         *,
         tokenizer: Tokenizer | None = None,
         spent_status: int = 400,
         go_on: bool = False,
         live: Live | None = None,
     ) -> None:
-        """`normalizer` is the recording's, `normalizer_of` returns that of a session by its id.
+        """With `go_on` a request that differs gets the most similar response.
 
-        With `go_on` a request that differs gets the most similar response.
+        Raises `UsageError` for one of `masks` that is no regular expression.
         """
-        self._header, self._tokenizer = header, tokenizer
-        self._normalizer, self._normalizer_of = normalizer, normalizer_of
+        self._header, self._tokenizer, self._masks = header, tokenizer, masks
+        self._normalizer = self._make_normalizer(header)
         self._status, self._go_on = spent_status, go_on
         self._live: TokenSource | None = live.engine if live else None
         fork = live.at if live else len(calls)
-        responses = list_responses(calls, normalizer)
+        responses = list_responses(calls, self._normalizer)
         self.responses = [one for one in responses if one.call.number < fork]
         self._after_fork = [one for one in responses if one.call.number >= fork]
         self._states: dict[str, ReplayState] = {}
@@ -171,12 +171,17 @@ class RecordedSource(TokenSource):
         if self._live is not None:
             await self._live.abort(request_id, url)
 
+    def open_session(self, header: Header) -> None:
+        """Begin a session's replay; its folders are masked like those of the recording."""
+        state = ReplayState(self._make_normalizer(header), list(self.responses))
+        self._states[header.session.id] = state
+
     def state(self, session: str) -> ReplayState:
-        """Return the state of a session's replay."""
-        if session not in self._states:
-            normalizer = self._normalizer_of(session)
-            self._states[session] = ReplayState(normalizer, list(self.responses))
-        return self._states[session]
+        """Return the state of a session's replay; one that was never opened asked for nothing."""
+        return self._states.get(session) or ReplayState(self._normalizer, list(self.responses))
+
+    def _make_normalizer(self, header: Header) -> Normalizer:
+        return Normalizer(folder_patterns(header.workdir, header.home), self._masks)
 
     async def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()

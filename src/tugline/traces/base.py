@@ -74,22 +74,15 @@ def make_builder(spec: PluginSpec) -> Builder:
 
 
 # --------------------------------------------------------------------------- a trace
-class TraceMeta(NamedTuple):
-    """The fields of a trace that are not tokens."""
-
-    kind: TraceKind
-    parent: int | None
-    exact: bool = True
-
-
 def make_trace(
     ids: Ids,
     answers: Sequence[Answer],
-    meta: TraceMeta,
+    kind: TraceKind,
+    parent: int | None,
     max_length: int | None,
     earlier: Sequence[Trace],
 ) -> Trace:
-    """Make one trace of `ids` with `answers` as its spans; `earlier` are the traces so far.
+    """Make one trace of `ids` with `answers` as its spans; `parent` is an index in `earlier`.
 
     All other ids are context: mask False, logprob 0, no span. Of more than `max_length` tokens the
     beginning is kept, up to the last answer that begins in it.
@@ -116,16 +109,15 @@ def make_trace(
         mask=mask,
         logprobs=logprobs,
         spans=tuple(spans),
-        kind=meta.kind,
-        parent=meta.parent,
+        kind=kind,
+        parent=parent,
         thread=answers[0].call.thread,
         thinking_retention=last.call.thinking_retention,
-        exact=meta.exact,
         images=last.images,
     )
-    if meta.parent is None:
+    if parent is None:
         return trace
-    return msgspec.structs.replace(trace, shared=count_shared_tokens(earlier[meta.parent], trace))
+    return msgspec.structs.replace(trace, shared=count_shared_tokens(earlier[parent], trace))
 
 
 def find_distribution(call: Call) -> Distribution:

@@ -6,8 +6,7 @@ and the reference for the others; it costs O(turns x tokens), the others O(token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -36,8 +35,8 @@ class PerRequest(base.Builder):
         traces: list[Trace] = []
         for answer, kind, previous in answers:
             ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
-            meta = base.TraceMeta(kind, None if previous is None else index.get(previous))
-            traces.append(base.make_trace(ids, [answer], meta, self.max_length, traces))
+            parent = None if previous is None else index.get(previous)
+            traces.append(base.make_trace(ids, [answer], kind, parent, self.max_length, traces))
         return base.Built(tuple(traces), base.count_session(calls, traces))
 
 
@@ -52,24 +51,17 @@ class PrefixMerging(base.Builder):
 
     def build(self, calls: Sequence[Call]) -> base.Built:
         """Give every chain of calls a trace."""
-        traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
+        chains = build_chains(calls)
+        index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
+        traces: list[Trace] = []
+        for chain in chains:
+            last, after = chain.calls[-1], chain.forked_after
+            ids = np.concatenate([last.prompt_ids, last.sampled_ids])
+            parent = None if after is None else index.get(after)
+            answers = chain.place_answers(train_side=self.train_side)
+            trace = base.make_trace(ids, answers, chain.kind, parent, self.max_length, traces)
+            traces.append(trace)
         return base.Built(tuple(traces), base.count_session(calls, traces))
-
-
-def merge_prefixes(
-    calls: Sequence[Call], *, max_length: int | None, train_side: bool
-) -> list[Trace]:
-    """Make a trace of every exact chain."""
-    chains = build_chains(calls)
-    index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
-    traces: list[Trace] = []
-    for chain in chains:
-        last, after = chain.calls[-1], chain.forked_after
-        ids = np.concatenate([last.prompt_ids, last.sampled_ids])
-        meta = base.TraceMeta(chain.kind, None if after is None else index.get(after))
-        answers = chain.place_answers(train_side=train_side)
-        traces.append(base.make_trace(ids, answers, meta, max_length, traces))
-    return traces
 
 
 # --------------------------------------------------------------------------- prefix trees
@@ -110,7 +102,7 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """A prefix tree in flat arrays, all of shape ``(n,)``; parents precede their children.
 
     The tokens on the path from the root to a token are its exact context (I1); a sampled token is
-    in one node and trained in one view (I2).
+    in one node (I2).
     """
 
     ids: Ids
@@ -136,71 +128,11 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
 
     def path(self, node: int | None) -> list[slice]:
         """Return the slices of the tokens from the root to the end of a node."""
-        return [slice(self.nodes[i].start, self.nodes[i].end) for i in self._ancestors(node)][::-1]
-
-    def views(self) -> dict[str, tuple[Trace, ...]]:
-        """Return a trace per branch by session; each sampled token is covered by one of them.
-
-        A trace that another trace of its session extends is part of that one's view.
-        """
-        view_of = self._choose_views()
-        of_source = np.array([view_of[source.branch] for source in self.sources], np.int32)
-        traces: dict[str, list[Trace]] = {}
-        index: dict[int, int] = {}
-        for first, branch in enumerate(view_of):
-            if branch in index:
-                continue
-            own = traces.setdefault(self.branches[first].session, [])
-            above = self.branches[first].parent
-            parent = None if above is None else index.get(view_of[above])
-            trace = self._make_view(branch, of_source, parent)
-            shared = 0 if parent is None else base.count_shared_tokens(own[parent], trace)
-            index[branch] = len(own)
-            own.append(msgspec.structs.replace(trace, shared=shared))
-        return {session: tuple(made) for session, made in traces.items()}
-
-    def _choose_views(self) -> list[int]:
-        """Return for each branch the one whose view covers it: itself, or a longer one."""
-        view_of = [0] * len(self.branches)
-        passed: dict[tuple[str, int], int] = {}
-        deepest_first = sorted(
-            enumerate(self.branches), key=lambda numbered: (-numbered[1].length, numbered[0])
-        )
-        for number, branch in deepest_first:
-            view_of[number] = passed.get((branch.session, branch.node), number)
-            for node in self._ancestors(branch.node):
-                if passed.setdefault((branch.session, node), number) != number:
-                    break
-        return view_of
-
-    def _ancestors(self, node: int | None) -> Iterator[int]:
-        """Yield a node and its ancestors, up to the root."""
+        path: list[slice] = []
         while node is not None:
-            yield node
+            path.append(slice(self.nodes[node].start, self.nodes[node].end))
             node = self.nodes[node].parent
-
-    def _make_view(self, number: int, of_source: Ids, parent: int | None) -> Trace:
-        branch = self.branches[number]
-        path = self.path(branch.node)
-        source = np.concatenate([self.source[part] for part in path])
-        own = source >= 0
-        own[own] = of_source[source[own]] == number
-        source[~own] = -1
-        return msgspec.structs.replace(
-            branch.trace,
-            ids=np.concatenate([self.ids[part] for part in path]),
-            mask=np.concatenate([self.mask[part] for part in path]) & own,
-            logprobs=np.where(own, np.concatenate([self.logprobs[part] for part in path]), 0),
-            spans=tuple(self._make_spans(source)),
-            parent=parent,
-        )
-
-    def _make_spans(self, source: Ids) -> Iterator[Span]:
-        edges = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
-        for start, end in pairwise(edges):
-            if source[start] >= 0:
-                span = self.sources[source[start]].span
-                yield msgspec.structs.replace(span, start=start, end=end)
+        return path[::-1]
 
 
 # --------------------------------------------------------------------------- building
@@ -331,16 +263,9 @@ def _make_branch(session: str, first: int, trace: Trace, leaf: _GrowingNode) -> 
     )
 
 
-class PrefixTree(base.Builder):
-    """The traces are the branches of the session's tree; `tree` gives the tree itself."""
+class PrefixTree(PrefixMerging):
+    """The traces of `PrefixMerging`; `tree` lays them out as one prefix tree."""
 
     def tree(self, calls: Sequence[Call]) -> Tree:
-        """Return the session as one prefix tree."""
-        session = calls[0].session if calls else ""
-        traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
-        return build_tree({session: traces})
-
-    def build(self, calls: Sequence[Call]) -> base.Built:
-        """Make a trace per branch; without forks, the same as `prefix_merging`."""
-        traces = self.tree(calls).views().get(calls[0].session, ()) if calls else ()
-        return base.Built(tuple(traces), base.count_session(calls, traces))
+        """Return the session as one prefix tree, with a branch for each trace."""
+        return build_tree({calls[0].session: self.build(calls).traces} if calls else {})

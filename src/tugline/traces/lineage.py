@@ -6,7 +6,7 @@ views of one buffer, as `tugline.recording.file.read` returns them, are not comp
 work is linear in the unique ids (I7).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -262,18 +262,23 @@ def check_calls(calls: Iterable[Call]) -> list[Call]:
         if one.number == other.number:
             raise CaptureError(f"session {one.session}: call {one.number} is there twice")
     for call in ordered:
-        if call.mode is Mode.TEXT:
-            continue
-        where, sampled = f"call {call.number} of session {call.session}", len(call.sampled_ids)
-        if not len(call.prompt_ids):
-            msg = f"{where}: prompt_ids is empty; the engine must report the ids of its prompt"
-            raise CaptureError(msg)
-        if len(call.logprobs) != sampled:
-            raise CaptureError(f"{where}: {sampled} sampled_ids but {len(call.logprobs)} logprobs")
-        if not versions_cover(call):
-            msg = f"{where}: versions {call.versions} must cover its {sampled} tokens in order"
-            raise CaptureError(msg)
+        for fault in find_call_faults(call):
+            raise CaptureError(f"call {call.number} of session {call.session}: {fault}")
     return ordered
+
+
+def find_call_faults(call: Call) -> Iterator[str]:
+    """Yield what a call lacks to be trained from."""
+    if call.mode is Mode.TEXT:
+        return
+    sampled = len(call.sampled_ids)
+    if not len(call.prompt_ids):
+        yield "prompt_ids is empty; the engine must report the ids of its prompt"
+    if len(call.logprobs) != sampled:
+        yield f"{sampled} sampled_ids but {len(call.logprobs)} logprobs"
+    if not versions_cover(call):
+        spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
+        yield f"versions for {spans} of {sampled} sampled tokens, which they must cover in order"
 
 
 def versions_cover(call: Call) -> bool:

@@ -222,7 +222,7 @@ class TrainingLoop:
             return results, []
         paths = await self._server.find_recordings([task.id for task in tasks])
         recorded = await asyncio.to_thread(
-            lambda: [recordings.read(path, bodies=False).calls for path in paths.values()]
+            lambda: [recordings.read(path).calls for path in paths.values()]
         )
         return results, [call for calls in recorded for call in calls]
 

@@ -212,6 +212,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     constrained: bool = False
     """Whether a grammar or a token ban constrained the response, and so its logprobs."""
     prompt_ids: Ids
+    """All ids before the sampled ones; the last may be the beginning of the answer (see below)."""
+    forced: int = 0
+    """How many ids before the `resumed` ones the gateway put there to begin a tool call."""
+    resumed: int = 0
+    """How many of the last prompt ids were sampled in earlier calls, whose answer this one ends."""
     sampled_ids: Ids
     logprobs: Logprobs
     unreported_tokens: int = 0
@@ -230,6 +235,3 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[str, ...] = ()
     """Addresses that sampled this response, in order; more than one after a failover."""
     timings: Timings
-    request: bytes = b""
-    """Raw request body, for the viewer."""
-    response: bytes = b""

@@ -65,7 +65,7 @@ async def work(folder: Path) -> None:
 def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:
     """Write the recording anew with changed calls."""
     path.unlink()
-    with Writer(path, recording.header, sync=False) as writer:
+    with Writer(path, recording.header) as writer:
         for call in recording.calls:
             writer.append(change(call))
         if recording.result is not None:

@@ -305,7 +305,7 @@ def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, R
         empty = np.empty(0, np.float32)
         call = replace(call, prompt_ids=none, sampled_ids=none, logprobs=empty, versions=())
         call = replace(call, unreported_tokens=4)
-    with Writer(path, replace(HEADER, template="", mode=mode), sync=False) as writer:
+    with Writer(path, replace(HEADER, template="", mode=mode)) as writer:
         writer.append(call)
     return read_in(tmp_path)
 

@@ -55,8 +55,8 @@ async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: P
     sums = summarize([found])
     assert sums.max_dlogprob is not None
     assert sums.max_dlogprob < CLOSE
-    assert sums.kl3 is not None
-    assert 0 <= sums.kl3 < CLOSE
+    assert sums.kl is not None
+    assert 0 <= sums.kl < CLOSE
 
 
 @pytest.mark.engine

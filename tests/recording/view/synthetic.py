@@ -71,7 +71,7 @@ class Script:
             tokenizer=save_tokenizer(tokenizer(), folder),
         )
         self.path = folder / f"{name}.0.rec"
-        self.writer = Writer(self.path, header, sync=False)
+        self.writer = Writer(self.path, header)
         self.calls: list[Call] = []
 
     def words(self, count: int) -> str:

@@ -14,7 +14,6 @@ from tugline.recording.file import read
 from tugline.recording.records import RecordedEvent
 from tugline.recording.view.session_view import (
     SessionView,
-    TraceTokens,
     TraceView,
     TurnDetail,
     TurnView,
@@ -92,28 +91,18 @@ def test_events_stand_between_the_turns(tmp_path: Path) -> None:
 
 
 def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
-    """Without --full neither messages nor tokens; with it both, as they are in the recording."""
+    """Messages only of the turn that is asked for, as they are in the recording."""
     session = view_of(small(tmp_path))
-    brief = msgspec.json.decode(encode_json(session, turn=None, full=False))
+    brief = msgspec.json.decode(encode_json(session, None))
     assert set(brief) == set(session.view.__struct_fields__)
     assert "detail" not in brief["turns"][0]
-    assert "tokens" not in brief["traces"][0]
     assert (brief["result"]["status"], brief["started"]) == ("completed", START)
     assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
-    full = msgspec.json.decode(encode_json(session, turn=None, full=True))
-    assert (
-        full["turns"][1]["detail"]["messages"][0]["content"] == session.calls[1].messages[0].content
-    )
-    trace, tokens = session.traces[0], full["traces"][0]["tokens"]
-    assert tokens["ids"] == trace.ids.tolist()
-    assert tokens["trained"] == trace.mask.tolist()
-    sampled = [place for place, call in enumerate(tokens["calls"]) if call is not None]
-    assert sampled == [k for span in trace.spans for k in range(span.start, span.end)]
-    assert [tokens["logprobs"][k] for k in sampled] == trace.logprobs[sampled].tolist()
-    assert tokens["logprobs"][0] is None
-    one = msgspec.json.decode(encode_json(session, turn=3, full=False))
-    assert [turn["call"] for turn in one["turns"]] == [3]
-    assert one["turns"][0]["detail"]["answer"]["content"] == "A fork."
+    one = msgspec.json.decode(encode_json(session, 3))
+    (turn,) = one["turns"]
+    assert (turn["call"], turn["detail"]["answer"]["content"]) == (3, "A fork.")
+    said = [message["content"] for message in turn["detail"]["messages"]]
+    assert said == [message.content for message in session.calls[3].messages]
 
 
 def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> None:
@@ -168,6 +157,6 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
 def test_every_field_of_the_json_is_documented() -> None:
     """Whoever reads the object finds each of its keys in docs/view.md."""
     page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
-    shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView, TraceTokens)
+    shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -72,7 +72,7 @@ def test_colour_follows_the_mask(session: ViewedSession) -> None:
 
 def test_nothing_that_was_written_reaches_the_terminal_raw(session: ViewedSession) -> None:
     """Escape sequences and marks of direction of models and tools are spelled out."""
-    for text in (render(session, full=True), render(session, turn=1, full=True)):
+    for text in (render(session), render(session, turn=1)):
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert "\\x1b[31m red \\u202e backwards 界🙂" in text
@@ -89,7 +89,7 @@ def test_one_turn_shows_all_that_was_said(session: ViewedSession) -> None:
 
 
 def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
-    """A line per turn, the first and last answers; everything only with --full, and in time."""
+    """A line per turn, the first and last answers, in time; the others one by one."""
     path = long(tmp_path, turns=400, base=400, words=20)
     session = view_session(path, read(path))
     began = time.process_time()
@@ -99,16 +99,16 @@ def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
     assert len(lines) < 401 + 300
     assert "… 388 more answers" in text
     assert LAST_WORD in "\n".join(lines[-60:])
-    whole = render(session, full=True)
-    assert all(f"  call {call.number:<3} " in whole for call in session.calls)
+    assert "  call 200 " not in text
+    assert "  call 200 " in render(session, turn=200)
 
 
 def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
-    """`per_request` makes one for each call: the first and last are told, all of them on demand."""
+    """`per_request` makes one for each call: the first and last are told."""
     path = long(tmp_path, turns=40, base=50, words=5)
     session = view_session(path, read(path), "per_request")
     assert "… 17 more traces" in render(session)
-    assert "trace 20  main" in render(session, full=True)
+    assert "trace 20  main" not in render(session)
 
 
 def test_without_a_tokenizer_ids_are_shown(session: ViewedSession) -> None:

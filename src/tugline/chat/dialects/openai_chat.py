@@ -1,7 +1,7 @@
 """OpenAI Chat Completions, as pi, qwen-code, opencode, mini-swe-agent and the SDKs speak it.
 
-Fields that change nothing of what is sampled are kept with the raw request; fields that do and
-cannot be honoured are refused by name. Messages keep their order and their roles, and an answer
+Fields that change nothing of what is sampled are ignored; fields that do and cannot be honoured are
+refused by name. Messages keep their order and their roles, and an answer
 that a client echoes, in any of the forms that clients use, parses to the same message (I1, I4).
 """
 

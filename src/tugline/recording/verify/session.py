@@ -22,8 +22,8 @@ from tugline.recording.file import Recording
 from tugline.recording.verify.engine import Scorer, recompute_logprobs, why_not_comparable
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import make_builder
-from tugline.traces.lineage import Continuation, trace_lineage, versions_cover
-from tugline.types import Call, Ledger, Logprobs, Mode, PluginSpec, Span, Trace
+from tugline.traces.lineage import Continuation, find_call_faults, trace_lineage
+from tugline.types import Call, Ledger, Logprobs, PluginSpec, Span, Trace
 
 
 class VerifyVerdict(StrEnum):
@@ -62,9 +62,7 @@ class CallReport(msgspec.Struct, kw_only=True):
     mean_dlogprob: float | None = None
     """Mean of the absolute differences."""
     kl: float | None = None
-    """Mean of captured minus recomputed: an unbiased estimate, which may be negative."""
-    kl3: float | None = None
-    """Mean of ``exp(-d) - 1 + d`` for these differences `d`: less variance, never negative."""
+    """Mean of ``exp(-d) - 1 + d`` for the differences `d`: an unbiased estimate, never negative."""
 
 
 class SessionReport(msgspec.Struct, kw_only=True):
@@ -109,7 +107,6 @@ class VerifySummary(msgspec.Struct, kw_only=True):
     max_dlogprob: float | None
     mean_dlogprob: float | None
     kl: float | None
-    kl3: float | None
 
 
 def summarize(reports: Sequence[SessionReport]) -> VerifySummary:
@@ -127,7 +124,6 @@ def summarize(reports: Sequence[SessionReport]) -> VerifySummary:
         max_dlogprob=max((turn.max_dlogprob or 0.0 for turn in scored), default=None),
         mean_dlogprob=_weighted_mean([(turn.mean_dlogprob, turn.scored) for turn in scored]),
         kl=_weighted_mean([(turn.kl, turn.scored) for turn in scored]),
-        kl3=_weighted_mean([(turn.kl3, turn.scored) for turn in scored]),
     )
 
 
@@ -184,35 +180,25 @@ def _report_call(call: Call, known: Mapping[int, Call]) -> CallReport:
         shared=shared,
         sampled=len(call.sampled_ids) + call.unreported_tokens,
     )
-    whole = len(parent.prompt_ids) + len(parent.sampled_ids) if parent else 0
     if continuation is Continuation.BROKEN:
         report.detail = (
-            f"has only {shared} of the {whole} ids of call {call.parent}"
+            f"has only {shared} of the ids of call {call.parent}"
             if parent
             else f"continues call {call.parent}, which is not recorded before it"
         )
         report.faults.append(f"call {call.number} {report.detail}")
-    elif continuation is Continuation.FORKED and 0 < whole == shared:
-        report.detail += f", yet with all ids of call {call.parent}"
     return report
 
 
 def _find_number_faults(call: Call) -> list[str]:
-    where, sampled = f"call {call.number}", len(call.sampled_ids)
-    faults = []
-    if call.mode is not Mode.TEXT and not len(call.prompt_ids):
-        faults.append(f"{where} has no prompt ids")
+    where = f"call {call.number}"
+    faults = [f"{where}: {fault}" for fault in find_call_faults(call)]
     if min(call.prompt_ids.min(initial=0), call.sampled_ids.min(initial=0)) < 0:
         faults.append(f"{where} has an id below 0")
-    if len(call.logprobs) != sampled:
-        faults.append(f"{where} has {sampled} sampled ids but {len(call.logprobs)} logprobs")
     wrong = ~np.isfinite(call.logprobs) | (call.logprobs > MAX_LOGPROB)
     if wrong.any():
         at = int(wrong.argmax())
         faults.append(f"{where} has the logprob {float(call.logprobs[at]):g} at sampled token {at}")
-    if not versions_cover(call):
-        spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
-        faults.append(f"{where} has versions for {spans} of {sampled} sampled tokens")
     return faults
 
 
@@ -330,7 +316,7 @@ async def verify_logprobs(
     report.checks["engine"] = check_result(
         too_far,
         f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
-        f"KL {sums.kl:.2g} (k3 {sums.kl3:.2g})",
+        f"KL {sums.kl:.2g}",
     )
 
 
@@ -341,5 +327,4 @@ def _compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> N
     if len(apart):
         report.max_dlogprob = float(np.abs(apart).max())
         report.mean_dlogprob = float(np.abs(apart).mean())
-        report.kl = float(apart.mean())
-        report.kl3 = float((np.exp(-apart) - 1 + apart).mean())
+        report.kl = float((np.exp(-apart) - 1 + apart).mean())

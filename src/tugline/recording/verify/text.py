@@ -2,38 +2,22 @@
 
 In exact mode the gateway decoded the text from the ids, so the recorded ids are decoded again with
 the recorded template and tokenizer and must give the recorded answer: text, reasoning, and tool
-calls by name and JSON value. The recording does not hold how an answer began that the gateway had
-begun itself (a forced tool call) or resumed after a break; each beginning that fits the ids is
-tried. In observed mode the engine made the text; its words must be among the decoded ones.
+calls by name and JSON value. In observed mode the engine made the text; its words must be among the
+decoded ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from tugline.chat.model_call import ChoiceMode, ToolChoice, decode_arguments, join_pieces
+from tugline.chat.model_call import decode_arguments, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
-from tugline.recording.tokenizer_file import load_tokenizer
-from tugline.traces.lineage import extends
-from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role
-
-_NO_IDS: Ids = np.empty(0, np.int32)
-
-
-class _PromptStart(NamedTuple):
-    """How an answer may have begun."""
-
-    prompt: Ids
-    forced: Ids | None = None
-    """Ids that the gateway put before the answer."""
-    resumed: Ids = _NO_IDS
-    """Sampled ids of the calls that this answer resumes."""
+from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
+from tugline.types import Call, CallOutcome, Message, Mode, Role
 
 
 class TextVerifier:
@@ -42,8 +26,7 @@ class TextVerifier:
     def __init__(self, tokenizer: Path | None = None) -> None:
         """`tokenizer` is used in place of those beside the recordings. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._renderings: dict[tuple[str, str, str], Rendering] = {}
+        self._loaded: dict[tuple[str, str, str], tuple[Tokenizer, Rendering | None]] = {}
 
     def find_faults(
         self, recording: Path, header: Header | None, calls: Sequence[Call]
@@ -59,13 +42,11 @@ class TextVerifier:
             return {}
         if header is None:
             raise ConfigError("the recording has no header, so its tokenizer is not known")
-        known = {call.number: call for call in calls}
-        tokenizer = self._load_tokenizer(recording, header)
-        rendering = self._make_rendering(header, tokenizer) if header.template else None
+        tokenizer, rendering = self._load(recording, header)
         faults = {}
         for call in answered:
             exact = rendering if call.mode is Mode.EXACT else None
-            other = _find_other_answer(tokenizer, exact, call, known)
+            other = _find_other_answer(tokenizer, exact, call)
             if other:
                 received = _abbreviate(call.answer)
                 faults[call.number] = (
@@ -73,80 +54,40 @@ class TextVerifier:
                 )
         return faults
 
-    def _load_tokenizer(self, recording: Path, header: Header) -> Tokenizer:
-        known = self._other or self._tokenizers.get(header.tokenizer)
-        if known is None:
-            known = load_tokenizer(recording, header)
-            if known is None:
+    def _load(self, recording: Path, header: Header) -> tuple[Tokenizer, Rendering | None]:
+        key = header.tokenizer, header.template, header.thinking_retention
+        if key not in self._loaded:
+            tokenizer = self._other or load_tokenizer(recording, header)
+            if tokenizer is None:
                 raise ConfigError("no tokenizer is kept beside the recording; give --tokenizer")
-            self._tokenizers[header.tokenizer] = known
-        return known
-
-    def _make_rendering(self, header: Header, tokenizer: Tokenizer) -> Rendering:
-        retention = header.thinking_retention or "all"
-        key = (header.tokenizer, header.template, retention)
-        if key not in self._renderings:
-            made = Rendering(tokenizer, header.template, thinking_retention=retention)
-            self._renderings[key] = made
-        return self._renderings[key]
+            self._loaded[key] = tokenizer, make_rendering(header, tokenizer)
+        return self._loaded[key]
 
 
-def _find_other_answer(
-    tokenizer: Tokenizer, rendering: Rendering | None, call: Call, known: Mapping[int, Call]
-) -> str:
+def _find_other_answer(tokenizer: Tokenizer, rendering: Rendering | None, call: Call) -> str:
     """Return what the ids of a call decode to; empty if that is its answer."""
     if call.sampled_ids.min(initial=0) < 0:
         return "no tokens"
     if rendering is None:
         return "" if _contains_answer(tokenizer, call) else "not all of that"
-    first = None
-    for message in _decode_answers(rendering, call, known):
-        if _normalize(message) == _normalize(call.answer):
-            return ""
-        first = first or message
-    return _abbreviate(first)
+    message = _decode(rendering, call)
+    return "" if _normalize(message) == _normalize(call.answer) else _abbreviate(message)
 
 
 # --------------------------------------------------------------------------- exact mode
-def _decode_answers(
-    rendering: Rendering, call: Call, known: Mapping[int, Call]
-) -> Iterator[Message]:
-    """Yield the answers that the gateway may have decoded from these ids, the plain one first."""
-    yield _decode(rendering, call, _PromptStart(call.prompt_ids))
-    resumed = _find_resumed(call, known)
-    if resumed is not None:
-        yield _decode(rendering, call, resumed)
-    start = resumed or _PromptStart(call.prompt_ids)
-    for names in ((), *((tool.name,) for tool in call.tools)):
-        mode = ChoiceMode.NAMED if names else ChoiceMode.REQUIRED
-        forced = rendering.force_tool_call(ToolChoice(mode, names))
-        if forced is not None and np.array_equal(start.prompt[-len(forced) :], forced):
-            prompt = start.prompt[: -len(forced)]
-            yield _decode(rendering, call, _PromptStart(prompt, forced, start.resumed))
-
-
-def _find_resumed(call: Call, known: Mapping[int, Call]) -> _PromptStart | None:
-    """Return the start of an answer that resumes earlier ones; None if it resumes none."""
-    first, before = call, _NO_IDS
-    while not first.messages and first.parent is not None and first.parent in known:
-        parent = known[first.parent]
-        if not extends(first, parent):
-            break
-        first, before = parent, np.concatenate((parent.sampled_ids, before))
-    return None if first is call else _PromptStart(first.prompt_ids, resumed=before)
-
-
-def _decode(rendering: Rendering, call: Call, start: _PromptStart) -> Message:
+def _decode(rendering: Rendering, call: Call) -> Message:
     """Decode the answer as the gateway does; of one cut off by the client, the certain part."""
+    resumed = len(call.prompt_ids) - call.resumed
+    forced = resumed - call.forced
     decoder = StreamParser(
         rendering,
-        start.prompt[-END:],
+        call.prompt_ids[:forced][-END:],
         f"{call.number}",
         stops=call.sampling.stop,
-        forced=start.forced,
+        forced=call.prompt_ids[forced:resumed] if call.forced else None,
         tools=call.tools,
     )
-    decoder.feed(start.resumed)
+    decoder.feed(call.prompt_ids[resumed:])
     pieces = decoder.feed(call.sampled_ids)
     if call.outcome is CallOutcome.CLIENT_GONE:
         return join_pieces(pieces) or Message(Role.ASSISTANT)

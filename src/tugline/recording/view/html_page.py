@@ -29,22 +29,11 @@ from tugline.recording.view.session_view import (
 )
 from tugline.types import Image, Message
 
-_SCRIPTS = (
-    "data",
-    "virtual",
-    "tokens",
-    "map",
-    "timeline",
-    "lists",
-    "conversation",
-    "search",
-    "app",
-)
-"""Files of ``page/`` in the order in which they are run."""
 _MAX_IMAGE_URL = 256 * 1024
 """Longest URL of an image that is included in the page, in characters."""
 _NO_IDS = np.empty(0, np.int32)
-_PLACEHOLDER = re.compile(r"\{\{ (\w+) \}\}")
+_PLACEHOLDER = re.compile(r"\{\{ ([\w.]+) \}\}")
+"""The title, the data or a file of ``page/``."""
 
 
 class ArraySlice(msgspec.Struct, frozen=True):
@@ -75,19 +64,19 @@ def render_page(session: ViewedSession, texts: TokenText) -> str:
     name = view.header.session.id if view.header else view.recording
     parts = {
         "title": html.escape(f"{name} - Tugline"),
-        "style": (folder / "page.css").read_text(encoding="utf-8"),
-        "script": "\n".join(
-            (folder / f"{script}.js").read_text(encoding="utf-8") for script in _SCRIPTS
-        ),
         "data": base64.b64encode(_encode_block(session, texts)).decode(),
     }
-    page = (folder / "page.html").read_text(encoding="utf-8")
-    return _PLACEHOLDER.sub(lambda placeholder: parts[placeholder[1]], page)
+
+    def fill(placeholder: re.Match[str]) -> str:
+        part = placeholder[1]
+        return parts[part] if part in parts else (folder / part).read_text(encoding="utf-8")
+
+    return _PLACEHOLDER.sub(fill, (folder / "page.html").read_text(encoding="utf-8"))
 
 
 def pack_recording(path: Path) -> bytes:
     """Read a recording, however far it got, and encode what a page shows of it."""
-    recording = read(path, salvage=True, bodies=False)
+    recording = read(path, salvage=True)
     tokenizer = load_tokenizer(path, recording.header) if recording.header else None
     return _encode_block(view_session(Path(path.name), recording), TokenText(tokenizer))
 

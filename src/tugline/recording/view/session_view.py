@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
@@ -40,7 +39,7 @@ from tugline.types import (
 
 
 class TurnDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """The messages of a turn; only in the turn of ``--turn``, or in all with ``--full``."""
+    """The messages of a turn; only in the turn of ``--turn``."""
 
     messages: tuple[Message, ...]
     """Messages that the request added to its parent's conversation; all in a first or forked
@@ -90,16 +89,6 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     detail: TurnDetail | UnsetType = UNSET
 
 
-class TraceTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace token by token; null where nothing was sampled. Only with ``--full``."""
-
-    ids: list[int]
-    trained: list[bool]
-    logprobs: list[float | None]
-    calls: list[int | None]
-    versions: list[int | None]
-
-
 class TraceView(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to train on."""
 
@@ -115,7 +104,6 @@ class TraceView(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     """The sampled tokens; all others are context."""
     images: tuple[str, ...]
-    tokens: TraceTokens | UnsetType = UNSET
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,48 +239,14 @@ def _view_trace(index: int, trace: Trace) -> TraceView:
     return copy_fields(TraceView, trace, index=index, length=len(trace.ids), trained=trained)
 
 
-def _add_tokens(view: TraceView, trace: Trace) -> TraceView:
-    calls: list[int | None] = [None] * len(trace.ids)
-    versions = calls.copy()
-    logprobs: list[float | None] = [None] * len(trace.ids)
-    for span in trace.spans:
-        size = span.end - span.start
-        calls[span.start : span.end] = [span.call] * size
-        versions[span.start : span.end] = [span.version] * size
-        captured = trace.logprobs[span.start : span.end].astype(np.float64)
-        logprobs[span.start : span.end] = captured.tolist()
-    tokens = TraceTokens(
-        ids=trace.ids.tolist(),
-        trained=trace.mask.tolist(),
-        logprobs=logprobs,
-        calls=calls,
-        versions=versions,
-    )
-    return replace(view, tokens=tokens)
-
-
-def encode_json(session: ViewedSession, *, turn: int | None, full: bool) -> bytes:
-    """Encode the view: one turn with its messages, or all turns, with tokens if `full`."""
+def encode_json(session: ViewedSession, turn: int | None) -> bytes:
+    """Encode the view: all turns, or one with its messages."""
     view = session.view
-    turns = tuple(
-        add_detail(one, call) if full or turn is not None else one
-        for one, call in zip(view.turns, session.calls, strict=True)
-        if turn in {None, one.call}
-    )
-    traces = tuple(map(_add_tokens, view.traces, session.traces)) if full else view.traces
-    return msgspec.json.encode(replace(view, turns=turns, traces=traces))
-
-
-def indent_levels(traces: Sequence[TraceView]) -> list[int]:
-    """Return the indentation of each trace: a fork one step more than its parent."""
-    levels: list[int] = []
-    for view in traces:
-        if view.parent is None or view.parent >= view.index:
-            levels.append(0)
-        else:
-            fork = view.shared < traces[view.parent].length
-            levels.append(levels[view.parent] + fork)
-    return levels
+    if turn is not None:
+        pairs = zip(view.turns, session.calls, strict=True)
+        turns = tuple(add_detail(*pair) for pair in pairs if pair[0].call == turn)
+        view = replace(view, turns=turns)
+    return msgspec.json.encode(view)
 
 
 def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:

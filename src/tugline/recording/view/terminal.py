@@ -20,7 +20,6 @@ from tugline.recording.view.session_view import (
     TurnView,
     ViewedSession,
     fold_range,
-    indent_levels,
     split_runs,
 )
 from tugline.traces.lineage import Continuation
@@ -28,8 +27,6 @@ from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
 _RUNS = 12
 """Answers of a trace, and traces of a session, that are shown token by token."""
-_CLIP = 2000
-"""Characters of a message."""
 CONTINUATION_STYLES = {
     Continuation.FIRST: "green",
     Continuation.EXACT: "green",
@@ -45,10 +42,8 @@ _UNLIMITED = 1 << 16
 class Terminal:
     """Prints one session."""
 
-    def __init__(
-        self, console: Console, session: ViewedSession, texts: TokenText, *, full: bool = False
-    ) -> None:
-        self.console, self.session, self.texts, self.full = console, session, texts, full
+    def __init__(self, console: Console, session: ViewedSession, texts: TokenText) -> None:
+        self.console, self.session, self.texts = console, session, texts
         threads = dict.fromkeys(turn.thread for turn in session.view.turns)
         self._threads = {thread: _letter(place) for place, thread in enumerate(threads)}
         """A short name for each thread, in order of appearance."""
@@ -178,11 +173,8 @@ class Terminal:
             self._print_text(f"{tool.name}({tool.arguments})", "cyan")
 
     def _print_text(self, text: str, style: str) -> None:
-        rest = 0 if self.full else max(0, len(text) - _CLIP)
-        for line in text[: len(text) - rest].split("\n"):
+        for line in text.split("\n"):
             self.print_line((f"  {visible(line)}", style))
-        if rest:
-            self.print_line((f"  … {rest:,} more characters (--full shows them)", "dim"))
 
     # ----------------------------------------------------------------------- traces
     def _print_traces(self) -> None:
@@ -193,21 +185,20 @@ class Terminal:
             return
         size = len(view.traces)
         self.print_line(f"{_plural(size, 'trace')} of {view.builder}")
-        levels = indent_levels(view.traces)
-        first, last = (size, size) if self.full else fold_range(size, _RUNS, _RUNS)
+        first, last = fold_range(size, _RUNS, _RUNS)
         for index, (item, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
             if index == first:
-                self.print_line((f"… {last - first:,} more traces (--full shows them) …", "dim"))
+                self.print_line((f"… {last - first:,} more traces (--html shows them) …", "dim"))
             if first <= index < last:
                 continue
-            with_tokens = index < _RUNS or self.full
+            with_tokens = index < _RUNS
             if with_tokens:
                 self.print_line("")
-            self._print_trace(item, "  " * min(levels[index], 8))
+            self._print_trace(item)
             if with_tokens:
                 self._print_runs(trace, list(split_runs(trace)))
 
-    def _print_trace(self, view: TraceView, indent: str) -> None:
+    def _print_trace(self, view: TraceView) -> None:
         parent = ""
         if view.parent is not None:
             whole = self.session.view.traces[view.parent].length
@@ -216,7 +207,7 @@ class Terminal:
             parent = f"  {relation} trace {view.parent}, {view.shared:,} ids in common"
         answers = _plural(len({span.call for span in view.spans}), "answer")
         self.print_line(
-            (f"{indent}trace {view.index}  {view.kind.value}", "bold"),
+            (f"trace {view.index}  {view.kind.value}", "bold"),
             f"  {view.length:,} tokens, {view.trained:,} trained, {answers}{parent}",
             ("" if view.exact else "  not exact", "red"),
         )
@@ -226,11 +217,11 @@ class Terminal:
         grid = Table.grid(padding=(0, 1))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        first, last = (len(runs), len(runs)) if self.full else fold_range(len(runs), _RUNS, _RUNS)
+        first, last = fold_range(len(runs), _RUNS, _RUNS)
         for index, (start, end, span) in enumerate(runs):
             if index == first:
                 count = len({span.call for _, _, span in runs[first:last] if span})
-                line = f"… {count} more answers (--full or --turn N shows them) …"
+                line = f"… {count} more answers (--turn N or --html shows them) …"
                 grid.add_row("", Text(line, "dim"))
             if not first <= index < last:
                 origin = "context " if span is None else f"call {span.call:<3}"
@@ -242,7 +233,7 @@ class Terminal:
     def _render_run(self, trace: Trace, start: int, end: int, span: Span | None) -> Text:
         pieces = self.texts.pieces(trace.ids[start:end].tolist())
         head, tail = (40, 24) if span else (12, 12)
-        left, right = (len(pieces),) * 2 if self.full else fold_range(len(pieces), head, tail)
+        left, right = fold_range(len(pieces), head, tail)
         shown = [visible("".join(part)) for part in (pieces[:left], pieces[right:])]
         folded = (f" … {right - left:,} tokens … " if left < right else "", "dim italic")
         style = "dim" if span is None else "yellow" if span.masked else "green"
