@@ -1,11 +1,4 @@
-"""Routes of results, events and webhook deliveries, and of the server itself.
-
-Results come as a page, a line for each page, or a binary stream with the trajectories. All three
-have the same `Results` in the same order, and `Results.cursor` is what a consumer acknowledges. The
-binary stream is made of frames; a frame is a four-byte big-endian length and that many bytes of
-msgpack (`Results`), followed by one such length and that many bytes of trajectory for each of its
-items, where a length of 0 says that the session never ran, or that its trajectory is lost.
-"""
+"""Routes of results, events and webhook deliveries, and of the server itself."""
 
 from collections.abc import AsyncGenerator
 
@@ -13,15 +6,13 @@ import msgspec
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from tugline import log, protocol
-from tugline.errors import Invalid, Missing
-from tugline.server.control import ControlPlane
+from tugline import protocol
+from tugline.errors import Invalid
 from tugline.server.http import route
 from tugline.server.store import events, nodes, results, stats
 from tugline.web.sse import encode_event
 
 ROUTES = route.Routes()
-_log = log.get("server")
 
 
 class AckQuery(msgspec.Struct, frozen=True):
@@ -31,57 +22,13 @@ class AckQuery(msgspec.Struct, frozen=True):
     """Name of the consumer, which it chooses itself."""
 
 
-@ROUTES.add("GET", "/v1/results", route.READERS, media=(route.JSON, route.NDJSON, route.MSGPACK))
+@ROUTES.add("GET", "/v1/results", route.READERS)
 async def list_results(
     call: route.ApiCall[protocol.ResultQuery, route.Nothing],
-) -> protocol.Results | Response:
-    """List results after a cursor: a page, lines, or frames with the trajectories."""
-    media, query = call.accept(route.JSON, route.NDJSON, route.MSGPACK), call.query
-    if media == route.JSON:
-        page = call.control.results(query)
-        return await (call.attend(page) if query.wait_s else page)
-    first = await call.control.results(replace(query, wait_s=0.0))
-    pieces = _lines(call, first) if media == route.NDJSON else _frames(call, first)
-    return call.stream(pieces, media)
-
-
-async def _pages(
-    call: route.ApiCall[protocol.ResultQuery, route.Nothing], page: protocol.Results
-) -> AsyncGenerator[protocol.Results]:
-    """`page` and what follows; empty ones keep a quiet stream alive."""
-    query = replace(call.query, wait_s=call.waits.keep_alive_s if call.query.follow else 0.0)
-    while page.items or page.groups or query.follow:
-        yield page
-        page = await call.control.results(replace(query, after=page.cursor))
-
-
-async def _lines(
-    call: route.ApiCall[protocol.ResultQuery, route.Nothing], first: protocol.Results
-) -> AsyncGenerator[bytes]:
-    async for page in _pages(call, first):
-        yield msgspec.json.encode(page) + b"\n"
-
-
-async def _frames(
-    call: route.ApiCall[protocol.ResultQuery, route.Nothing], first: protocol.Results
-) -> AsyncGenerator[bytes]:
-    async for page in _pages(call, first):
-        yield _frame(msgspec.msgpack.encode(page))
-        for item in page.items:
-            yield _frame(await _read_trajectory(call.control, item) if item.bytes else b"")
-
-
-async def _read_trajectory(control: ControlPlane, item: protocol.ResultView) -> bytes:
-    """Empty for one that is lost or damaged: what follows it can still be read."""
-    try:
-        return await control.trajectory(item.session)
-    except Missing as error:
-        _log.error("result lost", session=item.session, error=str(error))
-        return b""
-
-
-def _frame(data: bytes) -> bytes:
-    return len(data).to_bytes(4, "big") + data
+) -> protocol.Results:
+    """List results after a cursor."""
+    page = call.control.results(call.query)
+    return await (call.attend(page) if call.query.wait_s else page)
 
 
 @ROUTES.add("POST", "/v1/results/ack", route.CLIENTS)

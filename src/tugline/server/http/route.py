@@ -28,7 +28,6 @@ B = TypeVar("B")
 T = TypeVar("T")
 
 JSON = "application/json"
-NDJSON = "application/x-ndjson"
 MSGPACK = "application/x-msgpack"
 ZSTD = "application/zstd"
 GZIP = "application/gzip"
