@@ -50,7 +50,7 @@ async def delete_consumer(call: route.PlainCall) -> None:
 
 
 # --------------------------------------------------------------------------- events
-@ROUTES.add("GET", "/v1/events", route.READERS, media=(route.JSON, route.SSE))
+@ROUTES.add("GET", "/v1/events", route.READERS)
 async def list_events(
     call: route.ApiCall[protocol.EventQuery, route.Nothing],
 ) -> list[protocol.Event] | Response:
@@ -120,7 +120,7 @@ async def check_health(call: route.PlainCall) -> Response:
     return Response(b'{"status":"ok"}', media_type=route.JSON)
 
 
-@ROUTES.add("GET", "/metrics", route.READERS, media=(route.TEXT,))
+@ROUTES.add("GET", "/metrics", route.READERS)
 async def get_metrics(call: route.PlainCall) -> Response:
     """Get the metrics for Prometheus."""
     return Response(await call.metrics.page(), media_type=route.TEXT)

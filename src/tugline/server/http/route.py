@@ -1,7 +1,6 @@
 """Routes as values: what a route takes, who may use it, what it answers.
 
-Query, body and answer are read off the handler's signature, by the server and by the OpenAPI
-document alike, so they cannot drift apart.
+Query and body are read off the handler's signature.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from types import NoneType, UnionType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -161,14 +159,8 @@ class Route(NamedTuple):
     query: Any
     body: Any
     """`Nothing`: no body; bytes: a binary one."""
-    answer: Any
-    """NoneType: 204; `Response`: as `media` says."""
-    media: tuple[str, ...] = (JSON,)
-    """Of the answer."""
-    statuses: tuple[int, ...] = (200,)
-    """Of successful answers, the default first."""
-    problems: tuple[str, ...] = ()
-    """Besides those that every route may answer."""
+    status: int = 200
+    """Of an answer that has a body."""
     max_body: int = 1 << 20
     """Bytes."""
 
@@ -187,14 +179,8 @@ class Routes(list[Route]):
         """Decorate the handler of a route; `settings` are fields of `Route`."""
 
         def register(handler: Handler) -> Handler:
-            hints = get_type_hints(handler)
-            answer = hints.pop("return")
-            (call,) = hints.values()
-            query, body = get_args(call)
-            if isinstance(answer, UnionType):
-                answer = next(kind for kind in get_args(answer) if kind is not Response)
-            settings.setdefault("statuses", (204 if answer is NoneType else 200,))
-            self.append(Route(method, path, roles, handler, query, body, answer, **settings))
+            call = next(iter(get_type_hints(handler).values()))
+            self.append(Route(method, path, roles, handler, *get_args(call), **settings))
             return handler
 
         return register

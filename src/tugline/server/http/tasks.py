@@ -44,14 +44,7 @@ class CancelQuery(msgspec.Struct, frozen=True):
     """Named in the results that end this way."""
 
 
-@ROUTES.add(
-    "POST",
-    "/v1/tasks",
-    route.CLIENTS,
-    statuses=(201, 200),
-    problems=("conflict",),
-    max_body=MAX_BATCH_BYTES,
-)
+@ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=MAX_BATCH_BYTES)
 async def submit(
     call: route.ApiCall[route.Nothing, list[Task]],
 ) -> list[protocol.Accepted] | Response:
@@ -130,7 +123,7 @@ async def cancel_session(call: route.ApiCall[CancelQuery, route.Nothing]) -> pro
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS, media=(route.TEXT,))
+@ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS)
 async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
     query, waits = call.query, call.waits
@@ -155,13 +148,10 @@ async def get_result(call: route.PlainCall) -> protocol.ResultView:
     return await call.db.read(results.get, call.id)
 
 
-_TRAJECTORY = (route.ZSTD, route.JSON, route.MSGPACK)
-
-
-@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS, media=_TRAJECTORY)
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS)
 async def get_trajectory(call: route.PlainCall) -> Response:
     """Get a trajectory: packed as it is stored, the same without zstd, or as JSON."""
-    media = call.accept(*_TRAJECTORY)
+    media = call.accept(route.ZSTD, route.JSON, route.MSGPACK)
     data = await call.control.trajectory(call.id)
     body = data if media == route.ZSTD else await asyncio.to_thread(_unpack, data, media)
     return Response(body, media_type=media)
@@ -181,12 +171,7 @@ class RecordingQuery(msgspec.Struct, frozen=True):
     """A tar archive of the recording and its tokenizer."""
 
 
-_RECORDING = (route.GZIP, route.TAR)
-
-
-@ROUTES.add(
-    "GET", "/v1/sessions/{id}/recording", route.READERS, media=_RECORDING, statuses=(200, 204)
-)
+@ROUTES.add("GET", "/v1/sessions/{id}/recording", route.READERS)
 async def get_recording(call: route.ApiCall[RecordingQuery, route.Nothing]) -> Response:
     """Get what a session's recording shows so far: gzip of JSON and arrays; 204 if it is elsewhere.
 
@@ -232,9 +217,7 @@ async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
 
 
 # --------------------------------------------------------------------------- nodes
-@ROUTES.add(
-    "POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), statuses=(201,), problems=("conflict",)
-)
+@ROUTES.add("POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), status=201)
 async def register(
     call: route.ApiCall[route.Nothing, protocol.NodeRegistration],
 ) -> protocol.NodeRegistered:
