@@ -16,15 +16,16 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response
+from tugline.server.http.handlers import ROUTES
 
 from tugline.protocol import Problem
 from tugline.schema import describe_structs
-from tugline.server.http.answers import MEDIA, PROBLEMS
-from tugline.server.http.app import ROUTES
 from tugline.server.http.route import (
     GZIP,
     JSON,
     MSGPACK,
+    PROBLEM_JSON,
+    PROBLEMS,
     SSE,
     TAR,
     TEXT,
@@ -185,7 +186,7 @@ def _problems(route: Route) -> Json:
         names.add("not-acceptable")
     if route.method == "POST":
         names |= {"too-large", "media-type", "slow"}
-    content = {MEDIA: {"schema": {"$ref": _REF.format(name="Problem")}}}
+    content = {PROBLEM_JSON: {"schema": {"$ref": _REF.format(name="Problem")}}}
     by_status: dict[int, list[str]] = {}
     for name, (status, _) in PROBLEMS.items():
         if name in names:

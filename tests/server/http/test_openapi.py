@@ -46,7 +46,7 @@ MODES = [
 async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
     """A server with one of everything; its address, its node, the node's token, a session."""
     async with serve(
-        STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=["*"]
+        STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
     ) as server:
         await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
         node = await server.join()

@@ -23,9 +23,19 @@ from tugline import log
 from tugline.errors import ClientGone, Invalid, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import results, tasks
-from tugline.server.http.answers import Refusal, Waits, respond
-from tugline.server.http.route import JSON, ApiCall, Caller, Nothing, Route, Tokens, identify
+from tugline.server.http.handlers import ROUTES
+from tugline.server.http.route import (
+    JSON,
+    ApiCall,
+    Caller,
+    Nothing,
+    Refusal,
+    Route,
+    Tokens,
+    Waits,
+    identify,
+    respond,
+)
 from tugline.server.metrics import ServerMetrics
 from tugline.web.serve import HttpRequest, serve
 
@@ -45,10 +55,6 @@ _CONSOLE_HEADERS = {
 _log = log.get("server.http")
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-ROUTES = (*tasks.ROUTES, *results.ROUTES)
-"""Every route, in the order of the documentation."""
 
 
 class Api:
