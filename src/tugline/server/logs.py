@@ -12,12 +12,12 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from tugline import log
-from tugline.errors import Missing, StoreError
+from tugline.errors import StoreError
+from tugline.server.blobs import spread
 from tugline.server.store.database import Hub
 
 _SWEEP_S = 600.0
@@ -122,13 +122,8 @@ class Logs:
         return LogPart(data, at, ended and not more)
 
     # ------------------------------------------------------------------ in a thread
-    def _folder_of(self, session: str) -> Path:
-        if Path(session).name != session:
-            raise Missing(f"no log of session {session!r}")
-        return self._folder / sha256(session.encode()).hexdigest()[:2] / session
-
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        path = self._folder_of(session) / f"{epoch:08}.log"
+        path = spread(self._folder, session) / f"{epoch:08}.log"
         length = path.stat().st_size if path.exists() else 0
         new = chunk[length - offset :][: self._limit - length] if offset <= length else b""
         if new:
@@ -141,7 +136,7 @@ class Logs:
     def _read(self, session: str, offset: int, limit: int) -> tuple[bytes, int, bool]:
         """The bytes, the next offset, and whether there is more."""
         parts: list[tuple[bytes | Path, int]] = []
-        for path in sorted(self._folder_of(session).glob("*.log")):
+        for path in sorted(spread(self._folder, session).glob("*.log")):
             if parts:
                 line = b"\n[lease %d]\n" % int(path.stem)
                 parts.append((line, len(line)))
