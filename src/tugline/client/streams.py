@@ -150,12 +150,10 @@ async def _stream_pages(
     http: Transport, query: protocol.ResultQuery, *, follow: bool
 ) -> AsyncGenerator[tuple[protocol.Results, list[Result]], None]:
     """Each page, and its items with their trajectories."""
-    wait_s = _WAIT_S if follow else 0.0
-    after = await _find_start(http, query)
+    query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
-        parameters = asdict(replace(query, after=after, limit=_AT_ONCE, wait_s=wait_s))
         page = await http.ask(
-            "GET", "/v1/results", protocol.Results, query=parameters, wait_s=wait_s
+            "GET", "/v1/results", protocol.Results, query=asdict(query), wait_s=query.wait_s
         )
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
@@ -164,17 +162,7 @@ async def _stream_pages(
         yield page, results
         if not (page.items or page.groups or follow):
             return
-        after = page.cursor
-
-
-async def _find_start(http: Transport, query: protocol.ResultQuery) -> int:
-    """The consumer's position; requested once, as the next page goes on from the last one."""
-    if query.after is not None:
-        return query.after
-    if query.consumer is None:
-        return 0
-    consumers = await http.ask("GET", "/v1/consumers", list[protocol.Consumer])
-    return next((each.acked for each in consumers if each.name == query.consumer), 0)
+        query = replace(query, after=page.cursor)
 
 
 async def _read_result(http: Transport, view: protocol.ResultView) -> Result:
