@@ -93,7 +93,6 @@ bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against
 
 console: $(STAMP) ## rebuild the files of the browser console (needs Node; they are committed)
 	@cd console && npm ci --silent
-	@$(BIN)/python -c "from tugline.server.http import app; print(app.openapi.document(app.ROUTES).decode())" > console/openapi.json
 	@cd console && npm run --silent types >/dev/null && npm run --silent check && npm run --silent build
 
 lock: $(STAMP) ## constraints.txt with the newest versions; run every suite before you commit it

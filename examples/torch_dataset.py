@@ -32,7 +32,7 @@ class GroupDataset(IterableDataset[GradedGroup]):
 def main() -> None:
     """Take every group that is there now."""
     consumer = sys.argv[1]
-    dataset = GroupDataset(consumer, follow=False, max_unacknowledged=8)
+    dataset = GroupDataset(consumer, follow=False)
     loader = DataLoader(
         dataset, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context="spawn"
     )

@@ -12,6 +12,7 @@ from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
+from tugline.server.settings import ServerSettings
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task
 from tugline.types import PluginSpec, Status, Task
@@ -33,7 +34,7 @@ class House:
                 open_database(f"sqlite:{self.folder / 'server.db'}"),
                 open_blobs(str(self.folder / "blobs")),
                 folder=self.folder,
-                lease_s=10.0,
+                settings=ServerSettings(lease_s=10.0),
                 check=check_task,
             )
         )

@@ -18,6 +18,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
+from tugline.server.settings import ServerSettings
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task
 from tugline.types import Ledger, Reward, Status, Trajectory, encode
@@ -145,7 +146,7 @@ async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Serv
             open_blobs(str(folder / "blobs")),
             folder=folder,
             check=check_task,
-            **settings,
+            settings=ServerSettings(**settings),
         ) as control,
         aiohttp.ClientSession() as http,
     ):

@@ -32,6 +32,7 @@ from tugline.sandbox.files import write_files
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
+from tugline.server.settings import ServerSettings
 from tugline.server.store import sessions, stats
 from tugline.server.store.database import open_database
 from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
@@ -42,7 +43,10 @@ async def open_plane(folder: Path, lease_s: float = 1.0) -> AsyncIterator[Contro
     """A control plane on SQLite."""
     database = open_database(f"sqlite:{folder / 'server.db'}")
     async with ControlPlane(
-        database, open_blobs(str(folder / "blobs")), folder=folder, lease_s=lease_s
+        database,
+        open_blobs(str(folder / "blobs")),
+        folder=folder,
+        settings=ServerSettings(lease_s=lease_s),
     ) as control:
         yield control
 

@@ -14,7 +14,6 @@ import pytest
 from graded import finish
 from house import House
 from served import TOKENS
-from tugline.errors import UsageError
 from tugline.stream import GradedGroup, GroupStream
 
 CONSUMER = """
@@ -114,37 +113,6 @@ async def acknowledge(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.write(b"acknowledge\n")
     await process.stdin.drain()
-
-
-async def test_a_stream_waits_for_another_process_to_acknowledge(house: House) -> None:
-    """At the bound nothing is read, until the one who saves checkpoints says so."""
-    await finish(house, a=[1.0], b=[1.0], c=[1.0])
-    bounded = GroupStream(
-        "me", house.url, TOKENS.client, follow=False, max_unacknowledged=2, within_s=60.0
-    )
-    other = GroupStream("me", house.url, TOKENS.client)
-
-    def work() -> None:
-        with bounded, other:
-            groups = iter(bounded)
-            first, _ = next(groups), next(groups)
-            waiting = asyncio.run_coroutine_threadsafe(asyncio.to_thread(next, groups), loop)
-            assert not waiting.done()
-            other.acknowledge(first)
-            assert waiting.result(60).id == "c"
-
-    loop = asyncio.get_running_loop()
-    await asyncio.to_thread(work)
-
-
-async def test_who_never_acknowledges_is_told(house: House) -> None:
-    """The error says what to do; a bound that allows nothing is refused at once."""
-    await finish(house, a=[1.0], b=[1.0])
-    with pytest.raises(UsageError, match="max_unacknowledged is 0"):
-        GroupStream("me", house.url, TOKENS.client, max_unacknowledged=0)
-    stream = GroupStream("me", house.url, TOKENS.client, max_unacknowledged=1, within_s=0.0)
-    with pytest.raises(UsageError, match="1 groups of consumer 'me' are not acknowledged"):
-        await asyncio.to_thread(read, stream)
 
 
 @pytest.mark.slow

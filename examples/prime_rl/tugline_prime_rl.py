@@ -154,9 +154,7 @@ def main() -> None:
     parser.add_argument("--no-follow", action="store_true", help="end with the newest group")
     given = parser.parse_args()
     writer = StepWriter(given.output, given.seq_len, given.ranks)
-    with GroupStream(
-        given.consumer, follow=not given.no_follow, max_unacknowledged=1_000_000
-    ) as stream:
+    with GroupStream(given.consumer, follow=not given.no_follow) as stream:
         groups = iter(stream)
         while len(taken := take(groups, given.groups, writer)) == given.groups:
             left_out = writer.write(taken)

@@ -25,8 +25,6 @@ _STATUSES = {
     tugline.Status.TIMED_OUT: Sample.Status.TRUNCATED,
 }
 """All others are `FAILED`."""
-_UNBOUNDED = 1_000_000_000
-"""slime asks for each batch, so nothing is read ahead of it."""
 
 
 class TuglineGroups:
@@ -34,7 +32,7 @@ class TuglineGroups:
 
     def __init__(self, args: Namespace) -> None:
         consumer = getattr(args, "tugline_consumer", "slime")
-        self._stream = GroupStream(consumer, max_unacknowledged=_UNBOUNDED).__enter__()
+        self._stream = GroupStream(consumer).__enter__()
         self._groups = iter(self._stream)
         self._last: GradedGroup | None = None
 

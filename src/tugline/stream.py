@@ -7,12 +7,10 @@
             stream.acknowledge(group)
 
 Groups come whole, in the order of their release. What was read and not acknowledged comes again
-after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. At most
-`max_unacknowledged` groups are handed out; then the stream waits. One page of results is in memory.
+after a restart, what was acknowledged never does (I3); so acknowledge after the checkpoint. In
+memory is one page of results.
 """
 
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +18,9 @@ from typing import Self
 
 from tugline.client.streams import GroupResults
 from tugline.client.sync import SyncClient
-from tugline.errors import UsageError
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import read_group
 from tugline.types import Sample, Trajectory
-
-_POLL_S = 0.5
-"""Between two looks at what another process has acknowledged."""
 
 
 class GradedGroup:
@@ -59,7 +53,7 @@ class GroupStream:
     `consumer` is a name of your choice, kept by the server; the server is found as by `Client`.
     """
 
-    def __init__(  # noqa: PLR0913 - where to read, what, and how far ahead
+    def __init__(  # noqa: PLR0913 - where to read, and what
         self,
         consumer: str,
         server: str | None = None,
@@ -68,24 +62,14 @@ class GroupStream:
         folder: Path | str | None = None,
         tasks: Sequence[str] = (),
         follow: bool = True,
-        max_unacknowledged: int = 64,
-        within_s: float = 3600.0,
         deadline_s: float = 600.0,
     ) -> None:
         """Set what to read: groups of `tasks` only, and without `follow` only those of now.
 
         The server may be away for `deadline_s`.
-
-        At `max_unacknowledged` groups the stream waits up to `within_s` for one to be
-        acknowledged, by another thread or process. Raises `UsageError` then, and for a bound of 0.
         """
-        if max_unacknowledged < 1:
-            msg = f"max_unacknowledged is {max_unacknowledged}, must be a whole number from 1"
-            raise UsageError(msg)
         self.consumer, self._tasks, self._follow = consumer, tasks, follow
-        self._bound, self._within_s = max_unacknowledged, within_s
         self._client = SyncClient(server, token, folder=folder, deadline_s=deadline_s)
-        self._acknowledged = 0
 
     def __enter__(self) -> Self:
         self._client.__enter__()
@@ -96,32 +80,9 @@ class GroupStream:
 
     def __iter__(self) -> Iterator[GradedGroup]:
         """Yield the groups. Raises `ServerError` if the server is away for too long."""
-        unacknowledged: deque[int] = deque()
         for results in self._client.groups(self.consumer, tasks=self._tasks, follow=self._follow):
             yield GradedGroup(results)
-            unacknowledged.append(results.cursor)
-            self._wait_for_room(unacknowledged)
 
     def acknowledge(self, group: GradedGroup) -> None:
         """Acknowledge this group and all before it; call it after the checkpoint that has them."""
         self._client.ack(self.consumer, group.cursor)
-        self._acknowledged = max(self._acknowledged, group.cursor)
-
-    def _wait_for_room(self, unacknowledged: deque[int]) -> None:
-        """Wait until less than the bound of groups are unacknowledged."""
-        deadline = time.monotonic() + self._within_s
-        while not self._has_room(unacknowledged):
-            if time.monotonic() >= deadline:
-                raise UsageError(
-                    f"{self._bound} groups of consumer {self.consumer!r} are not acknowledged after"
-                    f" {self._within_s:g} s: acknowledge them once a checkpoint has them, or raise"
-                    " max_unacknowledged"
-                )
-            time.sleep(_POLL_S)
-            known = [one.acked for one in self._client.consumers() if one.name == self.consumer]
-            self._acknowledged = max(known, default=self._acknowledged)
-
-    def _has_room(self, unacknowledged: deque[int]) -> bool:
-        while unacknowledged and unacknowledged[0] <= self._acknowledged:
-            unacknowledged.popleft()
-        return len(unacknowledged) < self._bound

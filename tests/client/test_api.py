@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from house import House, commit, held, task
-from served import TOKENS
+from served import TOKENS, spoil
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
@@ -132,6 +132,21 @@ async def test_a_stream_goes_on_over_a_restart(house: House, client: Client) -> 
         await house.finish()
         await reading
     assert got == ["a-0", "a-1", "b-0", "b-1"]
+
+
+async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -> None:
+    """Its result comes without it, as does that of a damaged one; what follows is whole."""
+    await client.submit([task("a", samples=3), task("b")])
+    await house.finish()
+    spoil(house.folder, "a-0", "a-1")
+    read = {one.view.session: one async for one in client.results(follow=False)}
+    assert [name for name, one in read.items() if one.trajectory] == ["a-2", "b-0"]
+    assert read["a-0"].view.bytes > 0
+    groups = [one async for one in client.groups(follow=False)]
+    assert [[bool(one.packed) for one in group.results] for group in groups] == [
+        [False, False, True],
+        [True],
+    ]
 
 
 async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:

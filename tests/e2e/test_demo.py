@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from tugline.launch.server import STORE, open_control_plane
-from tugline.launch.settings import ServerSettings
 from tugline.protocol import ResultQuery, ResultView
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
+from tugline.server.settings import ServerSettings
 from tugline.server.store import stats
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.sinks import METRICS, read_lines

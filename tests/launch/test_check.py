@@ -9,8 +9,8 @@ import pytest
 
 from tugline.errors import Invalid
 from tugline.launch.server import TOKENS, check_runnable, open_control_plane, serve_control_plane
-from tugline.launch.settings import ServerSettings
 from tugline.protocol import NodeRegistration
+from tugline.server.settings import ServerSettings
 from tugline.types import PluginSpec, Task
 
 

@@ -16,7 +16,9 @@ import pytest
 from leased import Clock, Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
+from tugline.server.settings import ServerSettings
 from tugline.server.store.database import Database, open_database
+from tugline.types import Task
 
 with warnings.catch_warnings():
     # Where nobody is logged in it says so when it is imported.
@@ -86,14 +88,21 @@ def open_control(store_url: str, tmp_path: Path) -> Open:
 
     @contextlib.asynccontextmanager
     async def opened(
-        *, ahead_s: float | None = 0.0, **settings: Any
+        *,
+        ahead_s: float | None = 0.0,
+        check: Callable[[Task], None] = lambda _task: None,
+        **settings: Any,
     ) -> AsyncIterator[ControlPlane]:
         clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
         blobs = LocalBlobs(tmp_path / "blobs")
         folder = tmp_path / "server"
-        settings = {"callback_hosts": ["*"], **settings}
+        chosen = ServerSettings(**{"callback_hosts": ("*",), **settings})
         async with ControlPlane(
-            open_database(store_url, clock=clock), blobs, folder=folder, **settings
+            open_database(store_url, clock=clock),
+            blobs,
+            folder=folder,
+            settings=chosen,
+            check=check,
         ) as one:
             yield one
 

@@ -17,7 +17,7 @@ from tugline.recording.trajectories import pack
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store import results
+from tugline.server.store import events, results
 from tugline.types import Boundary, Callback, Failure, Ledger, Reward, Status, Trajectory
 
 Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetrics]]]
@@ -30,7 +30,8 @@ def server(open_control: Callable[..., AbstractAsyncContextManager[ControlPlane]
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
         async with open_control() as control:
-            yield control, ServerMetrics(control.database)
+            started = await control.database.read(events.latest)
+            yield control, ServerMetrics(control.database, started)
 
     return opened
 

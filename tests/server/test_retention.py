@@ -6,7 +6,7 @@ import pytest
 
 from leased import Idler, Open, a_task
 from tugline.errors import Missing
-from tugline.server.control import ControlPlane, KeepTimes
+from tugline.server.control import ControlPlane
 from tugline.server.store import results, sessions, stats, tasks
 from tugline.server.store.events import latest
 
@@ -101,8 +101,9 @@ async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
 
 
 async def test_retention_counts_consumers_by_its_setting(open_control: Open) -> None:
-    """`KeepTimes.consumers_s` is how long one may be silent."""
-    async with open_control(keep=KeepTimes(tasks_s=60.0, consumers_s=600.0)) as control:
+    """`keep_consumers_days` is how long one may be silent."""
+    minute = 1 / 1440
+    async with open_control(keep_tasks_days=minute, keep_consumers_days=10 * minute) as control:
         await finished(control, "a")
         await control.database.write(results.ack, "dead", 0)
         for ahead_s, left in ((500.0, 1), (700.0, 0)):

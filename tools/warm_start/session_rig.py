@@ -22,9 +22,10 @@ from tugline.inference.base import GenerationEngine
 from tugline.launch.engine import serve_engine
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.server import freeze_gc
-from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
+from tugline.launch.settings import GatewaySettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
+from tugline.server.settings import ServerSettings
 from tugline.types import Call, Group, Limits, PluginSpec, Sampling, Task, Trajectory
 
 MODEL = "tugline-demo"

@@ -171,10 +171,9 @@ class Client:
         With `auto_ack`, a result is acknowledged when the next one is requested; else call `ack`.
         Without `follow` the stream ends at the newest result.
         """
-        query = protocol.ResultQuery(
-            consumer=consumer, after=after, task=tuple(tasks), follow=follow
-        )
-        return self._read(query, streams.Result, auto_ack=auto_ack)
+        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
+        pages = streams.stream_results(self._http, query, follow=follow)
+        return self._read(pages, consumer, auto_ack=auto_ack)
 
     def groups(
         self,
@@ -186,10 +185,9 @@ class Client:
         auto_ack: bool = False,
     ) -> AsyncGenerator[streams.GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = protocol.ResultQuery(
-            consumer=consumer, after=after, task=tuple(tasks), follow=follow, groups=True
-        )
-        return self._read(query, streams.GroupResults, auto_ack=auto_ack)
+        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
+        pages = streams.stream_groups(self._http, query, follow=follow)
+        return self._read(pages, consumer, auto_ack=auto_ack)
 
     async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""
@@ -328,27 +326,32 @@ class Client:
         return await self._http.ask("POST", url, protocol.Barrier, body=body, wait_s=wait_s)
 
     async def _read(
-        self, query: protocol.ResultQuery, kind: type[R], *, auto_ack: bool
+        self, pages: AsyncGenerator[Sequence[R], None], consumer: str | None, *, auto_ack: bool
     ) -> AsyncGenerator[R, None]:
-        """Items of this kind; with `auto_ack` one is done when the next is requested."""
-        if auto_ack and query.consumer is None:
+        """Items of the pages; with `auto_ack` one is done when the next is requested."""
+        if auto_ack and consumer is None:
             raise UsageError("auto_ack needs the name of a consumer")
-        consumer = query.consumer if auto_ack else None
         clock = asyncio.get_running_loop().time
         done, acked_at = 0, clock()
+
+        async def acknowledge() -> None:
+            nonlocal done, acked_at
+            if auto_ack and consumer and done:
+                await self.ack(consumer, done)
+                done, acked_at = 0, clock()
+
         try:
-            async with aclosing(streams.stream_results(self._http, query)) as items:
-                async for item in items:
-                    if isinstance(item, kind):
+            async with aclosing(pages):
+                async for page in pages:
+                    for item in page:
                         yield item
                         done = item.cursor
-                    if consumer and done and (item is None or clock() - acked_at >= ACK_EVERY_S):
-                        await self.ack(consumer, done)
-                        done, acked_at = 0, clock()
+                        if clock() - acked_at >= ACK_EVERY_S:
+                            await acknowledge()
+                    await acknowledge()
         finally:
-            if consumer and done:
-                with contextlib.suppress(ServerError, UsageError):  # then they are delivered again
-                    await self.ack(consumer, done)
+            with contextlib.suppress(ServerError, UsageError):  # then they are delivered again
+                await acknowledge()
 
 
 def _split_batches(tasks: Iterable[Task]) -> Iterable[list[msgspec.Struct]]:

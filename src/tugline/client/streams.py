@@ -1,58 +1,27 @@
-"""Streams of results, groups, events and log output, resumed after every break.
+"""Streams of results, groups, events and log output, which go on after every break.
 
-Each stream asks again from its last position when a connection breaks or the server restarts;
-within one iteration nothing is lost and nothing comes twice.
+Results and events are read page by page, each with a long poll for what is new, and the text of a
+log from its last offset on; within one iteration nothing is lost and nothing comes twice.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
-from html import escape
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import aiohttp
-import msgspec
 from msgspec.structs import asdict, replace
 
 from tugline import log, protocol
 from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
-from tugline.errors import ServerError
+from tugline.errors import Missing, ServerError
 from tugline.recording.trajectories import unpack
 from tugline.types import TERMINAL, Trajectory
 
-_FRAMES = "application/x-msgpack"
+_WAIT_S = 30.0
+"""How long the server waits for new items before it answers without any."""
+_AT_ONCE = 16
+"""Results in a page, unless a group has more, and trajectories that are requested together."""
 _log = log.get("client")
-_GROUP_LIMIT = 100
-"""Most results in a page of groups: all results of a group are in memory at once."""
-
-
-class Attempts:
-    """Attempts at one stream, each of which resumes where the last one broke off.
-
-    ``while not attempts.done: async with attempts: ...``, where the body sets `done` at the end of
-    the stream. Raises a `ServerError` that no retry can resolve, or the last one at the deadline.
-    """
-
-    def __init__(self, http: Transport, name: str) -> None:
-        self.done = False
-        self._http, self._name = http, name
-        self._budget = http.start_budget()
-        self.renew = self._budget.renew
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        if error is None and self.done:
-            return True
-        if error is None:
-            error = ServerError(f"{self._http.url} ended {self._name}; it is shutting down")
-        elif isinstance(error, BROKEN):
-            error = self._http.make_unreachable_error(error)
-        elif not (isinstance(error, ServerError) and is_transient(error)):
-            return False
-        await self._budget.wait(error)
-        return True
 
 
 # --------------------------------------------------------------------------- events and logs
@@ -62,21 +31,14 @@ async def stream_events(
     """Events after a position, or from now on. Raises `ServerError` at the deadline."""
     if after is None:
         after = (await http.ask("GET", "/v1/status", protocol.Counts)).position
-    attempts = Attempts(http, "the stream of events")
-    while not attempts.done:
-        headers = {"Last-Event-ID": str(after)}
-        query = {"task": task}
-        async with (
-            attempts,
-            http.stream("/v1/events", "text/event-stream", query=query, headers=headers) as answer,
-        ):
-            async for line in answer.content:
-                attempts.renew()
-                if line.startswith(b"data: "):
-                    event = msgspec.json.decode(line[6:], type=protocol.Event)
-                    yield event
-                    after = event.position
-                    attempts.renew()
+    while True:
+        query = {"after": after, "task": task, "limit": 1000, "wait_s": _WAIT_S}
+        page = await http.ask(
+            "GET", "/v1/events", list[protocol.Event], query=query, wait_s=_WAIT_S
+        )
+        for event in page:
+            yield event
+            after = event.position
 
 
 async def stream_log(
@@ -85,25 +47,34 @@ async def stream_log(
     """The log of a session, from its beginning or its last `tail` bytes; to its end if followed.
 
     A stream also ends when its server stops. So the log is complete when a request that began after
-    the end of the session brings nothing more.
+    the end of the session brings nothing more. Raises `ServerError` at the deadline.
     """
-    path, attempts = f"/v1/sessions/{quote_id(session)}/log", Attempts(http, "the log")
+    path, budget = f"/v1/sessions/{quote_id(session)}/log", http.start_budget()
     offset: int | None = None if tail else 0
     complete = not follow
-    while not attempts.done:
+    while True:
         progress = False
         query = {"offset": offset, "tail": tail if offset is None else None, "follow": not complete}
-        async with attempts:
+        error = ServerError(f"{http.url} ended the log; it is shutting down")
+        try:
             async with http.stream(path, "text/plain", query=query) as answer:
                 offset = int(answer.headers.get("tugline-offset", offset or 0))
                 async for chunk in answer.content.iter_any():
                     yield chunk
                     offset += len(chunk)
                     progress = True
-                    attempts.renew()
-            attempts.done = complete and not progress
+                    budget.renew()
+            if complete and not progress:
+                return
             complete = complete or await _is_final(http, session)
-            attempts.renew()
+            budget.renew()
+        except BROKEN as broken:
+            error = http.make_unreachable_error(broken)
+        except ServerError as problem:
+            if not is_transient(problem):
+                raise
+            error = problem
+        await budget.wait(error)
 
 
 async def _is_final(http: Transport, session: str) -> bool:
@@ -137,14 +108,6 @@ class Result:
         view = self.view
         return f"<Result {view.session} {view.status} reward={view.reward} at {view.position}>"
 
-    def _repr_html_(self) -> str:
-        """A table for notebooks."""
-        view = self.view
-        tokens = f"{view.trained} of {view.sampled} sampled tokens are trained"
-        failure = view.failure.message if view.failure else ""
-        cells = (view.session, view.status, f"reward {view.reward}", tokens, failure)
-        return f"<table><tr><td>{'<td>'.join(map(escape, cells))}</table>"
-
 
 class GroupResults(NamedTuple):
     """All results of a released task."""
@@ -161,75 +124,54 @@ class GroupResults(NamedTuple):
 
 
 async def stream_results(
-    http: Transport, query: protocol.ResultQuery
-) -> AsyncGenerator[Result | GroupResults | None, None]:
-    """Results, or groups, from `query.after` on; None at the end of each page.
+    http: Transport, query: protocol.ResultQuery, *, follow: bool
+) -> AsyncGenerator[Sequence[Result], None]:
+    """Pages of results, from `query.after` on; an empty one when nothing new has come for a while.
 
-    The server sends frames: a page (`Results`), then the trajectory of each of its items. After a
-    break the last page is requested again, and items already yielded are skipped. Raises
-    `ServerError` at the deadline.
+    Without `follow` it ends with the newest result. Raises `ServerError` at the deadline.
     """
-    after, yielded = await _find_start(http, query), 0
-    attempts = Attempts(http, "the stream of results")
-    while not attempts.done:
-        async with attempts:
-            async with aclosing(_stream_pages(http, query, after)) as pages:
-                async for page, item in pages:
-                    attempts.renew()
-                    if item is None:
-                        after = page.cursor
-                        yield None
-                    elif item.cursor > yielded:
-                        yield item
-                        yielded = item.cursor
-                        attempts.renew()
-            attempts.done = not query.follow and not await _has_more(http, query, after)
+    async for _, results in _stream_pages(http, query, follow=follow):
+        yield results
 
 
-async def _find_start(http: Transport, query: protocol.ResultQuery) -> int:
-    """The consumer's position; requested once, so that a break cannot return to it."""
-    if query.after is not None:
-        return query.after
-    if query.consumer is None:
-        return 0
-    consumers = await http.ask("GET", "/v1/consumers", list[protocol.Consumer])
-    return next((each.acked for each in consumers if each.name == query.consumer), 0)
-
-
-async def _has_more(http: Transport, query: protocol.ResultQuery, after: int) -> bool:
-    """Whether a stream ended too early, because its server stopped."""
-    parameters = asdict(replace(query, after=after, limit=1))
-    page = await http.ask("GET", "/v1/results", protocol.Results, query=parameters)
-    return bool(page.items or page.groups)
+async def stream_groups(
+    http: Transport, query: protocol.ResultQuery, *, follow: bool
+) -> AsyncGenerator[Sequence[GroupResults], None]:
+    """Pages of whole groups; see `stream_results`."""
+    query = replace(query, groups=True)
+    async for page, results in _stream_pages(http, query, follow=follow):
+        members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
+        for result in results:
+            members[result.view.task].append(result)
+        yield [GroupResults(group, tuple(members[group.id])) for group in page.groups]
 
 
 async def _stream_pages(
-    http: Transport, query: protocol.ResultQuery, after: int
-) -> AsyncGenerator[tuple[protocol.Results, Result | GroupResults | None], None]:
-    """Each item with its page, and None after the last one of a page."""
-    parameters = asdict(replace(query, after=after, limit=_GROUP_LIMIT))
-    async with http.stream("/v1/results", _FRAMES, query=parameters) as answer:
-        while (head := await _read_frame(answer, may_end=True)) is not None:
-            page = msgspec.msgpack.decode(head, type=protocol.Results)
-            groups = {group.id: group for group in page.groups}
-            gathered: dict[str, list[Result]] = {name: [] for name in groups}
-            for view in page.items:
-                result = Result(view, await _read_frame(answer) or b"")
-                if view.bytes and not result.packed:
-                    _log.error("the server has lost a trajectory", session=view.session)
-                if not query.groups:
-                    yield page, result
-                else:
-                    gathered[view.task].append(result)
-            for name, group in groups.items():
-                yield page, GroupResults(group, tuple(gathered.pop(name)))
-            yield page, None
+    http: Transport, query: protocol.ResultQuery, *, follow: bool
+) -> AsyncGenerator[tuple[protocol.Results, list[Result]], None]:
+    """Each page, and its items with their trajectories."""
+    query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
+    while True:
+        page = await http.ask(
+            "GET", "/v1/results", protocol.Results, query=asdict(query), wait_s=query.wait_s
+        )
+        results: list[Result] = []
+        for start in range(0, len(page.items), _AT_ONCE):
+            some = page.items[start : start + _AT_ONCE]
+            results += await asyncio.gather(*(_read_result(http, view) for view in some))
+        yield page, results
+        if not (page.items or page.groups or follow):
+            return
+        query = replace(query, after=page.cursor)
 
 
-async def _read_frame(answer: aiohttp.ClientResponse, *, may_end: bool = False) -> bytes | None:
-    """The next frame; None at the end of the stream, if it `may_end` here."""
-    if may_end and (answer.content.at_eof() or not (first := await answer.content.read(1))):
-        return None
-    start = first if may_end else b""
-    length = int.from_bytes(start + await answer.content.readexactly(4 - len(start)), "big")
-    return await answer.content.readexactly(length)
+async def _read_result(http: Transport, view: protocol.ResultView) -> Result:
+    packed = b""
+    if view.bytes:
+        try:
+            packed = await http.ask(
+                "GET", f"/v1/sessions/{quote_id(view.session)}/trajectory", bytes
+            )
+        except Missing as error:  # what comes after it can still be read
+            _log.error("a trajectory is lost", session=view.session, error=str(error))
+    return Result(view, packed)

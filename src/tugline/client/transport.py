@@ -159,15 +159,10 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self,
-        path: str,
-        accept: str,
-        *,
-        query: Query | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, path: str, accept: str, *, query: Query | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Open a streamed response, without retries. Raises `ServerError` or one of `BROKEN`."""
-        sent = self._headers() | {"Accept": accept} | dict(headers or {})
+        sent = self._headers() | {"Accept": accept}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._open.get(
             self.url + path, params=_params(query), headers=sent, timeout=timeout

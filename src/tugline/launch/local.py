@@ -9,9 +9,9 @@ have no result yet.
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 import uvloop
@@ -31,15 +31,15 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
-from tugline.types import TERMINAL, Session, Task, Trajectory
+from tugline.types import TERMINAL, Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
 """How long sessions may take to end when the run is stopped."""
 _BATCH = 1000
-_WAIT_S = 30.0
+_WAIT_S = 1.0
+"""After so long without a result, it is checked that the node still runs."""
 
-T = TypeVar("T")
 OnDone = Callable[[int, int], None]
 """Called with the number of sessions of the batch that are done, and of all."""
 OnResult = Callable[[ResultView, int], None]
@@ -89,7 +89,12 @@ class LocalServer:
         cursor, missing = 0, set(sessions)
         while missing:
             query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
-            page = await self._unless_node_ends(self.control.results(query))
+            page = await self.control.results(query)
+            node = self._running_node
+            if node.done() and not page.items:  # then there would never be one
+                error = None if node.cancelled() else node.exception()
+                msg = "the node has stopped; what is missing can be run again"
+                raise ServerError(msg) from error
             cursor = page.cursor
             for view in page.items:
                 if view.session in missing:
@@ -117,26 +122,10 @@ class LocalServer:
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """Session to the recording of its last attempt, if it made any calls."""
         paths = {
-            one.id: self.gateway.recording_path(
-                Session(id=one.id, task=one.task, sample=one.sample, epoch=one.epoch)
-            )
+            one.id: self.gateway.recording_path(one.session())
             for one in await self.list_sessions(tasks)
         }
         return {session: path for session, path in paths.items() if path.exists()}
-
-    async def _unless_node_ends(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer, unless the node stops first: then there would never be one."""
-        answer = asyncio.ensure_future(request)
-        node = self._running_node
-        try:
-            await asyncio.wait({answer, node}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                error = None if node.cancelled() else node.exception()
-                msg = "the node has stopped; what is missing can be run again"
-                raise ServerError(msg) from error
-            return answer.result()
-        finally:
-            answer.cancel()
 
 
 @contextlib.asynccontextmanager

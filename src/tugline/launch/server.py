@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import math
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,14 +20,15 @@ from filelock import FileLock, Timeout
 from tugline import log
 from tugline.atomic import write_file
 from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
-from tugline.launch.settings import ServerSettings, Settings
+from tugline.launch.settings import Settings
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import Blobs, open_blobs
-from tugline.server.control import ControlPlane, KeepTimes, run_beside
+from tugline.server.control import ControlPlane, run_beside
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store import nodes
+from tugline.server.settings import ServerSettings
+from tugline.server.store import events, nodes
 from tugline.server.store.database import Database, open_database
 from tugline.server.validation import check_task
 from tugline.signing import key_of, new_secret
@@ -43,7 +43,6 @@ BLOBS = "blobs"
 OTHER_FOLDER = "choose another --dir"
 TOKENS_EVERY_S = 5.0
 """How often ``tokens.json`` is read again."""
-_DAY_S = 86_400.0
 _TOKEN_BYTES = 32
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = log.get("server")
@@ -151,16 +150,9 @@ async def open_control_plane(settings: ServerSettings, folder: Path) -> AsyncIte
         database,
         blobs,
         folder=folder,
-        lease_s=settings.lease_s,
-        tenants=settings.tenants,
+        settings=settings,
         check=check_runnable,
         secret=load_callback_key(folder),
-        callback_hosts=settings.callback_hosts,
-        keep=KeepTimes(
-            settings.keep_events_days * _DAY_S,
-            (settings.keep_tasks_days or math.inf) * _DAY_S,
-            (settings.keep_consumers_days or math.inf) * _DAY_S,
-        ),
     ) as control:
         yield control
 
@@ -170,7 +162,8 @@ async def serve_control_plane(
     control: ControlPlane, settings: ServerSettings, folder: Path
 ) -> AsyncIterator[tuple[str, ServerMetrics]]:
     """Serve the API; yields its URL, which is also in `folder` for clients on this machine."""
-    metrics = ServerMetrics(control.database)
+    started = await control.database.read(events.latest)
+    metrics = ServerMetrics(control.database, started)
     tokens = load_tokens(folder)
     await control.database.write(nodes.bind_tokens, tokens.join)
     app = Api(control, tokens, metrics)

@@ -275,8 +275,6 @@ class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Only those of these tasks."""
     groups: bool = False
     """Whole groups, once they are released."""
-    follow: bool = True
-    """A stream continues when there are no more results yet."""
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):

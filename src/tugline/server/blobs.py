@@ -31,13 +31,13 @@ class LocalBlobs:
 
     async def put(self, name: str, data: bytes) -> None:
         """Store it durably, in place of a blob of the same name."""
-        path = self._path(name)
+        path = spread(self._folder, name)
         with _explain("write", path):
             await asyncio.to_thread(self._put, path, data)
 
     async def get(self, name: str) -> bytes:
         """The bytes. Raises `Missing`."""
-        path = self._path(name)
+        path = spread(self._folder, name)
         with _explain("read", path):
             try:
                 return await asyncio.to_thread(path.read_bytes)
@@ -48,7 +48,7 @@ class LocalBlobs:
 
     async def delete(self, name: str) -> None:
         """Remove it, if it exists."""
-        path = self._path(name)
+        path = spread(self._folder, name)
         with _explain("remove", path):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
@@ -61,11 +61,6 @@ class LocalBlobs:
             for shard in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
                 yield await asyncio.to_thread(_list_older, shard, than)
 
-    def _path(self, name: str) -> Path:
-        if Path(name).name != name or not name.strip("."):
-            raise _missing(name)
-        return self._folder / hashlib.sha256(name.encode()).hexdigest()[:2] / name
-
     def _put(self, path: Path, data: bytes) -> None:
         if not path.parent.is_dir():
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -73,6 +68,13 @@ class LocalBlobs:
             flush_path(self._folder)
         write_file(path, data, draft=path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}"))
         flush_path(path.parent)
+
+
+def spread(folder: Path, name: str) -> Path:
+    """The place of `name` in one of 256 directories. Raises `Missing` for what is no file name."""
+    if Path(name).name != name or not name.strip("."):
+        raise Missing(f"{name!r} is no name of a file")
+    return folder / hashlib.sha256(name.encode()).hexdigest()[:2] / name
 
 
 def _list_older(shard: Path, than: float) -> list[str]:

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -31,6 +31,7 @@ from tugline.protocol import (
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
+from tugline.server.settings import ServerSettings
 from tugline.server.store import events, leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, uptime
@@ -38,7 +39,6 @@ from tugline.server.validation import compute_digest, pack_tasks
 from tugline.server.webhooks import WebhookSender
 from tugline.types import Status, Task
 
-LEASE_S = 30.0
 WITHIN_S = 60.0
 """How long a barrier waits by default."""
 ORPHAN_S = 3600.0
@@ -50,47 +50,32 @@ _ASLEEP_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
 _log = log.get("server")
 
 
-class KeepTimes(NamedTuple):
-    """How long data is kept, in seconds."""
-
-    events_s: float = 30 * _DAY_S
-    tasks_s: float = math.inf
-    """After their end, with their acknowledged results."""
-    consumers_s: float = math.inf
-    """A consumer that has acknowledged nothing for so long holds no task back."""
-
-
 class ControlPlane:
     """The parts of one rollout server; an async context manager.
 
-    `folder` is for files of its own, such as logs. `tenants` are weights, 1 for those that are not
-    named. `check` refuses tasks that could not be run. `secret` signs callbacks, which go to
-    `callback_hosts` only, if any are named. What is read and written without waiting goes straight
-    to `database`, with the operations of `tugline.server.store`.
+    `folder` is for files of its own, such as logs. `check` refuses tasks that could not be run.
+    `secret` signs callbacks. What is read and written without waiting goes straight to `database`,
+    with the operations of `tugline.server.store`.
     """
 
-    def __init__(  # noqa: PLR0913 - its settings, named
+    def __init__(
         self,
         database: Database,
         blobs: Blobs,
         *,
         folder: Path,
-        lease_s: float = LEASE_S,
-        tenants: Mapping[str, float] = {},
+        settings: ServerSettings = ServerSettings(),  # noqa: B008 - immutable
         check: Callable[[Task], None] = lambda _task: None,
         secret: bytes = b"",
-        callback_hosts: Collection[str] | None = None,
-        keep: KeepTimes = KeepTimes(),  # noqa: B008 - immutable
     ) -> None:
-        hosts = None if callback_hosts is None else frozenset(callback_hosts)
         self.database, self.blobs, self.folder = database, blobs, folder
         self.logs = Logs(folder / "logs")
-        self.dispatcher = ServerDispatcher(database, blobs, self.logs, lease_s=lease_s)
+        self.dispatcher = ServerDispatcher(database, blobs, self.logs, lease_s=settings.lease_s)
         self.weights = Weights(database)
-        self._tenants, self._check = tenants, check
-        self._webhooks = WebhookSender(database, secret, hosts=hosts)
-        self._expiry = Expiry(database, lease_s=lease_s)
-        self.retention = Retention(database, blobs, keep)
+        self._tenants, self._check = settings.tenants, check
+        self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
+        self._expiry = Expiry(database, lease_s=settings.lease_s)
+        self.retention = Retention(database, blobs, settings)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -111,7 +96,8 @@ class ControlPlane:
 
         Raises `Invalid` and `Conflict`, with a field such as ``3.limits.agent_s``.
         """
-        return await self.database.write(tasks.submit, await pack_tasks(batch, self._check_task))
+        packed = await asyncio.to_thread(pack_tasks, batch, self._check_task)
+        return await self.database.write(tasks.submit, packed)
 
     async def results(self, query: ResultQuery = ResultQuery()) -> Results:  # noqa: B008 - immutable
         """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
@@ -298,8 +284,8 @@ def expire(tx: Tx, *, lease_s: float) -> None:
 class Retention:
     """Delete old tasks, events and nodes, and blobs without a result: at the start, then hourly."""
 
-    def __init__(self, database: Database, blobs: Blobs, keep: KeepTimes) -> None:
-        self._database, self._blobs, self._keep = database, blobs, keep
+    def __init__(self, database: Database, blobs: Blobs, settings: ServerSettings) -> None:
+        self._database, self._blobs, self._settings = database, blobs, settings
 
     async def run(self) -> None:
         """Do so until it is cancelled."""
@@ -312,13 +298,16 @@ class Retention:
 
     async def run_once(self, now: float) -> None:
         """Delete what is too old at `now`. Raises `StoreError`."""
-        write = self._database.write_relaxed
-        if self._keep.tasks_s < math.inf:
-            alive = now - self._keep.consumers_s
-            while await write(tasks.delete_finished, now - self._keep.tasks_s, alive):
+        write, settings = self._database.write_relaxed, self._settings
+        if settings.keep_tasks_days is not None:
+            before = now - settings.keep_tasks_days * _DAY_S
+            alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
+            while await write(tasks.delete_finished, before, alive):
                 pass
         await sweep(self._blobs, self._database)
-        while await write(events.trim, now - self._keep.events_s):
+        while await write(events.trim, now - settings.keep_events_days * _DAY_S):
+            pass
+        while await write(events.trim_deliveries):
             pass
         await write(nodes.trim, now - _DAY_S)
 
@@ -326,7 +315,7 @@ class Retention:
 async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
     """The trajectory of a result. Raises `Missing`, also if it is not what was committed."""
     data = await blobs.get(name)
-    if await compute_digest(data) != digest:
+    if await asyncio.to_thread(compute_digest, data) != digest:
         raise Missing(f"the result is damaged: blob {name!r} has not the SHA-256 {digest}")
     return data
 

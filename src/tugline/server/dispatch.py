@@ -53,9 +53,7 @@ class ServerDispatcher:
         self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, _Known] = {}
-        self._tokens: dict[str, str] = {}
         self._nodes_changed = database.hub.add("nodes")
-        self._tokens_changed = database.hub.add("nodes")
         self._work = database.hub.add("work")
 
     async def run(self) -> None:
@@ -106,10 +104,10 @@ class ServerDispatcher:
 
         The blob of one that is tried again has no row; retention removes it.
         """
-        digest = await compute_digest(trajectory)
+        digest = await asyncio.to_thread(compute_digest, trajectory)
         if await self._database.read(leases.find_lease, session, epoch, digest) is None:
             return protocol.Commit(protocol.CommitOutcome.ALREADY)
-        end = await read_end(session, epoch, trajectory, digest)
+        end = await asyncio.to_thread(read_end, session, epoch, trajectory, digest)
         await self._blobs.put(end.blob, trajectory)
         outcome = await self._database.write(leases.commit, session, epoch, end)
         self._logs.notify(session)
@@ -130,14 +128,7 @@ class ServerDispatcher:
 
     async def find_node(self, token: str) -> str | None:
         """The node that a token was given to; None for an unknown one or a node that is gone."""
-        if self._tokens_changed.poll():
-            self._tokens.clear()
-        if token not in self._tokens:
-            node = await self._database.read(nodes.find_by_token, token)
-            if node is None:
-                return None
-            self._tokens[token] = node
-        return self._tokens[token]
+        return await self._database.read(nodes.find_by_token, token)
 
     # ------------------------------------------------------------------ one request
     async def _renew(

@@ -1,9 +1,8 @@
 """Output of agents as the nodes send it: bounded in size, followed without polling.
 
-A log is stored in pieces, files named by lease and start offset. The first piece and the newest
-ones stay; those between are dropped when a log reaches its limit, and a reader of the gap sees how
-much is missing. Offsets count the bytes of the whole log, all leases of the session concatenated,
-and do not change when a piece is dropped.
+Each lease of a session has a file, which takes no more at its limit; a sandbox bounds what an agent
+prints before that. Offsets count the bytes of the whole log, the leases one after the other with a
+line between two of them.
 
 Logs may be lost in a power cut: only a length is acknowledged, and a node continues from there.
 """
@@ -13,15 +12,14 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from tugline import log
-from tugline.errors import Missing, StoreError
+from tugline.errors import StoreError
+from tugline.server.blobs import spread
 from tugline.server.store.database import Hub
 
-_PIECES = 8
 _SWEEP_S = 600.0
 _FOLLOW_S = 10.0
 """A log counts as followed this long after it was read."""
@@ -38,20 +36,6 @@ class LogPart(NamedTuple):
     """Whether the log is complete."""
 
 
-class _Piece(NamedTuple):
-    source: Path | bytes
-    """Literal bytes stand between two leases."""
-    lease: int
-    start: int
-    """Start offset in the log of the session."""
-    size: int
-
-    @property
-    def end(self) -> int:
-        """Start of the next piece, unless it was dropped."""
-        return self.start + self.size
-
-
 class Logs:
     """Logs under `folder`, up to `limit` bytes for each lease of a session.
 
@@ -62,7 +46,7 @@ class Logs:
     def __init__(
         self,
         folder: Path,
-        limit: int = 1 << 20,
+        limit: int = 64 << 20,
         *,
         keep_s: float = 14 * 86400.0,
         total: int = 4 << 30,
@@ -138,51 +122,34 @@ class Logs:
         return LogPart(data, at, ended and not more)
 
     # ------------------------------------------------------------------ in a thread
-    def _folder_of(self, session: str) -> Path:
-        if Path(session).name != session:
-            raise Missing(f"no log of session {session!r}")
-        return self._folder / sha256(session.encode()).hexdigest()[:2] / session
-
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        folder = self._folder_of(session)
-        names = [(path, path.stat().st_size) for path in sorted(folder.glob(f"{epoch:08}-*"))]
-        length = _start_of(names[-1][0]) + names[-1][1] if names else 0
-        if offset > length:
-            return length
-        rest = memoryview(chunk)[length - offset :]
-        piece_size = max(self._limit // _PIECES, 1)
-        while rest:
-            if not names or names[-1][1] >= piece_size:
-                self._folder.mkdir(0o700, parents=True, exist_ok=True)
-                folder.mkdir(parents=True, exist_ok=True)
-                names.append((folder / f"{epoch:08}-{length:014}", 0))
-            path, size = names.pop()
-            taken = rest[: piece_size - size]
+        path = spread(self._folder, session) / f"{epoch:08}.log"
+        length = path.stat().st_size if path.exists() else 0
+        new = chunk[length - offset :][: self._limit - length] if offset <= length else b""
+        if new:
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
-                file.write(taken)
-            names.append((path, size + len(taken)))
-            rest, length = rest[len(taken) :], length + len(taken)
-            if len(names) > _PIECES:
-                names.pop(1)[0].unlink()
-        return length
+                file.write(new)
+        return length + len(new)
 
     def _read(self, session: str, offset: int, limit: int) -> tuple[bytes, int, bool]:
         """The bytes, the next offset, and whether there is more."""
-        pieces = _list_pieces(self._folder_of(session))
-        length = pieces[-1].end if pieces else 0
-        at = max(length + offset, 0) if offset < 0 else min(offset, length)
-        parts: list[bytes] = []
-        left = limit
-        for piece in pieces:
-            if piece.end <= at or left <= 0:
-                continue
-            if at < piece.start:
-                parts.append(b"\n[%d bytes left out]\n" % (piece.start - at))
-                at = piece.start
-            data = _read_piece(piece.source, at - piece.start, left)
-            parts.append(data)
-            at, left = at + len(data), left - len(data)
-        return b"".join(parts), at, at < length
+        parts: list[tuple[bytes | Path, int]] = []
+        for path in sorted(spread(self._folder, session).glob("*.log")):
+            if parts:
+                line = b"\n[lease %d]\n" % int(path.stem)
+                parts.append((line, len(line)))
+            parts.append((path, path.stat().st_size))
+        length = sum(size for _, size in parts)
+        start = max(length + offset, 0) if offset < 0 else min(offset, length)
+        data, at = b"", 0
+        for source, size in parts:
+            skip, left = start + len(data) - at, limit - len(data)
+            if skip < size and left > 0:
+                data += _read_part(source, skip, left)
+            at += size
+        return data, start + len(data), start + len(data) < length
 
     def _sweep(self, before: float) -> int:
         found = []
@@ -203,26 +170,7 @@ class Logs:
         return deleted
 
 
-def _start_of(path: Path) -> int:
-    """Start offset of a piece in the log of its lease."""
-    return int(path.name.partition("-")[2])
-
-
-def _list_pieces(folder: Path) -> list[_Piece]:
-    """All pieces in order; a line separates the logs of two leases."""
-    pieces: list[_Piece] = []
-    base = 0
-    for path in sorted(folder.glob("*-*")):
-        lease = int(path.name.partition("-")[0])
-        if pieces and pieces[-1].lease != lease:
-            line = b"\n[lease %d]\n" % lease
-            pieces.append(_Piece(line, lease, pieces[-1].end, len(line)))
-            base = pieces[-1].end
-        pieces.append(_Piece(path, lease, base + _start_of(path), path.stat().st_size))
-    return pieces
-
-
-def _read_piece(source: Path | bytes, offset: int, limit: int) -> bytes:
+def _read_part(source: bytes | Path, offset: int, limit: int) -> bytes:
     if isinstance(source, bytes):
         return source[offset : offset + limit]
     with source.open("rb") as file:

@@ -7,7 +7,6 @@ as they happen. docs/observability.md lists every metric.
 """
 
 import asyncio
-import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
@@ -17,7 +16,7 @@ from tugline.histogram import MOMENTS, SIZES, SPELLS, Distribution, Values, fami
 from tugline.protocol import Event, EventKind
 from tugline.server.store import events
 from tugline.server.store.database import Database
-from tugline.server.store.stats import MAX_SCAN, gauges, position_before
+from tugline.server.store.stats import MAX_SCAN, gauges
 from tugline.types import Boundary
 
 _CHUNK = 1000
@@ -82,9 +81,12 @@ class _EventCounts:
 
 
 class ServerMetrics:
-    """Metrics page of a server and of `others`, such as a node in the same process."""
+    """Metrics page of a server and of `others`, such as a node in the same process.
 
-    def __init__(self, database: Database) -> None:
+    Counted are the events after the position `since`.
+    """
+
+    def __init__(self, database: Database, since: int = 0) -> None:
         self._database = database
         self.others: list[Page] = []
         self.waiting: Callable[[], int] = lambda: 0
@@ -95,10 +97,9 @@ class ServerMetrics:
             lambda: Distribution((*MOMENTS, 30.0, 60.0))
         )
         self._event_counts = _EventCounts()
-        self._read: int | None = None
+        self._read = since
         """Position of the last counted event."""
         self._lock = asyncio.Lock()
-        self._started = time.time()
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """Count an answered request; `route` such as ``GET /v1/tasks/{id}``."""
@@ -128,10 +129,8 @@ class ServerMetrics:
         return families(_METRICS, stored | self._event_counts.values() | measured)
 
     async def _count_events(self) -> None:
-        """Count the events since the last scrape; on the first one, since the start."""
+        """Count the events since the last scrape."""
         latest = await self._database.read(events.latest)
-        if self._read is None:
-            self._read = await self._database.read(position_before, self._started)
         at = max(latest - MAX_SCAN, self._read)
         while at < latest:
             page = await self._database.read(events.page, at, _CHUNK)

@@ -5,12 +5,10 @@ submission that names the field, its value and what would be right, never a sess
 hour later.
 """
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,12 +30,7 @@ MAX_FILE_BYTES = 32 << 20
 """Of all files of a task together."""
 MAX_TRAJECTORY = 1 << 30
 """Bytes of an encoded trajectory before compression."""
-_BATCH_IN_LOOP = 16
-"""Tasks that are packed in the event loop; larger batches use a thread."""
-_IN_LOOP = 1 << 16
-"""Bytes of a result that is read in the event loop; a larger one uses a thread."""
 
-T = TypeVar("T")
 Check = Callable[[Task], None]
 """Raises `Invalid` or `UsageError` for a task that could not be run."""
 
@@ -112,12 +105,8 @@ def _check_callback(url: str) -> Iterator[Invalid]:
         yield _wrong("callback.url", url, must)
 
 
-async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
+def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     """Check and encode tasks. Raises `Invalid`, with the number of the task in the field."""
-    return await _run(partial(_pack_tasks, batch, check), in_thread=len(batch) > _BATCH_IN_LOOP)
-
-
-def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     problems: list[Invalid] = []
     for n, task in enumerate(batch):
         try:
@@ -133,18 +122,13 @@ def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 
 
 # --------------------------------------------------------------------------- nodes and results
-async def compute_digest(data: bytes) -> str:
+def compute_digest(data: bytes) -> str:
     """SHA-256 of an encoded trajectory, hex."""
-    return await _run(lambda: hashlib.sha256(data).hexdigest(), in_thread=len(data) > _IN_LOOP)
+    return hashlib.sha256(data).hexdigest()
 
 
-async def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
+def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     """Outcome of a session, read from its encoded trajectory. Raises `Invalid`."""
-    read = partial(_read_end, session, epoch, data, digest)
-    return await _run(read, in_thread=len(data) > _IN_LOOP)
-
-
-def _read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     trajectory = decode_trajectory(data)
     status = trajectory.status
     if trajectory.session != session or status not in TERMINAL:
@@ -177,10 +161,6 @@ def decode_trajectory(data: bytes) -> Trajectory:
         return decode(plain, Trajectory)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise Invalid(f"not a trajectory, encoded and compressed with zstd: {error}") from error
-
-
-async def _run(work: Callable[[], T], *, in_thread: bool) -> T:
-    return await asyncio.to_thread(work) if in_thread else work()
 
 
 # --------------------------------------------------------------------------- errors

@@ -12,14 +12,13 @@ wherever those are. Redirects are never followed, and no answer is read beyond i
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import errno
 import hashlib
 import ipaddress
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -58,7 +57,6 @@ class WebhookRetries(NamedTuple):
     """The longest pause that a receiver may ask for."""
     look_s: float = 30.0
     """The outbox is checked this often even without a notification."""
-    trim_s: float = 10.0
 
     def pause(self, failures: int) -> float:
         """Seconds after that many failures."""
@@ -89,7 +87,7 @@ class WebhookSender:
         database: Database,
         secret: bytes = b"",
         *,
-        hosts: frozenset[str] | None = None,
+        hosts: Collection[str] | None = None,
         retries: WebhookRetries = WebhookRetries(),  # noqa: B008 - immutable
     ) -> None:
         self._database, self._secret = database, secret
@@ -120,14 +118,10 @@ class WebhookSender:
     # ------------------------------------------------------------------ scheduling
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        trimmed = -self._retries.trim_s
         with self._database.hub.subscribe("outbox") as subscription:
             while True:
                 pause = 1.0
                 try:
-                    if loop.time() - trimmed > self._retries.trim_s:
-                        await self._database.write_relaxed(events.trim_deliveries)
-                        trimmed = loop.time()
                     pause = self._start(await self._database.read(events.next_tries), subscription)
                 except StoreError as error:
                     _log.warning("outbox cannot be read", error=str(error))
@@ -215,11 +209,12 @@ class WebhookSender:
         error = f"answered {status}"
         if 300 <= status < 400:
             error += ", and redirects are not followed"
-        after_s = min(max(_parse_retry_after(retry_after), 0.0), self._retries.retry_after_s)
+        asked_s = float(retry_after) if retry_after.isdigit() else 0.0
+        after_s = min(asked_s, self._retries.retry_after_s)
         return _Try(delivery, error, after_s=after_s)
 
 
-def is_allowed(url: str, hosts: frozenset[str] | None) -> bool:
+def is_allowed(url: str, hosts: Collection[str] | None) -> bool:
     """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``.
 
     Without `hosts`, whether it is an address that is public, or a name, which is resolved later.
@@ -246,17 +241,6 @@ def _encode_body(tx: Tx, delivery: Delivery, name: str) -> bytes:
     else:
         body = msgspec.structs.replace(body, result=results.get_at(tx, delivery.id))
     return msgspec.json.encode(body)
-
-
-def _parse_retry_after(header: str) -> float:
-    """Seconds of a ``Retry-After``, which is a number or a date; 0 if it is neither."""
-    try:
-        return float(header)
-    except ValueError:
-        try:
-            return email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return 0.0
 
 
 def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:

@@ -38,8 +38,9 @@ from tugline.launch.engine import (
     serve_engine,
 )
 from tugline.launch.local import LocalServer, OnDone, open_local
-from tugline.launch.settings import ServerSettings, Settings
+from tugline.launch.settings import Settings
 from tugline.recording.verify.engine import connect_scorer
+from tugline.server.settings import ServerSettings
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import io
-import struct
 import tarfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import pytest
 import zstandard
+from tugline.server.http.handlers import ROUTES
 
 from recording.view.synthetic import small
 from served import TASK, TOKENS, Served, result, spoil
 from tugline.errors import StoreError
-from tugline.protocol import Problem, Results
-from tugline.server.http.answers import PROBLEMS
-from tugline.server.http.app import ROUTES
+from tugline.protocol import Problem
+from tugline.server.http.route import PROBLEMS
 from tugline.server.store import nodes, stats
 from tugline.server.store.base import Tx
-from tugline.types import Task, Trajectory, decode
+from tugline.types import Task
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
@@ -160,52 +156,13 @@ async def test_results_can_be_had_of_some_tasks(server: Served) -> None:
     assert [one["task"] for one in page["items"]] == ["a", "c"]
 
 
-async def _frames(got: aiohttp.ClientResponse) -> AsyncIterator[tuple[Results, list[bytes]]]:
-    async def part() -> bytes:
-        (size,) = struct.unpack(">I", await got.content.readexactly(4))
-        return await got.content.readexactly(size)
-
-    while True:
-        try:
-            page = msgspec.msgpack.decode(await part(), type=Results)
-        except asyncio.IncompleteReadError:
-            return
-        yield page, [await part() for _ in page.items]
-
-
-async def test_the_binary_stream_has_the_trajectories_in_it(server: Served, tmp_path: Path) -> None:
-    """Frames as documented: a `Results`, then each item's bytes; none for what never ran.
-
-    Nor for a result of which one bit is damaged, and for one whose file is lost.
-    """
-    await server.finish(samples=4)
-    damaged = spoil(tmp_path, "t-1", "t-3")
-    answer = await server.ask("GET", "/v1/sessions/t-1/trajectory", "read")
-    assert (answer.status, damaged in answer.json["detail"]) == (404, True)
-    await server.submit(id="u")
-    await server.ask("POST", "/v1/tasks/u/cancel")
-    accept = {"accept": "application/x-msgpack"}
-    how = "/v1/results?follow=false&limit=1"
-    async with server.request("GET", how, "read", headers=accept) as got:
-        frames = [frame async for frame in _frames(got)]
-    told = [(page.items[0].session, data) for page, (data,) in frames]
-    assert [name for name, _ in told] == ["t-0", "t-1", "t-2", "t-3", "u-0"]
-    assert [bool(data) for _, data in told] == [True, False, True, False, False]
-    plain = zstandard.ZstdDecompressor().decompressobj().decompress(told[0][1])
-    assert decode(plain, Trajectory).session == "t-0"
-
-
-async def test_lines_go_on_with_what_comes(server: Served) -> None:
-    """An NDJSON stream tells a result when it is committed, and can be left at any time."""
-    await server.finish(id="a")
-    accept = {"accept": "application/x-ndjson"}
-    async with server.request("GET", "/v1/results", headers=accept) as got:
-        first = msgspec.json.decode(await got.content.readline(), type=Results)
-        assert [one.task for one in first.items] == ["a"]
-        await server.finish(id="b")
-        second = msgspec.json.decode(await got.content.readline(), type=Results)
-        assert [one.task for one in second.items] == ["b"]
-        assert second.cursor > first.cursor
+async def test_a_damaged_or_lost_trajectory_is_not_served(server: Served, tmp_path: Path) -> None:
+    """One bit is enough; the answer names the blob, and what follows can be read."""
+    await server.finish(samples=3)
+    damaged = spoil(tmp_path, "t-0", "t-1")
+    answers = [await server.ask("GET", f"/v1/sessions/t-{n}/trajectory", "read") for n in range(3)]
+    assert [answer.status for answer in answers] == [404, 404, 200]
+    assert damaged in answers[0].json["detail"]
 
 
 # --------------------------------------------------------------------------- logs

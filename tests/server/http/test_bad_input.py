@@ -138,7 +138,14 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("GET /v1/results?wait_s=nan", {}, 422, "invalid", "wait_s", "nan"),
     ("GET /v1/results?after=-1", {}, 422, "invalid", "after", ">= 0"),
     ("GET /v1/results?after=" + "9" * 30, {}, 422, "invalid", "after", "<="),
-    ("GET /v1/results", {"headers": {"accept": "text/csv"}}, 406, "not-acceptable", "", "ndjson"),
+    (
+        "GET /v1/events",
+        {"headers": {"accept": "text/csv"}},
+        406,
+        "not-acceptable",
+        "",
+        "event-stream",
+    ),
     ("GET /v1/events?limit=x", {}, 422, "invalid", "limit", "'x'"),
     ("POST /v1/results/ack", {"json": {"cursor": 0}}, 422, "invalid", "consumer", "missing"),
     (

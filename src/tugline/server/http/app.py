@@ -23,18 +23,18 @@ from tugline import log
 from tugline.errors import ClientGone, Invalid, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import openapi, results, tasks
-from tugline.server.http.answers import Refusal, Waits, respond
+from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import (
     JSON,
-    READERS,
     ApiCall,
     Caller,
     Nothing,
-    PlainCall,
+    Refusal,
     Route,
     Tokens,
+    Waits,
     identify,
+    respond,
 )
 from tugline.server.metrics import ServerMetrics
 from tugline.web.serve import HttpRequest, serve
@@ -55,16 +55,6 @@ _CONSOLE_HEADERS = {
 _log = log.get("server.http")
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-@results.ROUTES.add("GET", "/openapi.json", READERS)
-async def get_document(_call: PlainCall) -> Response:
-    """Get this document."""
-    return Response(await asyncio.to_thread(openapi.document, ROUTES), media_type=JSON)
-
-
-ROUTES = (*tasks.ROUTES, *results.ROUTES)
-"""Every route, in the order of the documentation."""
 
 
 class Api:
@@ -117,7 +107,7 @@ class Api:
                 known = tuple(sorted(routes))
                 msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        raise Refusal(f"nothing is at {path[:200]}; /openapi.json lists what there is", "no-route")
+        raise Refusal(f"nothing is at {path[:200]}; docs/api.md lists what there is", "no-route")
 
     async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
         """Authorize and decode a request, and run its handler."""
@@ -138,7 +128,7 @@ class Api:
             return answer
         if answer is None:
             return Response(status_code=204)
-        return Response(msgspec.json.encode(answer), route.statuses[0], media_type=JSON)
+        return Response(msgspec.json.encode(answer), route.status, media_type=JSON)
 
     async def _read_body(self, request: HttpRequest, route: Route) -> Any:
         """The decoded body, bounded in size and time."""

@@ -1,24 +1,34 @@
-"""Routes as values: what a route takes, who may use it, what it answers.
+"""Routes as values, and what they share: tokens and roles, problems, long polls and streams.
 
-Query, body and answer are read off the handler's signature, by the server and by the OpenAPI
-document alike, so they cannot drift apart.
+Query and body are read off the handler's signature.
+
+Errors are RFC 9457 problem details, from one table. A `Problem` says in its `type` what happened,
+in `field` where, and in `known` what would have been right. An unexpected error is answered with
+the id under which it is logged, never its traceback.
+
+A long poll costs nothing while nothing happens. When the server shuts down, a long poll is answered
+503 at once and a stream ends like any other, so no client waits for a dead server and no shutdown
+waits for a client.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
+import traceback
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from types import NoneType, UnionType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from tugline.errors import UsageError
+from tugline import errors, log
+from tugline.protocol import PROBLEM, FieldError, Problem
 from tugline.server.control import ControlPlane
-from tugline.server.http.answers import Refusal, Waits
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import Database
 from tugline.web.serve import HttpRequest
@@ -27,14 +37,123 @@ Q = TypeVar("Q")
 B = TypeVar("B")
 T = TypeVar("T")
 
+PROBLEM_JSON = "application/problem+json"
 JSON = "application/json"
-NDJSON = "application/x-ndjson"
 MSGPACK = "application/x-msgpack"
 ZSTD = "application/zstd"
 GZIP = "application/gzip"
 TAR = "application/x-tar"
 SSE = "text/event-stream"
 TEXT = "text/plain; charset=utf-8"
+
+PROBLEMS: dict[str, tuple[int, str]] = {
+    "malformed": (400, "The request cannot be parsed"),
+    "unauthorized": (401, "A token is needed"),
+    "forbidden": (403, "This token does not allow this"),
+    "missing": (404, "Nothing has this id"),
+    "no-route": (404, "Nothing is at this address"),
+    "method": (405, "This address does not take this method"),
+    "not-acceptable": (406, "There is no such representation"),
+    "slow": (408, "The body did not arrive in time"),
+    "conflict": (409, "Something else has this id"),
+    "fenced": (409, "The lease was lost"),
+    "too-large": (413, "The body is too large"),
+    "media-type": (415, "The body has the wrong content type"),
+    "invalid": (422, "A field is invalid"),
+    "fault": (500, "The server failed"),
+    "unavailable": (503, "The store cannot be used now"),
+    "stopping": (503, "The server is shutting down"),
+}
+"""Name to status and title; the name is the last part of `Problem.type`."""
+
+_HEADERS = {
+    401: {"www-authenticate": 'Bearer realm="tugline"'},
+    408: {"connection": "close"},
+    413: {"connection": "close"},
+    503: {"retry-after": "1"},
+}
+_log = log.get("server.http")
+
+
+class Refusal(errors.TuglineError):
+    """A request that does not reach the control plane; `problem` is a key of `PROBLEMS`."""
+
+    def __init__(self, detail: str, problem: str, *, known: tuple[str, ...] = ()) -> None:
+        super().__init__(detail)
+        self.problem, self.known = problem, known
+
+
+def respond(error: Exception) -> Response:
+    """The problem answer for an error. An unexpected one is logged."""
+    name, detail = _name_of(error), str(error)
+    if name == "fault":
+        fault = uuid.uuid4().hex[:12]
+        # without locals: they hold tokens
+        _log.error("fault", id=fault, exception="".join(traceback.format_exception(error)))
+        detail = f"something went wrong here; the server's log has it under the id {fault}"
+    status, title = PROBLEMS[name]
+    problem = Problem(
+        type=PROBLEM + name,
+        title=title,
+        status=status,
+        detail=detail,
+        field=getattr(error, "field", ""),
+        known=getattr(error, "known", ()),
+        errors=tuple(map(_describe, getattr(error, "problems", ()) if status == 422 else ())),
+    )
+    headers = {"allow": ", ".join(problem.known)} if status == 405 else _HEADERS.get(status)
+    return Response(msgspec.json.encode(problem), status, headers, media_type=PROBLEM_JSON)
+
+
+def _describe(error: errors.TuglineError) -> FieldError:
+    """One of several mistakes."""
+    return FieldError(str(error), getattr(error, "field", ""), getattr(error, "known", ()))
+
+
+def _name_of(error: Exception) -> str:
+    if isinstance(error, errors.RequestError):  # of a body that was not read to its end
+        return next(name for name, (status, _) in PROBLEMS.items() if status == error.status)
+    return error.problem if isinstance(error, errors.TuglineError) else "fault"
+
+
+# --------------------------------------------------------------------------- waiting
+class Waits:
+    """Open long polls and streams of a server; streams send something every `keep_alive_s`."""
+
+    def __init__(self, keep_alive_s: float = 15.0) -> None:
+        self.keep_alive_s = keep_alive_s
+        self.open = 0
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        """End all of them now, and later ones at once."""
+        self._stopped.set()
+
+    async def attend(self, work: Coroutine[Any, Any, T], *leaving: Coroutine[Any, Any, None]) -> T:
+        """The result of `work`. Raises `ClientGone` when `leaving` ends, `Refusal` on `stop`."""
+        working = asyncio.ensure_future(work)
+        ends = [asyncio.ensure_future(each) for each in (*leaving, self._stopped.wait())]
+        self.open += 1
+        try:
+            first: set[asyncio.Future[Any]] = {working, *ends}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+        finally:
+            self.open -= 1
+            for future in (working, *ends):
+                future.cancel()
+            await asyncio.gather(working, *ends, return_exceptions=True)
+        if self._stopped.is_set():
+            raise Refusal("the server is shutting down; ask again in a moment", "stopping")
+        raise errors.ClientGone("the client hung up before it was answered")
+
+    async def forward(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """`pieces` until the server shuts down, which ends a stream like any other."""
+        async with contextlib.aclosing(pieces):
+            with contextlib.suppress(Refusal):
+                while (piece := await self.attend(anext(pieces, None))) is not None:
+                    yield piece
 
 
 # --------------------------------------------------------------------------- who may
@@ -75,9 +194,11 @@ class Tokens(msgspec.Struct, frozen=True):
         for name in self.__struct_fields__:
             token = getattr(self, name)
             if not token or not token.isascii() or any(c.isspace() for c in token):
-                raise UsageError(f"the {name} token must be ASCII without spaces, and not empty")
+                raise errors.UsageError(
+                    f"the {name} token must be ASCII without spaces, and not empty"
+                )
         if len({self.client, self.join, self.read}) < 3:
-            raise UsageError("the client, join and read tokens must differ from each other")
+            raise errors.UsageError("the client, join and read tokens must differ from each other")
 
     def __repr__(self) -> str:
         return "Tokens(...)"
@@ -146,6 +267,8 @@ class ApiCall(Generic[Q, B]):
 
 PlainCall = ApiCall[Nothing, Nothing]
 """A request without query and body."""
+QueryCall = ApiCall[Q, Nothing]
+BodyCall = ApiCall[Nothing, B]
 Handler = Callable[[ApiCall[Any, Any]], Awaitable[object]]
 
 
@@ -162,14 +285,8 @@ class Route(NamedTuple):
     query: Any
     body: Any
     """`Nothing`: no body; bytes: a binary one."""
-    answer: Any
-    """NoneType: 204; `Response`: as `media` says."""
-    media: tuple[str, ...] = (JSON,)
-    """Of the answer."""
-    statuses: tuple[int, ...] = (200,)
-    """Of successful answers, the default first."""
-    problems: tuple[str, ...] = ()
-    """Besides those that every route may answer."""
+    status: int = 200
+    """Of an answer that has a body."""
     max_body: int = 1 << 20
     """Bytes."""
 
@@ -188,14 +305,8 @@ class Routes(list[Route]):
         """Decorate the handler of a route; `settings` are fields of `Route`."""
 
         def register(handler: Handler) -> Handler:
-            hints = get_type_hints(handler)
-            answer = hints.pop("return")
-            (call,) = hints.values()
-            query, body = get_args(call)
-            if isinstance(answer, UnionType):
-                answer = next(kind for kind in get_args(answer) if kind is not Response)
-            settings.setdefault("statuses", (204 if answer is NoneType else 200,))
-            self.append(Route(method, path, roles, handler, query, body, answer, **settings))
+            call = next(iter(get_type_hints(handler).values()))
+            self.append(Route(method, path, roles, handler, *get_args(call), **settings))
             return handler
 
         return register

@@ -4,8 +4,9 @@ The SQL is written once, for SQLite and PostgreSQL: parameters are ``:name``, ro
 both have ``RETURNING`` and ``ON CONFLICT``. Where the two differ, the driver fills in the word.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tugline.errors import Invalid, StoreError, UsageError
+from tugline.protocol import SessionQuery, TaskQuery
 
 Row = tuple[Any, ...]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -23,25 +25,26 @@ def to_struct(kind: type[S], columns: str, row: Row, **changes: object) -> S:
     return msgspec.convert({**dict(zip(columns.split(", "), row, strict=True)), **changes}, kind)
 
 
-def parse_cursor(after: str | None, *, newest: bool = False) -> int:
-    """The place that a list continues after, `newest` first or last. Raises `Invalid`."""
-    if after is None:
-        return 2**63 - 1 if newest else -1
-    if not (after.isascii() and after.isdigit() and len(after) < 19):
-        raise Invalid(f"after is {after!r}, must be the `next` of an earlier page", field="after")
-    return int(after)
+def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str, object]]:
+    """A condition on these columns, and its values: one, or one of several; None is any."""
+    given = {name: value for name, value in columns.items() if value is not None}
+    signs = {name: "=" if isinstance(value, str) else "IN" for name, value in given.items()}
+    where = "".join(f" AND {name} {sign} :{name}" for name, sign in signs.items())
+    return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
 
 
-def match_columns(**columns: str | None) -> tuple[str, dict[str, str]]:
-    """A condition on these columns, and its values; None does not restrict."""
-    given = {name: str(value) for name, value in columns.items() if value is not None}
-    return "".join(f" AND {name} = :{name}" for name in given), given
-
-
-def bind_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Names of parameters for ``IN (...)``, and their values; nothing is among no names."""
-    values = {f"n{n}": name for n, name in enumerate(names)}
-    return ", ".join(f":{name}" for name in values) or "NULL", values
+def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+    """Give each item of a list a parameter of its own, for ``IN``; nothing is among no items."""
+    bound: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, list | tuple | set):
+            items = {f"{name}_{n}": item for n, item in enumerate(value)}
+            names = ", ".join(f":{item}" for item in items) or "NULL"
+            sql = re.sub(rf":{name}\b", f"({names})", sql)
+            bound |= items
+        else:
+            bound[name] = value
+    return sql, bound
 
 
 class Tx(ABC):
@@ -63,8 +66,8 @@ class Tx(ABC):
         """Run the same statement for each of `rows`."""
 
     def all(self, sql: str, **values: object) -> list[Row]:
-        """All rows."""
-        rows: list[Row] = self.execute(sql, values).fetchall()
+        """All rows. A value may be a list, after ``IN``."""
+        rows: list[Row] = self.execute(*expand_lists(sql, values)).fetchall()
         return rows
 
     def fetch_one(self, sql: str, **values: object) -> Row | None:
@@ -72,9 +75,32 @@ class Tx(ABC):
         rows = self.all(sql, **values)
         return rows[0] if rows else None
 
+    def read_page(
+        self, rows: str, where: str, query: TaskQuery | SessionQuery, **values: object
+    ) -> tuple[list[Row], str | None]:
+        """Rows in the order of their places, the newest first if asked for, and the next cursor.
+
+        `rows` is ``COLUMNS FROM TABLE``, the second column the place. Raises `Invalid` for a cursor
+        that is none.
+        """
+        side, order, start = ("<", "DESC", 2**63 - 1) if query.newest else (">", "ASC", -1)
+        if query.after is not None:
+            if not (query.after.isascii() and query.after.isdigit() and len(query.after) < 19):
+                msg = f"after is {query.after!r}, must be the `next` of an earlier page"
+                raise Invalid(msg, field="after")
+            start = int(query.after)
+        found = self.all(
+            f"SELECT {rows} WHERE place {side} :after{where} ORDER BY place {order} LIMIT :limit",
+            after=start,
+            limit=query.limit + 1,
+            **values,
+        )
+        more = str(found[query.limit - 1][1]) if len(found) > query.limit else None
+        return found[: query.limit], more
+
     def run(self, sql: str, **values: object) -> int:
-        """Run a statement; returns the number of changed rows."""
-        changed: int = self.execute(sql, values).rowcount
+        """Run a statement; returns the number of changed rows. A value may be a list."""
+        changed: int = self.execute(*expand_lists(sql, values)).rowcount
         return changed
 
     def insert(self, table: str, *rows: Mapping[str, object]) -> None:

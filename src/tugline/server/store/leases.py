@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tugline import protocol
 from tugline.server.store import events, nodes, results, sessions
-from tugline.server.store.base import Tx, bind_names
+from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status
@@ -221,8 +221,8 @@ def retry(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> list[Sessi
 
 def _read_patience(tx: Tx, entries: Sequence[SessionRow]) -> dict[str, tuple[int, float]]:
     """Outages that the task of each of `entries` allows, and for how many seconds."""
-    names, values = bind_names({entry.task for entry in entries})
-    rows = tx.all(f"SELECT id, attempts, retry_s FROM tasks WHERE id IN ({names})", **values)  # noqa: S608 - constants
+    ids = {entry.task for entry in entries}
+    rows = tx.all("SELECT id, attempts, retry_s FROM tasks WHERE id IN :ids", ids=ids)
     return {task: (attempts, retry_s) for task, attempts, retry_s in rows}
 
 

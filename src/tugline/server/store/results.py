@@ -21,7 +21,7 @@ from tugline.errors import Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
 from tugline.server.store import events, sessions
-from tugline.server.store.base import Tx, bind_names
+from tugline.server.store.base import Tx, match_columns
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import view, views
 from tugline.types import Failure, Status
@@ -199,16 +199,15 @@ def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
     """Those of the named blobs that a result refers to. A blob's name begins with its session."""
     sessions = [name.rsplit(".", 2)[0] for name in blobs]
-    condition, values = _is_among("session", sessions)
-    rows = tx.all(f"SELECT blob FROM results WHERE {condition}", **values)  # noqa: S608 - constants
+    rows = tx.all("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions)
     return {blob for (blob,) in rows}
 
 
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
     """Up to `limit` results after a position, of these tasks or of all, in commit order."""
-    condition, values = _is_among("task", tasks)
+    where, values = match_columns(task=tasks)
     rows = tx.all(
-        f"SELECT view FROM results WHERE position > :after AND {condition}"  # noqa: S608 - constants
+        f"SELECT view FROM results WHERE position > :after{where}"  # noqa: S608 - constants
         " ORDER BY position LIMIT :limit",
         after=after,
         limit=limit,
@@ -227,8 +226,7 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     if not released:
         return Results(items=(), cursor=after)
     chosen = views(tx, released)
-    condition, values = _is_among("task", released)
-    rows = tx.all(f"SELECT view FROM results WHERE {condition}", **values)  # noqa: S608 - constants
+    rows = tx.all("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
     items = sorted(
         (_view.decode(view) for (view,) in rows), key=lambda item: (order[item.task], item.sample)
@@ -237,9 +235,9 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
 
 
 def _list_released(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None) -> list[str]:
-    condition, values = _is_among("id", tasks)
+    where, values = match_columns(id=tasks)
     rows = tx.all(
-        f"SELECT id, samples FROM tasks WHERE released > :after AND {condition}"  # noqa: S608 - constants
+        f"SELECT id, samples FROM tasks WHERE released > :after{where}"  # noqa: S608 - constants
         " ORDER BY released LIMIT :limit",
         after=after,
         limit=limit,
@@ -247,14 +245,6 @@ def _list_released(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None) 
     )
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
     return [task for task, _ in rows[: max(sum(fit), 1)]]
-
-
-def _is_among(column: str, names: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """A condition on `column`, and its values; None does not restrict."""
-    if names is None:
-        return "1 = 1", {}
-    parameters, values = bind_names(names)
-    return f"{column} IN ({parameters})", values
 
 
 # --------------------------------------------------------------------------- consumers

@@ -19,7 +19,7 @@ import msgspec
 from tugline import protocol
 from tugline.errors import FencedError, Missing
 from tugline.server.store import events
-from tugline.server.store.base import Row, Tx, bind_names, match_columns, parse_cursor
+from tugline.server.store.base import Row, Tx, match_columns
 from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
@@ -105,32 +105,24 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     if query.q:
         having, named = _match_part(tx, query.q)
         where, values = where + having, values | named
-    side, order = ("<", "DESC") if query.newest else (">", "ASC")
-    found = select(
-        tx,
-        f"place {side} :after{where} ORDER BY place {order} LIMIT :limit",
-        after=parse_cursor(query.after, newest=query.newest),
-        limit=query.limit + 1,
-        **values,
-    )
-    more = str(found[query.limit - 1].place) if len(found) > query.limit else None
-    del found[query.limit :]
-    names, ids = bind_names(entry.id for entry in found)
-    ended = tx.all(f"SELECT view FROM results WHERE session IN ({names})", **ids)  # noqa: S608 - constants
+    rows, more = tx.read_page(f"{_COLUMNS} FROM sessions", where, query, **values)
+    ids = [row[0] for row in rows]
+    ended = tx.all("SELECT view FROM results WHERE session IN :ids", ids=ids)
     return protocol.Page(
-        sessions=tuple(entry.view() for entry in found),
+        sessions=tuple(SessionRow(*row).view() for row in rows),
         results=tuple(_result.decode(view) for (view,) in ended),
         next=more,
     )
 
 
-def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, str]]:
+def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
     """A condition that an id, ``TASK-SAMPLE``, contains `part`, and its values.
 
     Tasks are searched first: they are fewer than sessions. A part that is in many of them is soon
     found in sessions, too, in whose order the page is read.
     """
-    where, values = " AND replace(id, :q, '') <> id", {"q": part}  # "contains", as for tags
+    values: dict[str, object] = {"q": part}
+    where = " AND replace(id, :q, '') <> id"  # "contains", as for tags
     if re.fullmatch(r"-?\d{0,5}", part):  # every task may have such a sample
         return where, values
     named = re.sub(r"-\d{0,5}$", "", part)
@@ -138,8 +130,7 @@ def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, str]]:
     found = tx.all(tasks, part=named, limit=_FEW_TASKS + 1)
     if len(found) > _FEW_TASKS:
         return where, values
-    names, ids = bind_names(str(task) for (task,) in found)
-    return f"{where} AND task IN ({names})", values | ids
+    return f"{where} AND task IN :tasks", {**values, "tasks": [task for (task,) in found]}
 
 
 def requeue(

@@ -54,17 +54,6 @@ def counts(tx: Tx) -> Counts:
     )
 
 
-def position_before(tx: Tx, moment: float) -> int:
-    """The position after which all events since `moment` stand, or the last `MAX_SCAN` of them."""
-    [(first,)] = tx.all(
-        "SELECT MIN(position) FROM (SELECT position, created FROM events"
-        " ORDER BY position DESC LIMIT :most) AS recent WHERE created >= :moment",
-        most=MAX_SCAN,
-        moment=moment,
-    )
-    return int(first) - 1 if first is not None else events.latest(tx)
-
-
 def count_by_status(tx: Tx) -> dict[str, int]:
     """Sessions by status, from counters: finished sessions are not scanned."""
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))

@@ -14,7 +14,7 @@ import zstandard
 from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.store import events, sessions
-from tugline.server.store.base import Row, Tx, bind_names, match_columns, parse_cursor, to_struct
+from tugline.server.store.base import Row, Tx, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode
 
 _AHEAD_S = 60.0
@@ -83,8 +83,7 @@ def session_ids(task: Task) -> Iterator[str]:
 
 
 def _read_digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
-    names, values = bind_names(ids)
-    return dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
+    return dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
@@ -162,49 +161,38 @@ def view(tx: Tx, task: str) -> TaskView:
 
 def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
     """Current states of these tasks, which all exist, in this order."""
-    names, values = bind_names(ids)
-    found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN ({names})", **values)  # noqa: S608 - constants
+    found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN :ids", ids=ids)  # noqa: S608 - constants
     rows = {row[0]: row for row in found}
     return _views(tx, [rows[task] for task in ids])
 
 
 def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immutable
     """Tasks in order of submission, or the newest first."""
-    side, order = ("<", "DESC") if query.newest else (">", "ASC")
     where, values = match_columns(tenant=query.tenant)
-    limit, tag = query.limit, query.tag
     if query.state is not None:
         where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
-    if tag is not None:
-        values["tag"] = _parse_tag(tag)
+    if query.tag is not None:
+        values["tag"] = _parse_tag(query.tag)
         # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
-    rows = tx.all(
-        f"SELECT {_COLUMNS} FROM tasks WHERE place {side} :after{where}"  # noqa: S608 - constants
-        f" ORDER BY place {order} LIMIT :limit",
-        after=parse_cursor(query.after, newest=query.newest),
-        limit=limit + 1,
-        **values,
-    )
-    more = str(rows[limit - 1][1]) if len(rows) > limit else None
-    return Page(tasks=tuple(_views(tx, rows[:limit])), next=more)
+    rows, more = tx.read_page(f"{_COLUMNS} FROM tasks", where, query, **values)
+    return Page(tasks=tuple(_views(tx, rows)), next=more)
 
 
 def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
-    names, values = bind_names(row[0] for row in rows)
+    ids = [row[0] for row in rows]
     counts: dict[str, dict[str, int]] = {row[0]: {} for row in rows}
     for task, status, n in tx.all(
-        f"SELECT task, status, COUNT(*) FROM sessions WHERE task IN ({names})"  # noqa: S608 - constants
-        " GROUP BY task, status",
-        **values,
+        "SELECT task, status, COUNT(*) FROM sessions WHERE task IN :ids GROUP BY task, status",
+        ids=ids,
     ):
         counts[task][status] = n
     missing: dict[str, list[int]] = {row[0]: [] for row in rows}
     for task, sample in tx.all(
-        "SELECT task, sample FROM sessions JOIN tasks ON tasks.id = task"  # noqa: S608 - constants
-        f" WHERE task IN ({names}) AND released IS NOT NULL AND sessions.usable = 0"
+        "SELECT task, sample FROM sessions JOIN tasks ON tasks.id = task"
+        " WHERE task IN :ids AND released IS NOT NULL AND sessions.usable = 0"
         " ORDER BY task, sample",
-        **values,
+        ids=ids,
     ):
         missing[task].append(sample)
     return [_view(row, counts[row[0]], tuple(missing[row[0]])) for row in rows]
@@ -259,7 +247,7 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
     )
     if not rows:
         return 0
-    names, values = bind_names(task for (task,) in rows)
+    ids = [task for (task,) in rows]
     for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
-        tx.run(f"DELETE FROM {table} WHERE {column} IN ({names})", **values)  # noqa: S608 - constants
+        tx.run(f"DELETE FROM {table} WHERE {column} IN :ids", ids=ids)  # noqa: S608 - constants
     return len(rows)

@@ -1,4 +1,4 @@
-"""Routes of tasks and sessions, of the nodes that run them, and of the weights.
+"""Handlers of all routes.
 
 A node joins with the join token, then uses its own. It may write to the sessions that it holds. A
 request about a session that another node holds is answered like any lost lease (fencing), whatever
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from tugline import protocol
@@ -20,10 +21,10 @@ from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
-from tugline.server.http.answers import Refusal
-from tugline.server.store import nodes, results, sessions, tasks
+from tugline.server.store import events, nodes, results, sessions, stats, tasks
 from tugline.server.validation import decode_trajectory
 from tugline.types import Task, encode
+from tugline.web.sse import encode_event
 
 MAX_BATCH = 1000
 """Tasks of one request."""
@@ -44,17 +45,8 @@ class CancelQuery(msgspec.Struct, frozen=True):
     """Named in the results that end this way."""
 
 
-@ROUTES.add(
-    "POST",
-    "/v1/tasks",
-    route.CLIENTS,
-    statuses=(201, 200),
-    problems=("conflict",),
-    max_body=MAX_BATCH_BYTES,
-)
-async def submit(
-    call: route.ApiCall[route.Nothing, list[Task]],
-) -> list[protocol.Accepted] | Response:
+@ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=MAX_BATCH_BYTES)
+async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         raise Invalid(f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}")
@@ -64,7 +56,7 @@ async def submit(
 
 
 @ROUTES.add("GET", "/v1/tasks", route.READERS)
-async def list_tasks(call: route.ApiCall[protocol.TaskQuery, route.Nothing]) -> protocol.Page:
+async def list_tasks(call: route.QueryCall[protocol.TaskQuery]) -> protocol.Page:
     """List tasks, in the order of submission."""
     return await call.db.read(tasks.page, call.query)
 
@@ -82,7 +74,7 @@ async def get_body(call: route.PlainCall) -> Task:
 
 
 @ROUTES.add("POST", "/v1/tasks/{id}/cancel", route.CLIENTS)
-async def cancel_task(call: route.ApiCall[CancelQuery, route.Nothing]) -> protocol.Cancelled:
+async def cancel_task(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(results.cancel_task, call.id, call.query.by)
 
@@ -113,7 +105,7 @@ class BodyChunk(Lease, frozen=True, kw_only=True):
 
 # --------------------------------------------------------------------------- sessions
 @ROUTES.add("GET", "/v1/sessions", route.READERS)
-async def list_sessions(call: route.ApiCall[protocol.SessionQuery, route.Nothing]) -> protocol.Page:
+async def list_sessions(call: route.QueryCall[protocol.SessionQuery]) -> protocol.Page:
     """List sessions in the order of submission, and the results of those that have ended."""
     return await call.db.read(sessions.page, call.query)
 
@@ -125,13 +117,13 @@ async def get_session(call: route.PlainCall) -> protocol.SessionView:
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/cancel", route.CLIENTS)
-async def cancel_session(call: route.ApiCall[CancelQuery, route.Nothing]) -> protocol.Cancelled:
+async def cancel_session(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     """Cancel a session."""
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
-@ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS, media=(route.TEXT,))
-async def read_log(call: route.ApiCall[LogQuery, route.Nothing]) -> Response:
+@ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS)
+async def read_log(call: route.QueryCall[LogQuery]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
     query, waits = call.query, call.waits
     offset = query.offset if query.tail is None else -query.tail
@@ -155,13 +147,10 @@ async def get_result(call: route.PlainCall) -> protocol.ResultView:
     return await call.db.read(results.get, call.id)
 
 
-_TRAJECTORY = (route.ZSTD, route.JSON, route.MSGPACK)
-
-
-@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS, media=_TRAJECTORY)
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", route.READERS)
 async def get_trajectory(call: route.PlainCall) -> Response:
     """Get a trajectory: packed as it is stored, the same without zstd, or as JSON."""
-    media = call.accept(*_TRAJECTORY)
+    media = call.accept(route.ZSTD, route.JSON, route.MSGPACK)
     data = await call.control.trajectory(call.id)
     body = data if media == route.ZSTD else await asyncio.to_thread(_unpack, data, media)
     return Response(body, media_type=media)
@@ -181,13 +170,8 @@ class RecordingQuery(msgspec.Struct, frozen=True):
     """A tar archive of the recording and its tokenizer."""
 
 
-_RECORDING = (route.GZIP, route.TAR)
-
-
-@ROUTES.add(
-    "GET", "/v1/sessions/{id}/recording", route.READERS, media=_RECORDING, statuses=(200, 204)
-)
-async def get_recording(call: route.ApiCall[RecordingQuery, route.Nothing]) -> Response:
+@ROUTES.add("GET", "/v1/sessions/{id}/recording", route.READERS)
+async def get_recording(call: route.QueryCall[RecordingQuery]) -> Response:
     """Get what a session's recording shows so far: gzip of JSON and arrays; 204 if it is elsewhere.
 
     Nodes that keep their files in the server's folder, as that of `tugline up`, have it there.
@@ -209,7 +193,7 @@ async def commit(call: route.ApiCall[Lease, bytes]) -> protocol.Commit:
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/release", route.NODES)
-async def release(call: route.ApiCall[route.Nothing, protocol.Release]) -> None:
+async def release(call: route.BodyCall[protocol.Release]) -> None:
     """Return a session to the queue."""
     await _check_holder(call)
     await call.control.dispatcher.release(call.id, call.body)
@@ -232,12 +216,8 @@ async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
 
 
 # --------------------------------------------------------------------------- nodes
-@ROUTES.add(
-    "POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), statuses=(201,), problems=("conflict",)
-)
-async def register(
-    call: route.ApiCall[route.Nothing, protocol.NodeRegistration],
-) -> protocol.NodeRegistered:
+@ROUTES.add("POST", "/v1/nodes", frozenset({route.ApiRole.JOIN}), status=201)
+async def register(call: route.BodyCall[protocol.NodeRegistration]) -> protocol.NodeRegistered:
     """Join as a node."""
     return await call.control.dispatcher.register(call.body)
 
@@ -249,16 +229,14 @@ async def list_nodes(call: route.PlainCall) -> list[protocol.NodeView]:
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/lease", route.NODES, max_body=MAX_HELD)
-async def lease(
-    call: route.ApiCall[route.Nothing, protocol.LeaseRequest],
-) -> protocol.LeaseResponse:
+async def lease(call: route.BodyCall[protocol.LeaseRequest]) -> protocol.LeaseResponse:
     """Wait for work, for orders or for `LeaseRequest.wait_s`."""
     _check_own(call)
     return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/renew", route.NODES, max_body=MAX_HELD)
-async def renew(call: route.ApiCall[route.Nothing, protocol.Renewal]) -> protocol.LeaseResponse:
+async def renew(call: route.BodyCall[protocol.Renewal]) -> protocol.LeaseResponse:
     """Keep a node's lease."""
     _check_own(call)
     return await call.control.dispatcher.renew(call.id, call.body)
@@ -274,7 +252,7 @@ async def drain(call: route.PlainCall) -> None:
 
 def _check_own(call: route.ApiCall[Any, Any]) -> None:
     if call.caller.node != call.id:
-        raise Refusal("a node may act for itself only", "forbidden")
+        raise route.Refusal("a node may act for itself only", "forbidden")
 
 
 # --------------------------------------------------------------------------- weights
@@ -285,13 +263,13 @@ async def get_weights(call: route.PlainCall) -> protocol.Control:
 
 
 @ROUTES.add("POST", "/v1/weights", route.CLIENTS)
-async def announce(call: route.ApiCall[route.Nothing, protocol.Version]) -> protocol.Barrier:
+async def announce(call: route.BodyCall[protocol.Version]) -> protocol.Barrier:
     """Announce new weights; answers when the nodes know."""
     return await call.attend(call.control.weights.announce(call.body.version))
 
 
 @ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
-async def pause(call: route.ApiCall[route.Nothing, protocol.Pause]) -> protocol.Barrier:
+async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
     return await call.attend(
         call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
@@ -302,3 +280,99 @@ async def pause(call: route.ApiCall[route.Nothing, protocol.Pause]) -> protocol.
 async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Let model calls continue."""
     return await call.attend(call.control.weights.resume())
+
+
+# --------------------------------------------------------------------------- results
+class AckQuery(msgspec.Struct, frozen=True):
+    """Whose position."""
+
+    consumer: protocol.Name
+    """Name of the consumer, which it chooses itself."""
+
+
+@ROUTES.add("GET", "/v1/results", route.READERS)
+async def list_results(call: route.QueryCall[protocol.ResultQuery]) -> protocol.Results:
+    """List results after a cursor."""
+    page = call.control.results(call.query)
+    return await (call.attend(page) if call.query.wait_s else page)
+
+
+@ROUTES.add("POST", "/v1/results/ack", route.CLIENTS)
+async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
+    """Acknowledge results up to a cursor."""
+    return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
+
+
+@ROUTES.add("GET", "/v1/consumers", route.READERS)
+async def list_consumers(call: route.PlainCall) -> list[protocol.Consumer]:
+    """List consumers and their positions."""
+    return await call.db.read(results.list_consumers)
+
+
+@ROUTES.add("DELETE", "/v1/consumers/{id}", route.CLIENTS)
+async def delete_consumer(call: route.PlainCall) -> None:
+    """Forget a consumer, so that retention no longer waits for it."""
+    await call.db.write(results.delete_consumer, call.id)
+
+
+# --------------------------------------------------------------------------- events
+@ROUTES.add("GET", "/v1/events", route.READERS)
+async def list_events(
+    call: route.QueryCall[protocol.EventQuery],
+) -> list[protocol.Event] | Response:
+    """List events after a position: a page, or server-sent events."""
+    query = call.query
+    if call.accept(route.JSON, route.SSE) == route.JSON:
+        page = call.control.events(query)
+        return await (call.attend(page) if query.wait_s else page)
+    after = await call.db.read(events.latest) if query.after is None else query.after
+    query = replace(query, after=after, wait_s=0.0)
+    return call.stream(_stream(call, await call.control.events(query), after), route.SSE)
+
+
+async def _stream(
+    call: route.QueryCall[protocol.EventQuery], page: list[protocol.Event], after: int
+) -> AsyncGenerator[bytes]:
+    yield b": events\n\n"
+    while True:
+        for event in page:
+            data = msgspec.json.encode(event)
+            yield encode_event(data, event.kind, event.position)
+            after = event.position
+        query = replace(call.query, after=after, wait_s=call.waits.keep_alive_s)
+        page = await call.control.events(query)
+        if not page:
+            yield b": keep-alive\n\n"
+
+
+# --------------------------------------------------------------------------- webhooks
+@ROUTES.add("GET", "/v1/deliveries", route.READERS)
+async def list_deliveries(call: route.QueryCall[protocol.DeliveryQuery]) -> list[protocol.Delivery]:
+    """List webhook deliveries and their states."""
+    return await call.db.read(events.list_deliveries, call.query)
+
+
+@ROUTES.add("POST", "/v1/deliveries/{number}/retry", route.CLIENTS)
+async def retry_delivery(call: route.PlainCall) -> protocol.Delivery:
+    """Send a webhook delivery again."""
+    return await call.db.write(events.retry_delivery, int(call.id))
+
+
+# --------------------------------------------------------------------------- the server
+@ROUTES.add("GET", "/v1/status", route.READERS)
+async def get_status(call: route.PlainCall) -> protocol.Counts:
+    """Count sessions, tasks and nodes."""
+    return await call.db.read(stats.counts)
+
+
+@ROUTES.add("GET", "/healthz", route.PUBLIC)
+async def check_health(call: route.PlainCall) -> Response:
+    """Check whether the server can work."""
+    await call.db.read(nodes.control)
+    return Response(b'{"status":"ok"}', media_type=route.JSON)
+
+
+@ROUTES.add("GET", "/metrics", route.READERS)
+async def get_metrics(call: route.PlainCall) -> Response:
+    """Get the metrics for Prometheus."""
+    return Response(await call.metrics.page(), media_type=route.TEXT)

@@ -1,22 +1,39 @@
-"""The OpenAPI 3.1 document, from the routes and the structs that they name.
+"""The OpenAPI 3.1 document of the server's API, from its routes: ``docs/openapi.json``.
+
+    python tools/docs/openapi.py > docs/openapi.json
 
 Bounds come from the types, field descriptions from the docstrings under the fields, so the document
-promises what the server accepts.
+promises what the server accepts. A test holds the server against it.
 """
 
-import functools
+from __future__ import annotations
+
 import re
+import sys
 from importlib import metadata
-from types import NoneType
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response
+from tugline.server.http.handlers import ROUTES
 
 from tugline.protocol import Problem
 from tugline.schema import describe_structs
-from tugline.server.http.answers import MEDIA, PROBLEMS
-from tugline.server.http.route import JSON, ApiRole, Nothing, Route
+from tugline.server.http.route import (
+    GZIP,
+    JSON,
+    MSGPACK,
+    PROBLEM_JSON,
+    PROBLEMS,
+    SSE,
+    TAR,
+    TEXT,
+    ZSTD,
+    ApiRole,
+    Nothing,
+    Route,
+)
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
@@ -27,11 +44,23 @@ _PATHS = {
 }
 
 
-@functools.cache
-def document(routes: tuple[Route, ...]) -> bytes:
+_MEDIA = {
+    "GET /v1/sessions/{id}/log": (TEXT,),
+    "GET /v1/sessions/{id}/trajectory": (ZSTD, JSON, MSGPACK),
+    "GET /v1/sessions/{id}/recording": (GZIP, TAR),
+    "GET /v1/events": (JSON, SSE),
+    "GET /metrics": (TEXT,),
+}
+"""Of answers that are not JSON, or not only."""
+_STATUSES = {"POST /v1/tasks": (201, 200), "GET /v1/sessions/{id}/recording": (200, 204)}
+"""Where there are several."""
+_CONFLICTS = {"POST /v1/tasks", "POST /v1/nodes"}
+
+
+def make_document(routes: tuple[Route, ...] = ROUTES) -> bytes:
     """The document as JSON."""
     bodies, queries = [route.body for route in routes], {route.query for route in routes}
-    named = [*bodies, *queries, *(route.answer for route in routes), Problem]
+    named = [*bodies, *queries, *map(_answer, routes), Problem]
     schemas = describe_structs(named, _REF)
     for name in describe_structs(bodies, _REF):
         if schemas[name].get("type") == "object":
@@ -54,7 +83,20 @@ def document(routes: tuple[Route, ...]) -> bytes:
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
     }
-    return msgspec.json.encode(whole)
+    return msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
+
+
+def _answer(route: Route) -> Any:
+    """Type of the answer; `Response` where it is not JSON."""
+    answer = get_type_hints(route.handler)["return"]
+    return next(
+        (
+            kind
+            for kind in get_args(answer)
+            if isinstance(answer, UnionType) and kind is not Response
+        ),
+        answer,
+    )
 
 
 def _schema(kind: Any) -> Json:
@@ -114,34 +156,37 @@ def _parameters(component: Json) -> list[Json]:
 
 
 def _answers(route: Route, summary: str) -> Json:
-    if route.answer is NoneType:
-        return {str(status): {"description": "Done."} for status in route.statuses}
+    answer, statuses = _answer(route), _STATUSES.get(route.name, (route.status,))
+    if answer is NoneType:
+        return {"204": {"description": "Done."}}
     content: dict[str, Json] = {}
-    for media in route.media:
+    for media in _MEDIA.get(route.name, (JSON,)):
         schema = {"type": "string"} if media.startswith("text/") else _BINARY
         if media == JSON:
-            schema = {} if route.answer is Response else _schema(route.answer)
+            schema = {} if answer is Response else _schema(answer)
         content[media.partition(";")[0]] = {"schema": schema}
     answers: Json = {
-        str(status): {"description": summary + ".", "content": content} for status in route.statuses
+        str(status): {"description": summary + ".", "content": content} for status in statuses
     }
     answers.get("204", {}).pop("content", None)  # such an answer is empty
     return answers
 
 
 def _problems(route: Route) -> Json:
-    names = {"malformed", "invalid", "unavailable", "stopping", "fault", *route.problems}
+    names = {"malformed", "invalid", "unavailable", "stopping", "fault"}
     if route.roles:
         names |= {"unauthorized", "forbidden"}
     if ApiRole.NODE in route.roles:
         names.add("fenced")
+    if route.name in _CONFLICTS:
+        names.add("conflict")
     if "{" in route.path:
         names.add("missing")
-    if len(route.media) > 1:
+    if len(_MEDIA.get(route.name, ())) > 1:
         names.add("not-acceptable")
     if route.method == "POST":
         names |= {"too-large", "media-type", "slow"}
-    content = {MEDIA: {"schema": {"$ref": _REF.format(name="Problem")}}}
+    content = {PROBLEM_JSON: {"schema": {"$ref": _REF.format(name="Problem")}}}
     by_status: dict[int, list[str]] = {}
     for name, (status, _) in PROBLEMS.items():
         if name in names:
@@ -150,3 +195,7 @@ def _problems(route: Route) -> Json:
         str(status): {"description": " or ".join(listed), "content": content}
         for status, listed in by_status.items()
     }
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(make_document())
