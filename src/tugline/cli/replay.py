@@ -122,13 +122,7 @@ def _show_report(report: ReplayReport) -> None:
         print_text(f"  answers adapted to this run's values: {report.adapted} of {report.replayed}")
     for name, values in report.masked.items():
         old, new = next(iter(values.items()))
-<<<<<<< HEAD
         print_text(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
-    if not report.same_folder:
-        print_text("  it ran in another folder than the recorded session; paths are masked")
-=======
-        say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
->>>>>>> cut-gateway
     if report.failure is not None and not report.differences:
         print_text(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
     rewards = [

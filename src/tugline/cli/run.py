@@ -232,7 +232,7 @@ def _read_run(
             one.sessions += 1
             one.failed += view.reward is None
     for path in list_recordings(out):
-        recording = read(path, bodies=False)
+        recording = read(path)
         own = figures.get(recording.header.session.id, []) if recording.header else []
         reward = recording.result.reward if own and recording.result else None
         values = {**reward.parts, "reward": reward.value} if reward else {}

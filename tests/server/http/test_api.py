@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import zstandard
-from tugline.server.http.handlers import ROUTES
 
 from recording.view.synthetic import small
 from served import TASK, TOKENS, Served, result, spoil
 from tugline.errors import StoreError
 from tugline.protocol import Problem
+from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import PROBLEMS
 from tugline.server.store import nodes, stats
 from tugline.server.store.base import Tx

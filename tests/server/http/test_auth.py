@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 
 import pytest
-from tugline.server.http.handlers import ROUTES
 
 from served import TOKENS, Served, result
 from tugline.errors import UsageError
+from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import ApiRole, Route, Tokens
 
 GUARDED = [route for route in ROUTES if route.roles]
