@@ -16,10 +16,12 @@ import structlog
 import tugline
 from launch.processes import task
 from tiny import rendering
+from tugline.client.streams import Result
 from tugline.inference.server import create_app
+from tugline.protocol import ResultView
 from tugline.recording.trajectories import read_folder
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.types import Task
+from tugline.types import Boundary, Failure, Status, Task
 from tugline.web.serve import serve
 
 TOKENIZER = rendering().tokenizer
@@ -91,3 +93,15 @@ async def test_a_wrong_option_is_named() -> None:
         await tugline.run_async(TASK, engine="http://localhost:1", slots=0)
     with pytest.raises(tugline.UsageError, match="no engine"):
         await tugline.run_async(TASK)
+
+
+def test_a_notebook_shows_a_result_without_markup_of_an_agent() -> None:
+    """What a program said is text."""
+    view = ResultView(
+        position=1, session="a-0", task="a", tenant="t", sample=0, attempt=0, status=Status.FAILED,
+        reward=None, failure=Failure(Boundary.HARNESS, "<script>alert(1)</script>"), sampled=5,
+        trained=0, bytes=0, seconds={}, created=0.0,
+    )  # fmt: skip
+    shown = Result(view, b"")._repr_html_()
+    assert "a-0<td>failed<td>reward None<td>0 of 5 sampled tokens are trained" in shown
+    assert "<script" not in shown

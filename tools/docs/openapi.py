@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 document of the server's API, from its routes: ``docs/openapi.json``.
+"""The OpenAPI 3.1 document of the server's API, from its routes: a file of the package.
 
-    python tools/docs/openapi.py > docs/openapi.json
+    python tools/docs/openapi.py    # writes it; the server answers `GET /openapi.json` with it
 
 Bounds come from the types, field descriptions from the docstrings under the fields, so the document
 promises what the server accepts. A test holds the server against it.
@@ -9,8 +9,8 @@ promises what the server accepts. A test holds the server against it.
 from __future__ import annotations
 
 import re
-import sys
 from importlib import metadata
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from tugline.protocol import Problem
 from tugline.schema import describe_structs
+from tugline.server.http import handlers
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import (
     GZIP,
@@ -36,6 +37,7 @@ from tugline.server.http.route import (
 )
 
 Json = dict[str, Any]
+FILE = Path(handlers.__file__).with_name("openapi.json")
 _REF = "#/components/schemas/{name}"
 _BINARY: Json = {"type": "string", "format": "binary"}
 _PATHS = {
@@ -79,7 +81,7 @@ def make_document(routes: tuple[Route, ...] = ROUTES) -> bytes:
         },
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": dict(sorted(schemas.items())),
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -198,4 +200,4 @@ def _problems(route: Route) -> Json:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(make_document())
+    FILE.write_bytes(make_document())

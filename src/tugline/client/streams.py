@@ -7,6 +7,7 @@ log from its last offset on; within one iteration nothing is lost and nothing co
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
+from html import escape
 from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
@@ -107,6 +108,14 @@ class Result:
     def __repr__(self) -> str:
         view = self.view
         return f"<Result {view.session} {view.status} reward={view.reward} at {view.position}>"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        view = self.view
+        tokens = f"{view.trained} of {view.sampled} sampled tokens are trained"
+        failure = view.failure.message if view.failure else ""
+        cells = (view.session, view.status, f"reward {view.reward}", tokens, failure)
+        return f"<table><tr><td>{'<td>'.join(map(escape, cells))}</table>"
 
 
 class GroupResults(NamedTuple):

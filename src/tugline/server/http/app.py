@@ -107,7 +107,7 @@ class Api:
                 known = tuple(sorted(routes))
                 msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        raise Refusal(f"nothing is at {path[:200]}; docs/api.md lists what there is", "no-route")
+        raise Refusal(f"nothing is at {path[:200]}; /openapi.json lists what there is", "no-route")
 
     async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
         """Authorize and decode a request, and run its handler."""

@@ -7,13 +7,14 @@ epoch it names.
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from tugline import protocol
 from tugline.errors import FencedError, Invalid
@@ -370,6 +371,12 @@ async def check_health(call: route.PlainCall) -> Response:
     """Check whether the server can work."""
     await call.db.read(nodes.control)
     return Response(b'{"status":"ok"}', media_type=route.JSON)
+
+
+@ROUTES.add("GET", "/openapi.json", route.READERS)
+async def get_openapi(call: route.PlainCall) -> Response:  # noqa: ARG001 - as every handler
+    """Get this API as an OpenAPI document."""
+    return FileResponse(Path(__file__).with_name("openapi.json"), media_type=route.JSON)
 
 
 @ROUTES.add("GET", "/metrics", route.READERS)
