@@ -38,7 +38,8 @@ class ActiveSession:
     work: Work
     slots: StageSlots
     directory: Path
-    status: Status = Status.INIT
+    stages: list[tuple[Status, float]] = field(default_factory=list)
+    """Stages that have begun, each with its start (Unix seconds)."""
     stop_reason: StopReason | None = None
     rollout: asyncio.Task[Trajectory] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,6 +59,11 @@ class ActiveSession:
     def epoch(self) -> int:
         """Epoch of its lease."""
         return self.work.session.epoch
+
+    @property
+    def status(self) -> Status:
+        """The stage that it is in."""
+        return self.stages[-1][0] if self.stages else Status.INIT
 
     def stop(self, reason: StopReason) -> None:
         """Cancel its rollout; no effect on one that has its trajectory."""

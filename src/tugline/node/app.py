@@ -24,7 +24,7 @@ from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
 from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
-from tugline.node.telemetry import Stats, Telemetry
+from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
 
 _CONTROL_POLL_S = 0.25
@@ -114,7 +114,7 @@ class Node:
         settings: NodeSettings,
         *,
         recordings: Path | None = None,
-        telemetry: Telemetry | None = None,
+        tracer: Tracer | None = None,
         engines: Engines | None = None,
         leave_s: float = 10.0,
     ) -> None:
@@ -142,7 +142,7 @@ class Node:
             folder,
             self.pools,
             stats=self.stats,
-            telemetry=telemetry,
+            tracer=tracer,
             on_ended=self._changed.set,
         )
         self._controls = Controls(gateway, self.runner.pause_timeouts)

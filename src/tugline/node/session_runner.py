@@ -8,7 +8,8 @@ offered to the server (I3).
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,14 +19,14 @@ from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
 from tugline.node.housekeeping import COMMITTED, Journal, PendingResult
 from tugline.node.pools import Pools
-from tugline.node.telemetry import Stats, Telemetry
+from tugline.node.telemetry import Rollout, Stats, Tracer
 from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
 from tugline.sandbox.files import remove
-from tugline.types import Cause, Ledger, Status, Trajectory
+from tugline.types import Call, Cause, Ledger, Status, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
@@ -89,13 +90,13 @@ class SessionRunner:
         pools: Pools,
         *,
         stats: Stats,
-        telemetry: Telemetry | None,
+        tracer: Tracer | None,
         on_ended: Callable[[], None],
     ) -> None:
         """`on_ended` is called when there is a session less."""
         self._dispatcher, self._gateway, self._parts = dispatcher, gateway, parts
         self._folder, self._pools, self._stats = folder / "sessions", pools, stats
-        self._telemetry, self._on_ended = telemetry, on_ended
+        self._tracer, self._on_ended = tracer, on_ended
         self.sessions: dict[str, ActiveSession] = {}
         self.journal = Journal(folder / "journal")
         self.logs = LogSender(dispatcher.server, self.sessions)
@@ -213,11 +214,6 @@ class SessionRunner:
         if directory.exists():  # of a run that a restored store has forgotten
             await asyncio.to_thread(remove, directory.parent, directory.name)
 
-        def on_stage(status: Status) -> None:
-            session.status = status
-            if self._telemetry is not None:
-                self._telemetry.record_stage(session.work, status)
-
         session.rollout = asyncio.create_task(
             roll_out(
                 session.work.task,
@@ -225,7 +221,7 @@ class SessionRunner:
                 gateway=self._gateway,
                 directory=session.directory,
                 parts=self._parts,
-                on_stage=on_stage,
+                on_stage=lambda status: session.stages.append((status, time.time())),
                 slots=session.slots,
             )
         )
@@ -258,13 +254,36 @@ class SessionRunner:
 
     async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
         self._stats.count_result(trajectory)
-        if self._telemetry is not None:
-            self._telemetry.record_result(session.work, trajectory)
+        ended = time.time()
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
         result = await self.journal.write(session.id, session.epoch, data)
         await self.logs.send(session)
         await self._commit(result)
+        if self._tracer is not None:
+            await self._trace(self._tracer, session, trajectory, ended)
+
+    async def _trace(
+        self, tracer: Tracer, session: ActiveSession, trajectory: Trajectory, ended: float
+    ) -> None:
+        """Export the trace of a session that is committed. An error is only logged and counted."""
+        calls: Sequence[Call] = ()
+        try:
+            with contextlib.suppress(KeyError):  # the gateway never opened it
+                calls = await asyncio.to_thread(self._gateway.read_calls, session.id)
+            rollout = Rollout(
+                task=session.work.task,
+                session=session.work.session,
+                trajectory=trajectory,
+                stages=session.stages,
+                ended=ended,
+                calls=calls,
+                model=self._gateway.card.id,
+            )
+            await asyncio.to_thread(tracer.export, rollout)
+        except Exception as error:  # noqa: BLE001 - a session never fails because of its trace
+            self._stats.untraced += 1
+            _log.warning("no trace", session=session.id, error=describe(error))
 
     async def _offer(self, session: str, epoch: int) -> None:
         try:
