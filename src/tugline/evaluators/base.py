@@ -7,10 +7,11 @@ did, an endless loop or a deleted file included, results in a `Verdict`. An eval
 (I5).
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -48,6 +49,8 @@ class SessionOutcome:
     """How the agent's program ended."""
     sandbox: Sandbox | None = None
     """The agent's own sandbox, for evaluators that are `in_place`; no agent process is alive."""
+    began: float = field(default_factory=time.monotonic)
+    """When the evaluation began; its time limit counts from then."""
 
 
 class Evaluator(ABC):

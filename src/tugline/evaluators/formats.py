@@ -5,6 +5,7 @@ an exception. `read_report` has large outputs read in a process with limits. Wha
 in docs/evaluators.md.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import msgspec
 
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
 from tugline.evaluators.script import parse_apart
-from tugline.evaluators.text_formats import normalize_unittest, read_cargo, read_tap, read_unittest
+from tugline.evaluators.text_formats import read_cargo, read_tap
 
 
 # --------------------------------------------------------------------------- JUnit
@@ -60,9 +61,7 @@ def _add_junit(report: TestReport, data: bytes) -> bool:
         outcome, reason = TestOutcome.PASS, ""
         for child in case:
             if child.tag in {"failure", "error", "skipped"}:
-                expected = child.get("type") == "pytest.xfail"
-                skipped = TestOutcome.XFAIL if expected else TestOutcome.SKIP
-                outcome = skipped if child.tag == "skipped" else TestOutcome.FAIL
+                outcome = TestOutcome.SKIP if child.tag == "skipped" else TestOutcome.FAIL
                 reason = child.get("message") or child.text or child.tag
                 if outcome is TestOutcome.FAIL:
                     break
@@ -113,10 +112,7 @@ def _read_jest(data: bytes) -> TestReport:
 
 
 # --------------------------------------------------------------------------- Go
-_GO_RUN = re.compile(r"=== RUN   (\S+)$")
-# A test that wrote without a newline has its end on the same line.
 _GO_END = re.compile(r"--- (PASS|FAIL|SKIP): (\S+) \(\d[\d.]*s\)$")
-_GO_PACKAGE = re.compile(r"(ok|FAIL)\s+(\S+)\s+(\d[\d.]*s|\(cached\)|\[[a-z ]+\])")
 _GO_OUTCOMES = {"pass": TestOutcome.PASS, "fail": TestOutcome.FAIL, "skip": TestOutcome.SKIP}
 
 
@@ -131,20 +127,11 @@ _GO_DECODER = msgspec.json.Decoder(_GoEvent)
 
 
 class _GoPackage:
-    """Tests of one package, until its last line names it."""
+    """Tests of one package."""
 
     def __init__(self) -> None:
         self.ran: set[str] = set()
         self.ends: list[tuple[str, TestOutcome]] = []
-
-    def read_line(self, line: str) -> None:
-        """Read a line of its output."""
-        start = _GO_RUN.search(line)
-        # A test that wrote without a newline has the beginning of its subtest on the same line.
-        if start and (start.start() == 0 or start[1].partition("/")[0] in self.ran):
-            self.ran.add(start[1])
-        elif end := _GO_END.search(line):
-            self.ends.append((end[2], _GO_OUTCOMES[end[1].lower()]))
 
     def close(self, report: TestReport, package: str) -> None:
         """Report the package's tests."""
@@ -161,7 +148,7 @@ class _GoPackage:
 
 
 def read_go(data: bytes) -> TestReport:
-    """Read output of ``go test``, of ``-json`` or of ``-v``.
+    """Read output of ``go test -json``.
 
     A test has two names: ``TestTable/one_case``, and with its package
     ``example.org/shop/calc::TestTable/one_case``. A test that was not reported to run has not
@@ -169,24 +156,14 @@ def read_go(data: bytes) -> TestReport:
     """
     report = TestReport()
     packages: dict[str, _GoPackage] = {}
-    text = _GoPackage()
     for line in read_lines(data):
-        if line.startswith('{"') and (event := _parse_go_event(line)) is not None:
-            _read_go_event(report, packages.setdefault(event.package, _GoPackage()), event)
+        if not line.startswith("{"):  # what compilers wrote
             continue
-        text.read_line(line)
-        if (end := _GO_PACKAGE.match(line)) and not packages:
-            text.close(report, end[2])
-    if any(package.ran for package in (text, *packages.values())):
-        report.complete = False
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            event = _GO_DECODER.decode(line)
+            _read_go_event(report, packages.setdefault(event.package, _GoPackage()), event)
+    report.complete = report.complete and not any(package.ran for package in packages.values())
     return report
-
-
-def _parse_go_event(line: str) -> _GoEvent | None:
-    try:
-        return _GO_DECODER.decode(line)
-    except (msgspec.DecodeError, RecursionError):
-        return None
 
 
 def _read_go_event(report: TestReport, package: _GoPackage, event: _GoEvent) -> None:
@@ -228,7 +205,6 @@ FORMATS = {
         normalize_junit,
         env={"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"},
     ),
-    "unittest": Format(read_unittest, ("python",), normalize_unittest),
     "go": Format(read_go, ("go",)),
     "cargo": Format(read_cargo, ("rust",)),
     "jest": Format(_read_jest, ("node",), reports="--json --outputFile={report}"),

@@ -12,9 +12,9 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.formats import FORMATS, read_report
-from tugline.evaluators.scoring import ExpectedTests, TestOutcome, TestReport, score
+from tugline.evaluators.scoring import ExpectedTests, TestReport, score
 from tugline.evaluators.script import ScriptRunner, has_base
-from tugline.sandbox.base import Content, Exit, Sandbox, check_path
+from tugline.sandbox.base import Content, Exit, check_path
 from tugline.types import Task
 
 MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
@@ -83,25 +83,16 @@ class CommandRunner:
         """
         return {**files, **({self._report: None} if self._report else {})}
 
-    async def prepare(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
-        """Run `setup` on the agent's work, before that; return a verdict if it fails."""
-        if self._setup is None:
-            return None
-        end = await self._start(runner, self._setup, "setup")
-        if end.code == 0 and not end.timed_out:
-            return None
-        if not end.timed_out:
-            await self._check_without_work(outcome, runner, "setup", self._setup)
-        verdict = score(TestReport(), self._expected, end)
-        how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
-        verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
-        return verdict
-
     async def run(
         self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
     ) -> Verdict:
-        """Run the tests in a sandbox that has all files."""
+        """Run `setup` on the agent's work, then put `trusted` there and run the tests."""
         sandbox = runner.sandbox
+        if self._setup is not None:
+            end = await self._start(runner, self._setup, "setup")
+            if end.code != 0 or end.timed_out:
+                return await self._score_failed_setup(outcome, runner, self._setup, end)
+        await sandbox.put(sandbox.workdir, trusted)
         selected = self._select(trusted)
         path = sandbox.workdir / self._report if self._report else None
         if self._random:
@@ -113,26 +104,29 @@ class CommandRunner:
             data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
         report = await read_report(self._output, data)
         if not end.timed_out:
-            await self._check_program(outcome, runner, report, end)
+            await self._check_program(outcome, report, end)
         normalize, codes = self._format.normalize, selected.codes
         verdict = score(report, selected.expected, end, normalize, codes=codes)
         verdict.report["output"] = await runner.read_tail("tests")
         return verdict
 
+    async def _score_failed_setup(
+        self, outcome: SessionOutcome, runner: ScriptRunner, setup: Sequence[str], end: Exit
+    ) -> Verdict:
+        if not end.timed_out:
+            await self._check_without_work(outcome, "setup", setup)
+        verdict = score(TestReport(), self._expected, end)
+        how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
+        verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
+        return verdict
+
     def _select(self, trusted: Mapping[str, Content]) -> _Selection:
         return _Selection(self._expected, (0,) if self._expected.tests is None else ())
 
-    def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
-        return self.env
-
-    async def _check_program(
-        self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit
-    ) -> None:
+    async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
         """Raises `EvaluatorError` if the test program cannot run at all."""
         if end.code in _CANNOT_RUN and not report.outcomes:
-            await self._check_without_work(
-                outcome, runner, "command", self._argv, failures=_CANNOT_RUN
-            )
+            await self._check_without_work(outcome, "command", self._argv, failures=_CANNOT_RUN)
 
     async def _start(
         self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
@@ -140,10 +134,9 @@ class CommandRunner:
         path = str(report or "")
         if report is not None and self._format.env:
             argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
-        variables = self._variables(runner.sandbox)
         return await runner.run(
             [word.replace(_REPORT, path) for word in argv],
-            env={key: value.replace(_REPORT, path) for key, value in variables.items()},
+            env={key: value.replace(_REPORT, path) for key, value in self.env.items()},
             timeout_s=self._timeout_s,
             log_name=name,
         )
@@ -151,7 +144,6 @@ class CommandRunner:
     async def _check_without_work(
         self,
         outcome: SessionOutcome,
-        runner: ScriptRunner,
         program: str,
         argv: Sequence[str],
         failures: Collection[int] = (),
@@ -163,7 +155,7 @@ class CommandRunner:
         if program in self._proven:
             return
         async with outcome.open_sandbox(outcome.task.files) as sandbox:
-            control = ScriptRunner(sandbox, runner.deadline)
+            control = ScriptRunner(sandbox, outcome)
             end = await self._start(control, argv, "control")
             failed = end.code in failures if failures else end.code != 0
             if failed and not end.timed_out:
@@ -210,15 +202,13 @@ _IMPORT_PYTEST = ("python3", "-I", "-c", "import pytest")
 
 
 class PytestRunner(CommandRunner):
-    """Runs our own pytest on `paths` (None: every test file that can be trusted).
+    """Runs our own pytest on every test file that can be trusted.
 
     Expected tests are read from trusted source text, so that tests that vanish, are skipped or
     never finish are missing, not fewer.
     """
 
-    def __init__(
-        self, expected: ExpectedTests, paths: Sequence[str] | None, timeout_s: float | None
-    ) -> None:
+    def __init__(self, expected: ExpectedTests, timeout_s: float | None) -> None:
         super().__init__(
             expected,
             command=_PYTEST,
@@ -226,7 +216,6 @@ class PytestRunner(CommandRunner):
             env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             timeout_s=timeout_s or _PYTEST_TIMEOUT_S,
         )
-        self._paths = paths
 
     def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
         """Return the task's own tests and settings, and hidden `files` over them."""
@@ -240,22 +229,17 @@ class PytestRunner(CommandRunner):
 
     def _select(self, trusted: Mapping[str, Content]) -> _Selection:
         sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
-        paths = _select_paths(self._paths, find_test_files(sources))
+        paths = find_test_files(sources)
         expected = self._expected
         codes: tuple[int, ...] = (0, 1)  # 1: some test failed, perhaps one that is not expected
         if expected.tests is None:
-            names = dict.fromkeys(_find_expected(sources, paths), TestOutcome.PASS)
+            names = _find_expected({path: sources[path] for path in paths})
             expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
         return _Selection(expected, () if expected.partial else codes, paths)
 
-    def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
-        return {**self.env, "HOME": str(sandbox.home)}
-
-    async def _check_program(
-        self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit
-    ) -> None:
+    async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
         if not report.complete:
-            await self._check_without_work(outcome, runner, "pytest", _IMPORT_PYTEST)
+            await self._check_without_work(outcome, "pytest", _IMPORT_PYTEST)
 
 
 def find_test_files(files: Mapping[str, str]) -> list[str]:
@@ -302,30 +286,16 @@ def _last_name(node: ast.expr) -> str:
     return ast.unparse(node).rpartition(".")[2]
 
 
-def _select_paths(paths: Sequence[str] | None, tests: list[str]) -> list[str]:
-    """Return those of `tests` that are at or below `paths`; all of them for None."""
-    if paths is None:
-        return tests
-    found = []
-    for path in paths:
-        inside = [test for test in tests if PurePosixPath(test).is_relative_to(path)]
-        if not inside:
-            known = ", ".join(tests) or "none"
-            raise EvaluatorError(f"evaluator 'tests': no test file at {path!r} (known: {known})")
-        found += inside
-    return found
-
-
-def _find_expected(sources: Mapping[str, str], paths: Sequence[str]) -> list[str]:
-    """Return the names of the tests in `paths`. Raises `EvaluatorError` if there are none."""
+def _find_expected(sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the tests in `sources`. Raises `EvaluatorError` if there are none."""
     names: set[str] = set()
-    for path in paths:
+    for path, source in sources.items():
         try:
-            names |= find_tests(path, sources[path])
+            names |= find_tests(path, source)
         except (SyntaxError, ValueError) as error:
             msg = f"evaluator 'tests': {path} is not valid Python: {error}"
             raise EvaluatorError(msg) from error
     if not names:
-        msg = f"evaluator 'tests': no test functions in {list(paths)}; give files with tests"
+        msg = f"evaluator 'tests': no test functions in {list(sources)}; give files with tests"
         raise EvaluatorError(msg)
-    return sorted(names)
+    return tuple(sorted(names))

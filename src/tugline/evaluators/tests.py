@@ -13,15 +13,15 @@ Not covered: its code shares a process with the tests, so a program written to f
 the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from tugline.errors import ConfigError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, find_match
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.scoring import Expected, Names, parse_expected
-from tugline.evaluators.script import open_runner, start_deadline
+from tugline.evaluators.scoring import Names, parse_expected
+from tugline.evaluators.script import open_runner
 from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner
 from tugline.sandbox.base import Content, check_path
 from tugline.schema import PositiveFloat
@@ -31,14 +31,13 @@ from tugline.types import Task
 class TestsEvaluator(Evaluator):
     """`files` are tests that the agent never saw; they are applied last.
 
-    Without a `command`, our own pytest runs `paths`, files or folders (default: all of `files` and
-    the task's that look like tests). With one, `command` runs in the workdir with `env`, after
-    `setup`, and its output, or the file `report`, is read as `format`.
+    Without a `command`, our own pytest runs those of `files` and of the task's that look like
+    tests. With one, `command` runs in the workdir with `env`, after `setup`, and its output, or the
+    file `report`, is read as `format`.
 
-    `expected` names the tests that must pass (or for each its outcome), `fail_to_pass` and
-    `pass_to_pass` do so in two lists; without them all must. With `partial`, the reward is the
-    share that did. `protected` adds patterns of paths whose changes are refused, `editable`
-    takes some out.
+    `expected` names the tests that must pass, `fail_to_pass` and `pass_to_pass` do so in two lists;
+    without them all must. With `partial`, the reward is the share that did. `protected` adds
+    patterns of paths whose changes are refused, `editable` takes some out.
     """
 
     __test__ = False  # the name is not meant for pytest's own collection
@@ -47,13 +46,12 @@ class TestsEvaluator(Evaluator):
         self,
         *,
         files: Mapping[str, str] | None = None,
-        paths: Sequence[str] | None = None,
         command: Command | None = None,
         format: str | None = None,  # noqa: A002 - the option's name
         report: str | None = None,
         env: Mapping[str, str] | None = None,
         setup: Command | None = None,
-        expected: Expected | None = None,
+        expected: Names | None = None,
         fail_to_pass: Names | None = None,
         pass_to_pass: Names | None = None,
         partial: bool = False,
@@ -61,7 +59,7 @@ class TestsEvaluator(Evaluator):
         editable: Patterns = (),
         timeout_s: PositiveFloat | None = None,
     ) -> None:
-        for path in (*(files or {}), *(paths or ())):
+        for path in files or {}:
             check_path(path)
         self._files = dict(files or {})
         self._editable = tuple(editable)
@@ -69,11 +67,10 @@ class TestsEvaluator(Evaluator):
         expected_tests = parse_expected(expected, groups, partial=partial)
         self._runner: CommandRunner
         if command is None:
-            _refuse_unless("a command", format=format, report=report, env=env, setup=setup)
+            _refuse_without_command(format=format, report=report, env=env, setup=setup)
             self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *protected)
-            self._runner = PytestRunner(expected_tests, paths, timeout_s)
+            self._runner = PytestRunner(expected_tests, timeout_s)
             return
-        _refuse_unless("no command", paths=paths)
         if format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
@@ -93,14 +90,10 @@ class TestsEvaluator(Evaluator):
         """Run the expected tests on the agent's work."""
         trusted = self._trusted_files(outcome.task)
         rules = Rules(protected=self._protected, editable=self._editable)
-        env = self._runner.env
         async with open_runner(
-            outcome, rules, start_deadline(outcome), trusted=trusted, env=env, with_diff=True
+            outcome, rules, trusted=trusted, env=self._runner.env, with_diff=True
         ) as runner:
-            verdict = await self._runner.prepare(outcome, runner)
-            if verdict is None:
-                await runner.sandbox.put(runner.sandbox.workdir, trusted)
-                verdict = await self._runner.run(outcome, runner, trusted)
+            verdict = await self._runner.run(outcome, runner, trusted)
             report = {"diff": runner.diff, "refused": runner.refused}
         return Verdict(verdict.reward, {**verdict.report, **report})
 
@@ -114,8 +107,8 @@ class TestsEvaluator(Evaluator):
         return bool(find_match(place, self._protected) and not find_match(place, self._editable))
 
 
-def _refuse_unless(what: str, **options: object) -> None:
+def _refuse_without_command(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
-            msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with {what}"
+            msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with a command"
             raise ConfigError(msg)

@@ -1,72 +1,8 @@
-"""Test programs that write nothing but text: unittest, cargo and whatever speaks TAP."""
+"""Test programs that write nothing but text: cargo and whatever speaks TAP."""
 
 import re
 
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
-
-# --------------------------------------------------------------------------- unittest
-_UNITTEST = re.compile(r" {0,2}(\w+) \(([\w.<>]+)\)")
-_UNITTEST_ENDS = {
-    "ok": TestOutcome.PASS,
-    "FAIL": TestOutcome.FAIL,
-    "ERROR": TestOutcome.FAIL,
-    "expected failure": TestOutcome.XFAIL,
-    "unexpected success": TestOutcome.FAIL,
-}
-_TROUBLE = re.compile(r"(ERROR|FAIL|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
-_FIXTURES = {"setUpClass", "tearDownClass", "setUpModule", "tearDownModule"}
-_RAN = re.compile(r"Ran (\d{1,9}) tests? in ")
-
-
-def normalize_unittest(name: str) -> str:
-    """Return the dotted name of a test."""
-    found = _UNITTEST.match(name)
-    if not found:
-        return name
-    function, where = found.groups()
-    return where if where.endswith(f".{function}") else f"{where}.{function}"
-
-
-def read_unittest(data: bytes) -> TestReport:
-    """Read output of ``python -m unittest -v`` on any Python, or of Django's runner.
-
-    Names are dotted, such as ``tests.test_bill.Zero.test_zero``. The lists of failures at the end
-    count too.
-    """
-    report = TestReport()
-    running, ran, after_rule = "", 0, False
-    for line in read_lines(data):
-        trouble = _TROUBLE.match(line) if after_rule else None
-        after_rule = line == "=" * 70
-        count = _RAN.match(line)
-        if count:
-            ran, report.complete, running = ran + int(count[1]), True, ""
-        elif trouble:
-            report.add(normalize_unittest(trouble[2]), TestOutcome.FAIL)
-            running = ""
-        else:
-            running = _step_unittest(report, running, line)
-    tests = sum(test.rpartition(".")[2] not in _FIXTURES for test in report.outcomes)
-    if report.complete and tests > ran:
-        report.inconsistency = f"{tests} tests are reported, unittest ran {ran}"
-    return report
-
-
-def _step_unittest(report: TestReport, running: str, line: str) -> str:
-    """Return the test that runs after this line."""
-    start = _UNITTEST.match(line)
-    if start:
-        running = normalize_unittest(start[0])
-    # A test may have written between its name and its end, or its docstring stands there.
-    end = line.rpartition(" ... ")[2] if " ... " in line else line
-    if start and line.count(" ... ") > 1:
-        return running  # its own output looks like a test
-    outcome = TestOutcome.SKIP if end.startswith("skipped ") else _UNITTEST_ENDS.get(end.strip())
-    if running and outcome is not None:
-        report.add(running, outcome, end if outcome is TestOutcome.SKIP else "")
-        return ""
-    return running
-
 
 # --------------------------------------------------------------------------- cargo
 _CARGO_RUNNING = re.compile(r"running (\d+) tests?$")
@@ -205,10 +141,10 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
     title = point[4][: directive.start()] if directive else point[4]
     title = title.strip().replace("\\#", "#").replace("\\\\", "\\")
     outcome = TestOutcome.PASS
-    if directive and directive[1].upper() == "SKIP":
+    if directive and (point[2] or directive[1].upper() == "SKIP"):
         outcome = TestOutcome.SKIP
     elif point[2]:
-        outcome = TestOutcome.XFAIL if directive else TestOutcome.FAIL
+        outcome = TestOutcome.FAIL
     depth = levels.index(level)
     for deeper in levels[depth + 1 :]:
         level.points += [(f"{title} > {name}", m, why) for name, m, why in deeper.points]
