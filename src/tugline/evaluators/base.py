@@ -18,7 +18,7 @@ import msgspec
 
 from tugline.sandbox.base import Content, Exit, Mount, Sandbox
 from tugline.sandbox.patch import Patch
-from tugline.types import Call, Reward, Task, Trace
+from tugline.types import Call, Reward, SpentLimit, Task, Trace
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -47,6 +47,8 @@ class SessionOutcome:
     """The traces built from `calls`."""
     exit: Exit | None = None
     """How the agent's program ended."""
+    spent: SpentLimit | None = None
+    """The budget that was spent when the agent asked for more."""
     sandbox: Sandbox | None = None
     """The agent's own sandbox, for evaluators that are `in_place`; no agent process is alive."""
     began: float = field(default_factory=time.monotonic)

@@ -124,15 +124,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluator's own."""
 
 
-class FilteredPatch(NamedTuple):
-    """A patch that may be applied, and the paths that were refused, each with the reason."""
-
-    patch: Patch
-    refused: dict[str, str]
-
-
-def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
-    """Remove what `rules` forbid from a patch. Pure."""
+def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
+    """Return what may be applied, and the paths that `rules` refuse, each with the reason. Pure."""
     refused: dict[str, str] = {}
     layout = _find_layout(rules)
     for path, change in patch.files.items():
@@ -145,7 +138,7 @@ def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
         sorted(stands - set(refused)), "stands in the way of what is protected"
     )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
-    return FilteredPatch(Patch(kept, patch.notes), refused)
+    return Patch(kept, patch.notes), refused
 
 
 def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:

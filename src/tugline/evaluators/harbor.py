@@ -164,28 +164,20 @@ class HarborEvaluator(Evaluator):
                 return failed
         if self._network:
             await allow_network(sandbox)
-        timeout_s = runner.cap_timeout(self._timeout_s)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={
                 **({"JUDGED": str(sandbox.home / _JUDGED)} if self._isolate else {}),
                 **expand_variables(self._env, self._pass),
             },
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
             log_name="tests",
         )
         log = await runner.read_tail("tests")
-        if end.timed_out:
-            return _HarborRun(end, None, f"not done within {timeout_s:g} s", log)
-        if end.code < 0:
-            return _HarborRun(end, None, f"ended by signal {-end.code}", log)
         try:
-            rewards = await self._read_rewards(sandbox)
+            return _HarborRun(end, await self._read_rewards(sandbox, end), "", log)
         except ValueError as error:
             return _HarborRun(end, None, str(error), log)
-        if rewards is None:
-            return _HarborRun(end, None, f"no reward was written (exit {end.code})", log)
-        return _HarborRun(end, rewards, "", log)
 
     async def _put_tests(self, runner: ScriptRunner) -> _HarborRun | None:
         """Put the tests into the agent's sandbox; return None if exactly they are there then."""
@@ -227,18 +219,22 @@ class HarborEvaluator(Evaluator):
         }
         return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
 
-    async def _read_rewards(self, sandbox: Sandbox) -> Mapping[str, float] | None:
+    async def _read_rewards(self, sandbox: Sandbox, end: Exit) -> Mapping[str, float]:
         """Return what the script wrote. Raises `ValueError` if it is no reward.
 
         Of two files the smaller reward counts: the script and the agent's code may each write one.
         """
+        if end.timed_out:
+            raise ValueError(f"not done within {end.seconds:.0f} s")
+        if end.code < 0:
+            raise ValueError(f"ended by signal {-end.code}")
         files = [
             parse_rewards(name, data)
             for name in _REWARDS
             if (data := await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)) is not None
         ]
         if not files:
-            return None
+            raise ValueError(f"no reward was written (exit {end.code})")
         rewards = files[0]
         value = self._select_reward(rewards)
         if len(files) > 1:

@@ -81,7 +81,6 @@ class QwenCode(_SettingsFile):
 
     name = "qwen_code"
     npm_package = "@qwen-code/qwen-code"
-    min_node = (22, 0)
     log_globs = (".qwen/projects/**/*.jsonl",)
     skills_folder = ".qwen/skills"
 

@@ -35,7 +35,6 @@ class Pi(preset.Preset):
 
     name = "pi"
     npm_package = "@earendil-works/pi-coding-agent"
-    min_node = (22, 19)
     log_globs = (".pi/agent/sessions/**/*.jsonl",)
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("@",)

@@ -59,8 +59,6 @@ class Preset(Harness):
     """Name of the npm package."""
     setup_script: ClassVar[str | None] = None
     """The package's install script that puts a native program in place."""
-    min_node: ClassVar[tuple[int, int]] = (20, 0)
-    """The oldest Node that runs the program."""
     command_marks: ClassVar[tuple[str, ...]] = ()
     """Characters that make the program take an instruction for a command or file of its own."""
 
@@ -77,7 +75,7 @@ class Preset(Harness):
 
     def make_package(self) -> Package:
         """The package of this version, from npm by default."""
-        return Npm(self.name, self.npm_package, self.version, self.setup_script, self.min_node)
+        return Npm(self.name, self.npm_package, self.version, self.setup_script)
 
     @abstractmethod
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class NodeMetrics:
         stats, node = self._node.stats, self._node.pools
         pools = {status.value: pool for status, pool in node.by_stage.items()}
         sessions = {name: pool.busy for name, pool in pools.items()}
-        sessions[Status.READY.value] = node.before_run - node.before_ready
+        sessions[Status.READY.value] = node.count({Status.INIT})
         tokens = {("trained", ""): stats.trained}
         tokens |= {("masked", reason.value): n for reason, n in stats.masked.items()}
         tokens |= {("dropped", reason.value): n for reason, n in stats.dropped.items()}
@@ -85,7 +85,7 @@ class NodeMetrics:
             "tugline_node_stage_slots": {name: pool.size for name, pool in pools.items()},
             "tugline_node_stage_waiting": {name: pool.waiting for name, pool in pools.items()},
             "tugline_node_stage_seconds": stats.stage_s,
-            "tugline_node_sessions": node.sessions,
+            "tugline_node_sessions": len(node.members),
             "tugline_node_room": node.count_room(),
             "tugline_node_admission_held": node.admission.waiting,
             "tugline_node_admission_held_seconds_total": node.admission.waited_s,

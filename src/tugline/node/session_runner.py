@@ -17,7 +17,7 @@ from tugline import log
 from tugline.errors import FencedError, ServerError, StoreError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
-from tugline.node.housekeeping import COMMITTED, Journal, PendingResult
+from tugline.node.housekeeping import COMMITTED, Journal
 from tugline.node.pools import Pools
 from tugline.node.telemetry import Rollout, Stats, Tracer
 from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
@@ -159,10 +159,7 @@ class SessionRunner:
 
         However long the server is away: to register would give their sessions to others.
         """
-        offers = [
-            self._spawn(self._offer(session, epoch), "offer")
-            for session, epoch in self.journal.list_pending()
-        ]
+        offers = [self._spawn(self._offer(name), "offer") for name in self.journal.list_pending()]
         if offers:
             await asyncio.wait(offers)
 
@@ -257,9 +254,9 @@ class SessionRunner:
         ended = time.time()
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
-        result = await self.journal.write(session.id, session.epoch, data)
+        await self.journal.write(session.directory.name, data)
         await self.logs.send(session)
-        await self._commit(result)
+        await self._commit(session.directory.name, data)
         if self._tracer is not None:
             await self._trace(self._tracer, session, trajectory, ended)
 
@@ -285,26 +282,26 @@ class SessionRunner:
             self._stats.untraced += 1
             _log.warning("no trace", session=session.id, error=describe(error))
 
-    async def _offer(self, session: str, epoch: int) -> None:
+    async def _offer(self, name: str) -> None:
         try:
-            result = await self.journal.read(session, epoch)
+            data = await self.journal.read(name)
         except OSError as error:  # it stays there, for the next start of this node
-            _log.error("result not read", session=session, error=str(error))
+            _log.error("result not read", result=name, error=str(error))
             return
-        if not await self._try_to_commit(result):
-            self._spawn(self._commit(result), "commit")
+        if not await self._try_to_commit(name, data):
+            self._spawn(self._commit(name, data), "commit")
 
-    async def _commit(self, result: PendingResult) -> None:
+    async def _commit(self, name: str, data: bytes) -> None:
         """Offer a result until the server has it or refuses it."""
-        while not await self._try_to_commit(result):  # noqa: ASYNC110 - the server tells nobody
+        while not await self._try_to_commit(name, data):  # noqa: ASYNC110 - the server tells nobody
             await asyncio.sleep(LAST_RETRY_S)
 
-    async def _try_to_commit(self, result: PendingResult) -> bool:
+    async def _try_to_commit(self, name: str, data: bytes) -> bool:
         """Offer a result; False if the server takes it only once the node has registered again."""
-        session, epoch, data = result
-        server = self._dispatcher.server
+        session, _, epoch = name.rpartition(".")
+        commit = self._dispatcher.server.commit
         try:
-            response = await self._dispatcher.call(lambda: server.commit(session, epoch, data))
+            response = await self._dispatcher.call(lambda: commit(session, int(epoch), data))
         except FencedError as error:
             self._stats.fenced += 1
             _log.warning("result fenced", session=session, error=str(error))
@@ -312,15 +309,15 @@ class SessionRunner:
             if error.status in {401, 403}:
                 return False
             _log.error("result refused", session=session, error=str(error))
-            await asyncio.to_thread(self.journal.set_aside, result)
-            await asyncio.to_thread(self._mark_done, self._folder / result.name)
+            await asyncio.to_thread(self.journal.set_aside, name)
+            await asyncio.to_thread(self._mark_done, self._folder / name)
             return True
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
             self._stats.requeued += requeued
             self._stats.committed += not requeued
-        await asyncio.to_thread(self._mark_done, self._folder / result.name)
-        await asyncio.to_thread(self.journal.remove, result)
+        await asyncio.to_thread(self._mark_done, self._folder / name)
+        await asyncio.to_thread(self.journal.remove, name)
         return True
 
     def _mark_done(self, directory: Path) -> None:
