@@ -110,16 +110,18 @@ class HarborEvaluator(Evaluator):
         self._least, self._greatest = reward_range
         self._env, self._pass = dict(env or {}), frozenset(pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
-        self._protected, self._editable = tuple(protected), tuple(editable)
         self.in_place, self._network = in_place, network
         self._isolate = isolate and not in_place
+        # Where the agent's code could see mounted tests, they are put there in `_put_tests`.
+        source = None if in_place or isolate else tests
+        self._mounts = (Mount(str(TESTS), source), Mount(str(LOGS)))
+        self._rules = Rules(protected=protected, editable=editable, mounts=self._mounts)
         self._proven = False
         """Whether the script has left a reward without an agent's work."""
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """The tests, unless the agent's code could see them there, and a folder for the reward."""
-        source = None if self.in_place or self._isolate else str(self._tests)
-        return (Mount(str(TESTS), source), Mount(str(LOGS)))
+        return self._mounts
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
         """Tests that an image contains are hidden from the agent."""
@@ -144,9 +146,7 @@ class HarborEvaluator(Evaluator):
     async def _run_on_work(self, outcome: SessionOutcome) -> _HarborRun:
         """Run the script on a fresh copy with the patch."""
         env = expand_variables(self._env, self._pass)
-        mounts = self.mounts(outcome.task)
-        rules = Rules(protected=self._protected, editable=self._editable, mounts=mounts)
-        async with open_runner(outcome, rules, env=env) as work:
+        async with open_runner(outcome, self._rules, env=env) as work:
             if not self._isolate:
                 return (await self._run(work))._replace(refused=work.refused)
             async with outcome.open_sandbox(outcome.task.files) as sandbox:

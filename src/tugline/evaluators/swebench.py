@@ -112,9 +112,11 @@ class SweBenchEvaluator(Evaluator):
                 script = f"{eval_script!r:.200}"
                 msg = f"evaluator 'swebench': eval_script is {script}, must print {mark!r}"
                 raise ConfigError(msg)
-        self._protected_files = tuple(check_path(path) for path in protected_files)
-        self._protected = (*PYTHON, *protected)
-        self._editable = tuple(editable)
+        self._rules = Rules(
+            trusted=tuple(check_path(path) for path in protected_files),
+            protected=(*PYTHON, *protected),
+            editable=editable,
+        )
         self._hides = tuple(hides)
         self._partial, self._network, self._timeout_s = partial, network, timeout_s
         self._row = {
@@ -148,10 +150,7 @@ class SweBenchEvaluator(Evaluator):
         """Run the script on the work, in a fresh sandbox."""
         spec = await asyncio.to_thread(self._make_spec)
         token = secrets.token_hex(8)
-        rules = Rules(
-            trusted=self._protected_files, protected=self._protected, editable=self._editable
-        )
-        async with open_runner(outcome, rules) as runner:
+        async with open_runner(outcome, self._rules) as runner:
             home = runner.sandbox.home
             await runner.sandbox.put(home, {_SCRIPT: _randomize_marks(spec.eval_script, token)})
             if self._network:

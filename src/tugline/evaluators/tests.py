@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 
 from tugline.errors import ConfigError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, find_match
+from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
 from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.scoring import Names, parse_expected
 from tugline.evaluators.script import open_runner
@@ -62,20 +62,19 @@ class TestsEvaluator(Evaluator):
         for path in files or {}:
             check_path(path)
         self._files = dict(files or {})
-        self._editable = tuple(editable)
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
         expected_tests = parse_expected(expected, groups, partial=partial)
         self._runner: CommandRunner
         if command is None:
             _refuse_without_command(format=format, report=report, env=env, setup=setup)
-            self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *protected)
+            self._rules = Rules(protected=(*PYTHON, *FOLDERS, *protected), editable=editable)
             self._runner = PytestRunner(expected_tests, timeout_s)
             return
         if format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
         usual = (pattern for language in FORMATS[format].languages for pattern in TESTS[language])
-        self._protected = (*usual, *protected)
+        self._rules = Rules(protected=(*usual, *protected), editable=editable)
         self._runner = CommandRunner(
             expected_tests,
             command=command,
@@ -89,9 +88,8 @@ class TestsEvaluator(Evaluator):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
         trusted = self._trusted_files(outcome.task)
-        rules = Rules(protected=self._protected, editable=self._editable)
         async with open_runner(
-            outcome, rules, trusted=trusted, env=self._runner.env, with_diff=True
+            outcome, self._rules, trusted=trusted, env=self._runner.env, with_diff=True
         ) as runner:
             verdict = await self._runner.run(outcome, runner, trusted)
             report = {"diff": runner.diff, "refused": runner.refused}
@@ -99,12 +97,9 @@ class TestsEvaluator(Evaluator):
 
     def _trusted_files(self, task: Task) -> dict[str, Content]:
         """Return files whose text is the task's, whatever the agent did to them."""
-        own = {p: text for p, text in task.files.items() if self._is_protected(p)}
+        files = task.files.items()
+        own = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
         return {**own, **self._runner.trusted_files(task, self._files)}
-
-    def _is_protected(self, path: str) -> bool:
-        place = PurePosixPath(path)
-        return bool(find_match(place, self._protected) and not find_match(place, self._editable))
 
 
 def _refuse_without_command(**options: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import ServerError, StoreError
-from tugline.protocol import Dispatcher, HeldSession, Work
+from tugline.protocol import Dispatcher, Work
 from tugline.rollout.stages import StageSlots
 from tugline.types import Status, Trajectory
 
@@ -71,10 +71,6 @@ class ActiveSession:
             self.stop_reason = self.stop_reason or reason
             if self.rollout is not None:
                 self.rollout.cancel()
-
-    def describe(self) -> HeldSession:
-        """The session as the server is told of it."""
-        return HeldSession(self.id, self.epoch, self.status)
 
 
 class LogSender:

@@ -106,7 +106,8 @@ class SessionRunner:
     # ----------------------------------------------------------------------- orders
     def list_held(self) -> tuple[HeldSession, ...]:
         """Every session that this node holds."""
-        return tuple(session.describe() for session in self.sessions.values())
+        sessions = self.sessions.values()
+        return tuple(HeldSession(one.id, one.epoch, one.status) for one in sessions)
 
     def is_needed(self, name: str) -> bool:
         """Whether ``<session>.<epoch>`` is active or not committed yet."""
