@@ -12,7 +12,7 @@ from containers import podman
 from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.test_runners import find_tests
+from tugline.evaluators.own_pytest import find_tests
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
