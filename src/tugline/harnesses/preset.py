@@ -78,16 +78,8 @@ class Preset(Harness):
         return Npm(self.name, self.npm_package, self.version, self.setup_script)
 
     @abstractmethod
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
-        """Arguments after the program's command, without the instruction."""
-
-    @abstractmethod
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Variables besides HOME."""
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings below the agent's home."""
-        return {}
+    def configure(self, context: LaunchContext) -> Launch:
+        """Arguments after the program's command, variables besides HOME, and settings."""
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
         """The instruction as the last arguments; None if the program reads it on stdin."""
@@ -102,15 +94,15 @@ class Preset(Harness):
         instruction = context.instruction
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
-        argv = (*self.package.command, *self.make_arguments(context))
-        files = self.make_files(context)
+        own = self.configure(context)
+        argv, files = (*self.package.command, *own.argv), dict(own.files)
         last = self.pass_instruction(instruction)
         if last is None:
             files[INSTRUCTION] = instruction
             argv = ("sh", "-c", 'exec "$@" < "$0"', f"{context.home}/{INSTRUCTION}", *argv)
         else:
             argv += last
-        env = {"HOME": context.home, **self.make_env(context), **self.package.env}
+        env = {"HOME": context.home, **own.env, **self.package.env}
         return Launch(argv=argv, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:
