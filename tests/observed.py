@@ -19,7 +19,7 @@ from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
 from tugline.node.settings import NodeSettings
-from tugline.node.telemetry import Telemetry, Tracer
+from tugline.node.telemetry import Tracer
 from tugline.protocol import ResultQuery
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
@@ -82,7 +82,6 @@ class Observed:
     control: ControlPlane
     node: Node
     gateway: Gateway
-    telemetry: Telemetry
     metrics: NodeMetrics
     engines: Engines
     pages: ServerMetrics
@@ -119,23 +118,17 @@ async def observed(
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )
-        telemetry = Telemetry(
-            node="here", model="scripted", calls=gateway.read_calls, tracer=tracer
-        )
-        stack.push_async_callback(telemetry.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
-        node = Node(
-            control.dispatcher, gateway, Parts(), folder / "node", settings, telemetry=telemetry
-        )
+        node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, tracer=tracer)
         engines = await enter(Engines([url]))
-        metrics = NodeMetrics(node, telemetry, gateway.traffic, engines)
+        metrics = NodeMetrics(node, gateway.traffic, engines)
         pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:
             async with asyncio.timeout(20):
                 while not node.id:  # noqa: ASYNC110 - until it has joined
                     await asyncio.sleep(0.005)
-            yield Observed(control, node, gateway, telemetry, metrics, engines, pages)
+            yield Observed(control, node, gateway, metrics, engines, pages)
         finally:
             node.drain()
             await asyncio.wait_for(working, 20)

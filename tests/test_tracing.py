@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
-from tugline.node.tracing import parse_links
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_engine import ScriptedEngine
@@ -43,14 +41,12 @@ TWICE = (
     "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
     "    r.urlopen(r.Request(url, body, head)).read()\n"
 )
-PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 TASK = Task(
     id="t",
     instruction="",
     harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", TWICE]}),
     evaluator=PluginSpec("tests"),
     files={"test_it.py": "def test_it():\n    pass\n"},
-    tags={"traceparent": PARENT},
 )
 SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
@@ -112,7 +108,6 @@ async def rolled(folder: Path) -> Rollout:
         stages=began,
         ended=time.time(),
         calls=calls,
-        node="here",
         model="scripted",
     )
 
@@ -138,8 +133,7 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
         await asyncio.to_thread(tracer.close)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
-    ours = hashlib.sha256(b"t-0.3").digest()[:16]
-    assert {span.trace_id for span in collector.spans} == {ours}
+    assert len({span.trace_id for span in collector.spans}) == 1
     by_name = {span.name: span for span in collector.spans}
     root, run = by_name["rollout"], by_name["invoke_agent shell"]
     stages = [span for span in collector.spans if span.parent_span_id == root.span_id]
@@ -148,9 +142,9 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
         ["init", "ready", "run", "build", "eval"]
     )
     assert root.parent_span_id == b""
-    assert [(link.trace_id, link.span_id) for link in root.links] == [(b"\xab" * 16, b"\xcd" * 8)]
     attributes = values(root)
     assert attributes["tugline.session"] == attributes["gen_ai.conversation.id"] == "t-0"
+    assert attributes["tugline.node"] == "here"
     assert attributes["tugline.status"] == "completed"
     assert attributes["tugline.tokens.sampled"] == rollout.trajectory.ledger.sampled
     (judged,) = by_name["eval"].events
@@ -219,14 +213,6 @@ async def test_a_failure_is_reported_where_it_happened() -> None:
     }
     root = next(span for span in collector.spans if span.name == "rollout")
     assert values(root)["error.type"] == "harness"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "00-zz-1-01", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01", PARENT + "x", "ab" * 27]
-)
-def test_a_parent_that_is_none_is_no_link(text: str) -> None:
-    """A tag that does not follow W3C Trace Context costs the link, not the session."""
-    assert parse_links(structs.replace(TASK, tags={"traceparent": text})) == []
 
 
 def test_the_environment_switches_it_on() -> None:

@@ -21,7 +21,7 @@ import pytest
 from rig import in_turn, rig
 from tugline.errors import HarnessError
 from tugline.harnesses.install import install_once, run_installer
-from tugline.harnesses.npm import Npm
+from tugline.harnesses.npm import find_node
 from tugline.sandbox.cache import cache_folder
 from tugline.types import Branch
 
@@ -88,7 +88,7 @@ async def find_python_packages() -> Path:
 
 async def find_node_packages() -> tuple[Path, Path]:
     """Node, and the folder with the AI SDK; installed on first use."""
-    node, npm = await Npm("frameworks", "ai", "7.0.173", min_node=(22, 0)).find_node()
+    node, npm = find_node()
     folder = cache_folder() / "frameworks-npm" / hash_of(" ".join(AI_SDK).encode())
 
     async def fill(fresh: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rig import Play, in_turn, rig, says
 from tugline.harnesses.install import install_once, run_installer
-from tugline.harnesses.npm import Npm
+from tugline.harnesses.npm import find_node
 from tugline.sandbox.cache import cache_folder
 from tugline.testing.scripted_engine import Reply
 from tugline.types import CallOutcome, Ids
@@ -30,7 +30,7 @@ GONE_S = 5.0
 
 async def install() -> tuple[Path, Path]:
     """Node, and the folder that has the SDKs; downloaded on first use."""
-    node, npm = await Npm("sdks", "openai", "7.55.0").find_node()
+    node, npm = find_node()
     folder = cache_folder() / "npm-sdks" / "-".join(sdk.rpartition("@")[2] for sdk in SDKS)
 
     async def fill(fresh: Path) -> None:

@@ -26,16 +26,15 @@ TEST = (
     "    def test_total(self):\n        self.assertEqual(total(1, 2), 3)\n"
     "    def test_zero(self):\n        self.assertEqual(total(0, 0), 0)\n"
 )
-TOTAL, ZERO = "test_bill.Bill.test_total", "test_bill.Bill.test_zero"
-UNITTEST: dict[str, Any] = {"command": "python3 -m unittest -v", "format": "unittest"}
+TOTAL, ZERO = "test_bill.py::Bill::test_total", "test_bill.py::Bill::test_zero"
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """Our own plug-ins take seconds to import."""
-PYTEST: dict[str, Any] = {
+JUNIT: dict[str, Any] = {
     "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}"],
     "format": "junit",
     "env": ALONE,
 }
-PYTEST_OUTPUT: dict[str, Any] = {
+PYTEST: dict[str, Any] = {
     "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-q"],
     "format": "pytest",
     "env": {**ALONE, "PYTEST_ADDOPTS": "-p no:faulthandler"},
@@ -50,17 +49,10 @@ def judge(tmp_path: Path) -> Judge:
     return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), base)
 
 
-@pytest.mark.parametrize(
-    "options", [UNITTEST, PYTEST, PYTEST_OUTPUT], ids=["unittest", "junit", "pytest"]
-)
+@pytest.mark.parametrize("options", [JUNIT, PYTEST], ids=["junit", "pytest"])
 async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[str, Any]) -> None:
     """What the runner says of each expected test makes the reward, its parts and the report."""
-    names = (
-        [TOTAL, ZERO]
-        if options is UNITTEST
-        else [f"test_bill.py::Bill::test_{n}" for n in ("total", "zero")]
-    )
-    tests = TestsEvaluator(**options, fail_to_pass=names[:1], pass_to_pass=names[1:])
+    tests = TestsEvaluator(**options, fail_to_pass=[TOTAL], pass_to_pass=[ZERO])
     verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
     assert verdict.reward.parts == {
@@ -74,7 +66,7 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
     verdict = await judge(tests, {})
     assert (verdict.reward.value, verdict.reward.parts["fail_to_pass"]) == (0.0, 0.0)
     assert verdict.reward.parts["pass_to_pass"] == 1.0
-    assert list(verdict.report["failed"]) == names[:1]
+    assert list(verdict.report["failed"]) == [TOTAL]
 
 
 async def test_every_run_of_pytest_counts(judge: Judge) -> None:
@@ -82,36 +74,27 @@ async def test_every_run_of_pytest_counts(judge: Judge) -> None:
     judge.base["test_more.py"] = "def test_more():\n    pass\n"
     run = "python3 -m pytest -q -p no:cacheprovider"
     mend = "sed -i 's/a - b/a + b/' bill.py"
-    total, *rest = ("test_bill.py::Bill::test_total", "test_bill.py::Bill::test_zero")
-    rest.append("test_more.py::test_more")
     tests = TestsEvaluator(
         command=f"{run}; {mend}; {run} test_bill.py",
         format="pytest",
-        expected=[total, *rest],
+        expected=[TOTAL, ZERO, "test_more.py::test_more"],
         env=ALONE,
     )
     verdict = await judge(tests)
-    assert (list(verdict.report["failed"]), verdict.report["missing"]) == ([total], [])
+    assert (list(verdict.report["failed"]), verdict.report["missing"]) == ([TOTAL], [])
     assert verdict.reward.parts == {"passed": 2.0, "total": 3.0}
 
 
 async def test_credit_may_be_partial(judge: Judge) -> None:
     """With `partial`, the reward is the share of expected tests that came true."""
-    verdict = await judge(TestsEvaluator(**UNITTEST, expected=[TOTAL, ZERO], partial=True))
+    verdict = await judge(TestsEvaluator(**PYTEST, expected=[TOTAL, ZERO], partial=True))
     assert verdict.reward.value == 0.5
-
-
-async def test_a_test_may_be_expected_to_fail(judge: Judge) -> None:
-    """Data sets that record outcomes name what must fail, too."""
-    tests = TestsEvaluator(**UNITTEST, expected={TOTAL: "fail", ZERO: "pass"})
-    assert (await judge(tests)).reward.value == 1.0
-    assert (await judge(tests, GOOD)).reward.value == 0.0
 
 
 async def test_without_a_list_all_must_pass(judge: Judge) -> None:
     """Then the exit code counts as well."""
-    assert (await judge(TestsEvaluator(**UNITTEST), GOOD)).reward.value == 1.0
-    verdict = await judge(TestsEvaluator(**UNITTEST))
+    assert (await judge(TestsEvaluator(**PYTEST), GOOD)).reward.value == 1.0
+    verdict = await judge(TestsEvaluator(**PYTEST))
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
     lies = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
     verdict = await judge(lies)
@@ -125,10 +108,10 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
         "test_hidden.py": "",
     }
     tests = TestsEvaluator(
-        **UNITTEST,
+        **PYTEST,
         setup=["sh", "setup.sh"],
-        files={"test_hidden.py": TEST, "sub/x/test_deep.py": "raise SystemExit\n"},
-        expected=[f"test_hidden.Bill.test_{name}" for name in ("total", "zero")],
+        files={"test_hidden.py": TEST, "sub/x/deep.py": "raise SystemExit\n"},
+        expected=[f"test_hidden.py::Bill::test_{name}" for name in ("total", "zero")],
     )
     verdict = await judge(tests, {**patch, **GOOD})
     assert verdict.reward.value == 1.0, verdict.report
@@ -143,17 +126,17 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
             "test_bill.py": "import unittest\nclass Bill(unittest.TestCase):\n"
             "    def test_total(self): pass\n    def test_zero(self): pass\n"
         },
-        {"unittest/__init__.py": "", "unittest/__main__.py": "print('x')\n"},
+        {"pytest/__init__.py": "", "pytest/__main__.py": "print('x')\n"},
         {"sitecustomize.py": "import os\nos._exit(0)\n"},
         {"bill.py": "import os\nos._exit(0)\n"},
-        {"bill.py": f"print('{TOTAL} ... ok')\nprint('Ran 1 test in 0.1s')\n" + BILL},
+        {"bill.py": f"print('{TOTAL} PASSED')\nprint('2 passed in 0.1s')\n" + BILL},
         {"test_bill.py": FileChange(b"/dev/null", link=True)},
     ],
     ids=["edits tests", "shadows", "sitecustomize", "exits", "prints results", "links tests away"],
 )
 async def test_cheating_does_not_pay(judge: Judge, files: dict[str, str]) -> None:
     """Whatever is done to the tests or their runner, unsolved is not rewarded."""
-    verdict = await judge(TestsEvaluator(**UNITTEST, expected=[TOTAL, ZERO]), files)
+    verdict = await judge(TestsEvaluator(**PYTEST, expected=[TOTAL, ZERO]), files)
     assert verdict.reward.value == 0.0, verdict.report
 
 
@@ -271,8 +254,8 @@ async def test_settings_that_tools_read_by_themselves_are_refused(judge: Judge) 
 async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
     """`editable` takes a pattern out, `protected` adds one."""
     files = {"setup.cfg": "", "bill.lock": ""}
-    assert list((await judge(TestsEvaluator(**UNITTEST), files)).report["refused"]) == ["setup.cfg"]
-    tests = TestsEvaluator(**UNITTEST, editable=["setup.cfg"], protected=["*.lock"])
+    assert list((await judge(TestsEvaluator(**PYTEST), files)).report["refused"]) == ["setup.cfg"]
+    tests = TestsEvaluator(**PYTEST, editable=["setup.cfg"], protected=["*.lock"])
     assert list((await judge(tests, files)).report["refused"]) == ["bill.lock"]
 
 

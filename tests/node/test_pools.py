@@ -87,18 +87,18 @@ async def test_room_is_what_can_begin_at_once() -> None:
         slots = [stack.enter_context(node.enter("a", n, None)) for n in range(3)]
         assert node.count_room() == 0
         for one in slots:
-            one.note_passed(Status.INIT)
+            one.passed = Status.INIT
         assert node.count_room() == 2  # slots 4 + 1 ahead - 3
         low = Pools(NodeSettings(slots=4, ready_max=1), Admission(), read_available_mb=lambda: 0.0)
         assert low.count_room() == 4
         for one in slots:
-            one.note_passed(Status.RUN)
+            one.passed = Status.RUN
         more = [stack.enter_context(node.enter("b", n, None)) for n in range(5)]
         for one in more:
-            one.note_passed(Status.RUN)
-        assert node.sessions == 8
+            one.passed = Status.RUN
+        assert len(node.members) == 8
         assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
-    assert (node.sessions, node.before_run, node.before_ready) == (0, 0, 0)
+    assert not node.members
 
 
 async def test_groups_are_numbered_as_they_come() -> None:
@@ -108,4 +108,5 @@ async def test_groups_are_numbered_as_they_come() -> None:
         assert (first.turn, other.turn) == ((0, 0), (1, 1))
         with node.enter("a", 1, None) as second:
             assert second.turn == (0, 1)
-    assert not node._groups
+    with node.enter("a", 0, None) as again:
+        assert again.turn == (2, 0)

@@ -69,7 +69,7 @@ MINE = f"{__name__}:Typed"
         ("harness", "codex", {"context_window": 2**70}, "options cannot be stored: "),
         ("runtime", "bubblewrap", {"allow": "a:1"}, "allow is 'a:1', must be a list"),
         ("runtime", "local", {"grace_s": "x"}, "grace_s is 'x', must be a number"),
-        ("evaluator", "tests", {"paths": "a.py"}, "paths is 'a.py', must be a list or null"),
+        ("evaluator", "tests", {"expected": "a"}, "expected is 'a', must be a list or null"),
         ("evaluator", "function", {"target": 5}, "target is 5, must be a string"),
     ],
 )

@@ -34,12 +34,10 @@ class Sandboxes:
                 self.closed += 1
 
 
-async def prepared(
-    sandboxes: Sandboxes, places: asyncio.Semaphore | None = None
-) -> PrewarmedSandbox:
+async def prepared(sandboxes: Sandboxes) -> PrewarmedSandbox:
     """A sandbox ahead, opened."""
     prewarmed = PrewarmedSandbox(sandboxes.open)
-    prewarmed.prepare(places)
+    prewarmed.prepare()
     async with asyncio.timeout(5):
         while not (sandboxes.opened or sandboxes.broken):  # noqa: ASYNC110 - a file's doing
             await asyncio.sleep(0.005)
@@ -93,15 +91,12 @@ async def test_a_sandbox_that_cannot_be_opened_ahead_is_tried_again(tmp_path: Pa
 
 
 async def test_a_sandbox_that_nobody_wants_is_closed(tmp_path: Path) -> None:
-    """Also one that is not open yet, and one for which there was no place."""
-    sandboxes, places = Sandboxes(tmp_path), asyncio.Semaphore(1)
-    prewarmed = await prepared(sandboxes, places)
-    assert places.locked()
-    other = await prepared(sandboxes, places)
-    await other.aclose()
+    """Also one that is not open yet."""
+    sandboxes = Sandboxes(tmp_path)
+    prewarmed = await prepared(sandboxes)
     await prewarmed.aclose()
-    assert (len(sandboxes.opened), sandboxes.closed, places.locked()) == (1, 1, False)
+    assert (len(sandboxes.opened), sandboxes.closed) == (1, 1)
     early = PrewarmedSandbox(sandboxes.open)
-    early.prepare(None)
+    early.prepare()
     await early.aclose()
     assert len(sandboxes.opened) - sandboxes.closed == 0

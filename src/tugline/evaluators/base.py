@@ -7,17 +7,18 @@ did, an endless loop or a deleted file included, results in a `Verdict`. An eval
 (I5).
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tugline.sandbox.base import Content, Exit, Mount, Sandbox
 from tugline.sandbox.patch import Patch
-from tugline.types import Call, Reward, Task, Trace
+from tugline.types import Call, Reward, SpentLimit, Task, Trace
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -46,8 +47,12 @@ class SessionOutcome:
     """The traces built from `calls`."""
     exit: Exit | None = None
     """How the agent's program ended."""
+    spent: SpentLimit | None = None
+    """The budget that was spent when the agent asked for more."""
     sandbox: Sandbox | None = None
     """The agent's own sandbox, for evaluators that are `in_place`; no agent process is alive."""
+    began: float = field(default_factory=time.monotonic)
+    """When the evaluation began; its time limit counts from then."""
 
 
 class Evaluator(ABC):

@@ -123,16 +123,13 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     mounts: Sequence[Mount] = ()
     """The evaluator's own."""
 
-
-class FilteredPatch(NamedTuple):
-    """A patch that may be applied, and the paths that were refused, each with the reason."""
-
-    patch: Patch
-    refused: dict[str, str]
+    def find_protected(self, path: PurePosixPath) -> str | None:
+        """Return the pattern that protects a path, unless it is editable."""
+        return None if find_match(path, self.editable) else find_match(path, self.protected)
 
 
-def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
-    """Remove what `rules` forbid from a patch. Pure."""
+def filter_patch(patch: Patch, rules: Rules) -> tuple[Patch, dict[str, str]]:
+    """Return what may be applied, and the paths that `rules` refuse, each with the reason. Pure."""
     refused: dict[str, str] = {}
     layout = _find_layout(rules)
     for path, change in patch.files.items():
@@ -145,7 +142,7 @@ def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
         sorted(stands - set(refused)), "stands in the way of what is protected"
     )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
-    return FilteredPatch(Patch(kept, patch.notes), refused)
+    return Patch(kept, patch.notes), refused
 
 
 def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
@@ -227,8 +224,7 @@ def _find_reasons(
         yield "belongs to git"
     if unasked := find_match(path, AUTOLOADED):
         yield f"would be loaded automatically ({unasked})"
-    pattern = find_match(path, rules.protected)
-    if pattern and not find_match(path, rules.editable):
+    if pattern := rules.find_protected(path):
         yield f"is protected ({pattern})"
     if shadowed := _find_shadowed(path, change, rules, layout):
         yield f"would be imported in place of {shadowed}"

@@ -26,15 +26,14 @@ class FunctionEvaluator(Evaluator):
     """`target` is called with the outcome and `options` as keyword arguments.
 
     It returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and further named
-    numbers, the parts. `opens_sandbox` says whether a sandbox should be prewarmed for it.
+    numbers, the parts.
     """
 
-    def __init__(
-        self, *, target: str, options: Mapping[str, Any] | None = None, opens_sandbox: bool = False
-    ) -> None:
+    opens_sandbox = False
+
+    def __init__(self, *, target: str, options: Mapping[str, Any] | None = None) -> None:
         self._name, self._function = target, _load(target)
         self._options = dict(options or {})
-        self.opens_sandbox = opens_sandbox
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Call the function; what it raises is no verdict, and never the agent's fault."""

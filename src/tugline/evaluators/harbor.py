@@ -30,7 +30,7 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules
-from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
+from tugline.evaluators.script import ScriptRunner, allow_network, open_runner
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.schema import PositiveFloat
@@ -110,16 +110,18 @@ class HarborEvaluator(Evaluator):
         self._least, self._greatest = reward_range
         self._env, self._pass = dict(env or {}), frozenset(pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
-        self._protected, self._editable = tuple(protected), tuple(editable)
         self.in_place, self._network = in_place, network
         self._isolate = isolate and not in_place
+        # Where the agent's code could see mounted tests, they are put there in `_put_tests`.
+        source = None if in_place or isolate else tests
+        self._mounts = (Mount(str(TESTS), source), Mount(str(LOGS)))
+        self._rules = Rules(protected=protected, editable=editable, mounts=self._mounts)
         self._proven = False
         """Whether the script has left a reward without an agent's work."""
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """The tests, unless the agent's code could see them there, and a folder for the reward."""
-        source = None if self.in_place or self._isolate else str(self._tests)
-        return (Mount(str(TESTS), source), Mount(str(LOGS)))
+        return self._mounts
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
         """Tests that an image contains are hidden from the agent."""
@@ -130,28 +132,25 @@ class HarborEvaluator(Evaluator):
         if not (self._tests / SCRIPT).is_file():
             msg = f"evaluator 'harbor': there is no {SCRIPT} in {self._tests} on this node"
             raise EvaluatorError(msg)
-        deadline = start_deadline(outcome)
         if self.in_place:
             if outcome.sandbox is None:
                 msg = "evaluator 'harbor': in_place needs the agent's sandbox, which is gone"
                 raise EvaluatorError(msg)
-            run = await self._run(ScriptRunner(outcome.sandbox, deadline))
+            run = await self._run(ScriptRunner(outcome.sandbox, outcome))
         else:
-            run = await self._run_on_work(outcome, deadline)
+            run = await self._run_on_work(outcome)
         if run.rewards is None and not run.exit.timed_out:
-            await self._check_without_work(outcome, run, deadline)
+            await self._check_without_work(outcome, run)
         return self._score(run, outcome)
 
-    async def _run_on_work(self, outcome: SessionOutcome, deadline: float) -> _HarborRun:
+    async def _run_on_work(self, outcome: SessionOutcome) -> _HarborRun:
         """Run the script on a fresh copy with the patch."""
         env = expand_variables(self._env, self._pass)
-        mounts = self.mounts(outcome.task)
-        rules = Rules(protected=self._protected, editable=self._editable, mounts=mounts)
-        async with open_runner(outcome, rules, deadline, env=env) as work:
+        async with open_runner(outcome, self._rules, env=env) as work:
             if not self._isolate:
                 return (await self._run(work))._replace(refused=work.refused)
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
-                script = ScriptRunner(sandbox, deadline)
+                script = ScriptRunner(sandbox, outcome)
                 await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
                 run = await _run_beside(self._run(script), _run_asked(script, work))
                 return run._replace(refused=work.refused)
@@ -165,29 +164,20 @@ class HarborEvaluator(Evaluator):
                 return failed
         if self._network:
             await allow_network(sandbox)
-        timeout_s = runner.cap_timeout(self._timeout_s)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={
-                "HOME": str(sandbox.home),
                 **({"JUDGED": str(sandbox.home / _JUDGED)} if self._isolate else {}),
                 **expand_variables(self._env, self._pass),
             },
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
             log_name="tests",
         )
         log = await runner.read_tail("tests")
-        if end.timed_out:
-            return _HarborRun(end, None, f"not done within {timeout_s:g} s", log)
-        if end.code < 0:
-            return _HarborRun(end, None, f"ended by signal {-end.code}", log)
         try:
-            rewards = await self._read_rewards(sandbox)
+            return _HarborRun(end, await self._read_rewards(sandbox, end), "", log)
         except ValueError as error:
             return _HarborRun(end, None, str(error), log)
-        if rewards is None:
-            return _HarborRun(end, None, f"no reward was written (exit {end.code})", log)
-        return _HarborRun(end, rewards, "", log)
 
     async def _put_tests(self, runner: ScriptRunner) -> _HarborRun | None:
         """Put the tests into the agent's sandbox; return None if exactly they are there then."""
@@ -195,12 +185,8 @@ class HarborEvaluator(Evaluator):
         files = await asyncio.to_thread(_read_folder, self._tests)
         folder = f".tests-{secrets.token_hex(8)}"
         await sandbox.put(sandbox.home, {f"{folder}/{path}": file for path, file in files.items()})
-        end = await sandbox.run(
-            ("sh", "-c", _PLACE, str(sandbox.home / folder)),
-            env={"HOME": str(sandbox.home)},
-            timeout_s=_PLACE_S,
-            log_name="place",
-        )
+        argv = ("sh", "-c", _PLACE, str(sandbox.home / folder))
+        end = await runner.run(argv, timeout_s=_PLACE_S, log_name="place")
         for path, file in files.items():
             if await sandbox.get(TESTS / path, max_bytes=_MAX_TESTS_BYTES) != file.data:
                 return _HarborRun(end, None, f"{TESTS / path} could not be put there")
@@ -209,13 +195,11 @@ class HarborEvaluator(Evaluator):
                 return _HarborRun(end, None, f"{LOGS} could not be emptied")
         return None
 
-    async def _check_without_work(
-        self, outcome: SessionOutcome, run: _HarborRun, deadline: float
-    ) -> None:
+    async def _check_without_work(self, outcome: SessionOutcome, run: _HarborRun) -> None:
         """Raises `EvaluatorError` if there is no reward without the agent's work either."""
         if self._proven:
             return
-        control = await self._run_on_work(replace(outcome, patch=Patch()), deadline)
+        control = await self._run_on_work(replace(outcome, patch=Patch()))
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {run.reason}, and without the work: {control.reason}"
             raise EvaluatorError(f"{msg}: {control.log[-300:]}" if control.log else msg)
@@ -235,18 +219,22 @@ class HarborEvaluator(Evaluator):
         }
         return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
 
-    async def _read_rewards(self, sandbox: Sandbox) -> Mapping[str, float] | None:
+    async def _read_rewards(self, sandbox: Sandbox, end: Exit) -> Mapping[str, float]:
         """Return what the script wrote. Raises `ValueError` if it is no reward.
 
         Of two files the smaller reward counts: the script and the agent's code may each write one.
         """
+        if end.timed_out:
+            raise ValueError(f"not done within {end.seconds:.0f} s")
+        if end.code < 0:
+            raise ValueError(f"ended by signal {-end.code}")
         files = [
             parse_rewards(name, data)
             for name in _REWARDS
             if (data := await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)) is not None
         ]
         if not files:
-            return None
+            raise ValueError(f"no reward was written (exit {end.code})")
         rewards = files[0]
         value = self._select_reward(rewards)
         if len(files) > 1:
@@ -296,7 +284,6 @@ async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:
         words = os.fsdecode(argv).split("\0")[:-1]
         end = await work.run(
             ("sh", "-c", _REDIRECT, str(runs.home / str(number)), *words),
-            env={"HOME": str(runs.home)},
             timeout_s=_ASKED_S,
             log_name=log_name,
         )

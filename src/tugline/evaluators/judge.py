@@ -32,7 +32,7 @@ MAX_SCORE = 10
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES, _CHUNK_BYTES = 1 << 20, 64 << 10
 _log = log.get("evaluators.judge")
 _RULES = Path(__file__).with_name("judge_rules.txt").read_text(encoding="utf-8").rstrip()
 
@@ -156,20 +156,20 @@ class JudgeEvaluator(Evaluator):
         raise EvaluatorError(msg)
 
     async def _post(self, http: aiohttp.ClientSession, data: bytes) -> bytes:
+        answer = b""
         try:
             async with http.post(self._url, data=data, headers=self._headers()) as reply:
-                answer = await reply.content.read(_MAX_ANSWER_BYTES) if reply.status != 200 else b""
-                while reply.status == 200 and (more := await reply.content.read(_MAX_ANSWER_BYTES)):
-                    answer += more
+                async for chunk in reply.content.iter_chunked(_CHUNK_BYTES):
+                    answer += chunk
                     if len(answer) > _MAX_ANSWER_BYTES:
                         raise _RetryableError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
-                status, after = reply.status, reply.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _RetryableError(str(error) or f"no answer in {self._timeout_s:g} s") from error
-        if status == 200:
+        if reply.status == 200:
             return answer
-        reason = f"HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
-        if status in _RETRIED:
+        reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
+        if reply.status in _RETRIED:
+            after = reply.headers.get("Retry-After", "")
             raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
         raise EvaluatorError(f"judge {self._url}: {reason}")
 

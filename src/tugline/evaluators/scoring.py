@@ -6,6 +6,7 @@ results that the test program's own count contradicts are an `inconsistency`.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -32,8 +33,7 @@ class TestOutcome(StrEnum):
 
     FAIL = "fail"
     SKIP = "skip"
-    XFAIL = "xfail"
-    """An expected failure."""
+    """Skipped, or an expected failure."""
     PASS = "pass"  # noqa: S105 - no secret
 
 
@@ -101,34 +101,30 @@ _MAX_NAMES = 50
 
 Names = Sequence[Annotated[str, msgspec.Meta(min_length=1)]]
 """Names of tests, as an option of an evaluator."""
-Expected = Names | Mapping[str, TestOutcome]
-"""Tests that must pass, or the outcome of each."""
 
 
 class ExpectedTests(msgspec.Struct, frozen=True):
-    """The expected outcome of each test, by name; None: every reported test must pass."""
+    """The tests that must pass; None: every reported test must."""
 
-    tests: dict[str, TestOutcome] | None = None
+    tests: tuple[str, ...] | None = None
     groups: dict[str, tuple[str, ...]] = {}
     """Lists of tests whose share is a part of the reward, by name of the part."""
     partial: bool = False
-    """Whether the reward is the share of tests with the expected outcome, or all or nothing."""
+    """Whether the reward is the share of tests that passed, or all or nothing."""
 
 
 def parse_expected(
-    expected: Expected | None, groups: Mapping[str, Names | None], *, partial: bool
+    expected: Names | None, groups: Mapping[str, Names | None], *, partial: bool
 ) -> ExpectedTests:
     """Combine the options of a task. Raises `ConfigError` if no test is expected."""
     lists = {option: tuple(names) for option, names in groups.items() if names is not None}
-    tests = {name: TestOutcome.PASS for names in lists.values() for name in names}
-    if isinstance(expected, Mapping):
-        tests |= {name: TestOutcome(outcome) for name, outcome in expected.items()}
-    elif expected is not None:
-        tests |= dict.fromkeys(expected, TestOutcome.PASS)
-    if not tests and (lists or expected is not None):
+    if expected is None and not lists:
+        return ExpectedTests(partial=partial)
+    tests = dict.fromkeys(itertools.chain(expected or (), *lists.values()))
+    if not tests:
         msg = "evaluator 'tests': no test is expected; leave `expected` out to ask for all"
         raise ConfigError(msg)
-    return ExpectedTests(tests or None, lists, partial)
+    return ExpectedTests(tuple(tests), lists, partial)
 
 
 def score(
@@ -143,22 +139,20 @@ def score(
 
     `codes` are the exit codes of a run in which all tests may have passed; empty: any.
     """
-    tests = expected.tests
-    if tests is None:
-        tests = dict.fromkeys(report.outcomes, TestOutcome.PASS)
+    tests = report.outcomes if expected.tests is None else expected.tests
     outcomes = {test: report.find(normalize(test)) for test in tests}
-    met = {test for test, outcome in outcomes.items() if outcome is tests[test]}
+    passed = {test for test, outcome in outcomes.items() if outcome is TestOutcome.PASS}
     trouble = _find_trouble(report, end)
-    share = len(met) / len(tests) if tests and not trouble else 0.0
+    share = len(passed) / len(tests) if tests and not trouble else 0.0
     good = share == 1.0 and (not codes or end.code in codes)
     failed = {
         test: report.find_reason(normalize(test)) or outcome.value
         for test, outcome in outcomes.items()
-        if outcome and test not in met
+        if outcome and test not in passed
     }
     details: dict[str, Any] = {
-        "reason": trouble or _give_reason(len(tests) - len(met), len(tests), end, good=good),
-        "passed": len(met),
+        "reason": trouble or _give_reason(len(tests) - len(passed), len(tests), end, good=good),
+        "passed": len(passed),
         "total": len(tests),
         "failed": dict(list(failed.items())[:_MAX_NAMES]),
         "missing": sorted(test for test, found in outcomes.items() if found is None)[:_MAX_NAMES],
@@ -166,9 +160,9 @@ def score(
         "timed_out": end.timed_out,
         "seconds": round(end.seconds, 3),
     }
-    parts = {"passed": float(len(met)), "total": float(len(tests))}
+    parts = {"passed": float(len(passed)), "total": float(len(tests))}
     for group, names in expected.groups.items():
-        parts[group] = len(met & set(names)) / len(names) if names else 1.0
+        parts[group] = len(passed & set(names)) / len(names) if names else 1.0
     return Verdict(Reward(share if expected.partial else float(good), parts), details)
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -44,16 +45,20 @@ _MAX_FILE_BYTES = 256 << 10
 class ScriptRunner:
     """Runs scripts in `sandbox` until the deadline of an evaluation."""
 
-    def __init__(self, sandbox: Sandbox, deadline: float) -> None:
-        """`deadline` is a time of `time.monotonic`."""
-        self.sandbox, self.deadline = sandbox, deadline
+    def __init__(self, sandbox: Sandbox, outcome: SessionOutcome) -> None:
+        self.sandbox, self._deadline = sandbox, outcome.began + outcome.timeout_s
         self.refused: dict[str, str] = {}
         """Paths of the patch that were not applied, each with the reason."""
         self.diff = ""
         """The whole patch, if it was requested."""
 
     async def run(
-        self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        log_name: str,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> Exit:
         """Run a program for at most `timeout_s`, and until the deadline.
 
@@ -68,7 +73,7 @@ class ScriptRunner:
 
     def cap_timeout(self, timeout_s: float) -> float:
         """Return `timeout_s`, or the seconds until the deadline if that is nearer."""
-        return min(timeout_s, max(self.deadline - time.monotonic(), _LEAST_S))
+        return min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:
         """Return the first `head` and the last `tail` bytes of a program's output."""
@@ -80,16 +85,10 @@ class ScriptRunner:
         return (await self.read_log(log_name, tail=size)).decode(errors="replace")
 
 
-def start_deadline(outcome: SessionOutcome) -> float:
-    """Return the time of `time.monotonic` at which an evaluation that begins now is over."""
-    return time.monotonic() + outcome.timeout_s
-
-
 @contextlib.asynccontextmanager
 async def open_runner(
     outcome: SessionOutcome,
     rules: Rules,
-    deadline: float,
     *,
     trusted: Mapping[str, Content] | None = None,
     env: Mapping[str, str] | None = None,
@@ -103,7 +102,7 @@ async def open_runner(
     trusted = trusted or {}
     async with outcome.open_sandbox({}) as sandbox:
         workdir = sandbox.workdir
-        runner = ScriptRunner(sandbox, deadline)
+        runner = ScriptRunner(sandbox, outcome)
         fresh = await _inspect_tree(runner, outcome, env or {})
         rules = msgspec.structs.replace(
             rules, trusted=tuple(trusted) or rules.trusted, fresh=fresh, workdir=workdir
@@ -156,7 +155,6 @@ async def _run_on_paths(
     home = runner.sandbox.home
     await runner.sandbox.put(home, {_PATHS: "".join(f"{path}\0" for path in paths)})
     argv = ("sh", "-c", script, str(home / _PATHS), *args)
-    env = {**env, "HOME": str(home)}
     await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name="paths")
     await runner.sandbox.put(home, {_PATHS: None})
 

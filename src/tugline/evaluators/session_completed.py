@@ -25,17 +25,11 @@ class SessionCompletedEvaluator(Evaluator):
 
 def _find_reason(outcome: SessionOutcome) -> str:
     """Return what ended the agent; empty if it ended by itself."""
-    end, calls, limits = outcome.exit, outcome.calls, outcome.task.limits
-    if not calls:
+    end = outcome.exit
+    if not outcome.calls:
         return "no model call"
     if end is None or end.timed_out:
         return "out of time"
     if end.cause is not None:
         return f"ended by {end.cause.value}"
-    asks = calls[-1].answer is not None and bool(calls[-1].answer.tool_calls)
-    if limits.max_turns is not None and len(calls) >= limits.max_turns and asks:
-        return f"out of turns (max_turns is {limits.max_turns})"
-    sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
-    if limits.max_sampled_tokens is not None and sampled >= limits.max_sampled_tokens:
-        return f"out of tokens (max_sampled_tokens is {limits.max_sampled_tokens})"
-    return ""
+    return f"{outcome.spent.value} is spent" if outcome.spent else ""

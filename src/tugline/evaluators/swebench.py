@@ -25,14 +25,7 @@ from msgspec import Meta
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import PYTHON, Patterns, Rules
-from tugline.evaluators.script import (
-    TAIL,
-    allow_network,
-    format_patch,
-    open_runner,
-    parse_apart,
-    start_deadline,
-)
+from tugline.evaluators.script import TAIL, allow_network, format_patch, open_runner, parse_apart
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
 from tugline.schema import PositiveFloat
@@ -119,9 +112,11 @@ class SweBenchEvaluator(Evaluator):
                 script = f"{eval_script!r:.200}"
                 msg = f"evaluator 'swebench': eval_script is {script}, must print {mark!r}"
                 raise ConfigError(msg)
-        self._protected_files = tuple(check_path(path) for path in protected_files)
-        self._protected = (*PYTHON, *protected)
-        self._editable = tuple(editable)
+        self._rules = Rules(
+            trusted=tuple(check_path(path) for path in protected_files),
+            protected=(*PYTHON, *protected),
+            editable=editable,
+        )
         self._hides = tuple(hides)
         self._partial, self._network, self._timeout_s = partial, network, timeout_s
         self._row = {
@@ -144,31 +139,24 @@ class SweBenchEvaluator(Evaluator):
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the row's tests on the agent's work."""
-        deadline = start_deadline(outcome)
-        run = await self._run(outcome, deadline)
+        run = await self._run(outcome)
         if not (run.has_result or (run.began and run.stopped) or self._proven):
-            await self._check_without_work(outcome, deadline)
+            await self._check_without_work(outcome)
         self._proven |= run.has_result
         diff = format_patch(outcome.task.files, outcome.patch)
         return Verdict(self._reward(run), {**_describe(run), "diff": diff})
 
-    async def _run(self, outcome: SessionOutcome, deadline: float) -> _ScriptRun:
+    async def _run(self, outcome: SessionOutcome) -> _ScriptRun:
         """Run the script on the work, in a fresh sandbox."""
         spec = await asyncio.to_thread(self._make_spec)
         token = secrets.token_hex(8)
-        rules = Rules(
-            trusted=self._protected_files, protected=self._protected, editable=self._editable
-        )
-        async with open_runner(outcome, rules, deadline) as runner:
+        async with open_runner(outcome, self._rules) as runner:
             home = runner.sandbox.home
             await runner.sandbox.put(home, {_SCRIPT: _randomize_marks(spec.eval_script, token)})
             if self._network:
                 await allow_network(runner.sandbox)
             end = await runner.run(
-                ("bash", str(home / _SCRIPT)),
-                env={"HOME": str(home)},
-                timeout_s=self._timeout_s,
-                log_name=_LOG,
+                ("bash", str(home / _SCRIPT)), timeout_s=self._timeout_s, log_name=_LOG
             )
             data = await runner.read_log(_LOG, head=self.max_log - self.log_end, tail=self.log_end)
             log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
@@ -177,9 +165,9 @@ class SweBenchEvaluator(Evaluator):
                 return run
             return run._replace(report=await _grade(spec, run.log, self.parse_s))
 
-    async def _check_without_work(self, outcome: SessionOutcome, deadline: float) -> None:
+    async def _check_without_work(self, outcome: SessionOutcome) -> None:
         """Raises `EvaluatorError` if the script gives no result without the agent's work either."""
-        run = await self._run(replace(outcome, patch=Patch()), deadline)
+        run = await self._run(replace(outcome, patch=Patch()))
         if not run.has_result:
             how = "give no result" if run.began else "do not begin"
             reason = run.report.get("infra_failure_reason", "")

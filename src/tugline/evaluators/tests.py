@@ -13,32 +13,51 @@ Not covered: its code shares a process with the tests, so a program written to f
 the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
+import itertools
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Annotated
 
-from tugline.errors import ConfigError
+import msgspec
+
+from tugline.errors import ConfigError, EvaluatorError
+from tugline.evaluators import own_pytest
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, find_match
-from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.scoring import Expected, Names, parse_expected
-from tugline.evaluators.script import open_runner, start_deadline
-from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner
-from tugline.sandbox.base import Content, check_path
+from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
+from tugline.evaluators.formats import FORMATS, read_report
+from tugline.evaluators.scoring import ExpectedTests, Names, TestReport, parse_expected, score
+from tugline.evaluators.script import ScriptRunner, open_runner
+from tugline.sandbox.base import Content, Exit, check_path
 from tugline.schema import PositiveFloat
 from tugline.types import Task
+
+MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
+"""Bytes that are read."""
+_REPORT = "{report}"
+_CANNOT_RUN = (126, 127)
+_COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="utf-8")
+"""Runs a command whose programs write reports to a pipe, and appends all of them to one file.
+
+A path would only have the report of the last program.
+"""
+
+Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
+"""A shell command, or a program and its arguments."""
 
 
 class TestsEvaluator(Evaluator):
     """`files` are tests that the agent never saw; they are applied last.
 
-    Without a `command`, our own pytest runs `paths`, files or folders (default: all of `files` and
-    the task's that look like tests). With one, `command` runs in the workdir with `env`, after
-    `setup`, and its output, or the file `report`, is read as `format`.
+    Without a `command`, our own pytest runs those of `files` and of the task's that look like
+    tests. With one, `command` runs in the workdir with `env`, after `setup`, and its output, or the
+    file `report`, is read as `format`. ``{report}`` in a command is a path with a random name,
+    which no file that was there before can have.
 
-    `expected` names the tests that must pass (or for each its outcome), `fail_to_pass` and
-    `pass_to_pass` do so in two lists; without them all must. With `partial`, the reward is the
-    share that did. `protected` adds patterns of paths whose changes are refused, `editable`
-    takes some out.
+    `expected` names the tests that must pass, `fail_to_pass` and `pass_to_pass` do so in two lists;
+    without them all must. With `partial`, the reward is the share that did. `protected` adds
+    patterns of paths whose changes are refused, `editable` takes some out.
     """
 
     __test__ = False  # the name is not meant for pytest's own collection
@@ -47,13 +66,12 @@ class TestsEvaluator(Evaluator):
         self,
         *,
         files: Mapping[str, str] | None = None,
-        paths: Sequence[str] | None = None,
         command: Command | None = None,
         format: str | None = None,  # noqa: A002 - the option's name
         report: str | None = None,
         env: Mapping[str, str] | None = None,
         setup: Command | None = None,
-        expected: Expected | None = None,
+        expected: Names | None = None,
         fail_to_pass: Names | None = None,
         pass_to_pass: Names | None = None,
         partial: bool = False,
@@ -61,61 +79,176 @@ class TestsEvaluator(Evaluator):
         editable: Patterns = (),
         timeout_s: PositiveFloat | None = None,
     ) -> None:
-        for path in (*(files or {}), *(paths or ())):
+        for path in files or {}:
             check_path(path)
         self._files = dict(files or {})
-        self._editable = tuple(editable)
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
-        expected_tests = parse_expected(expected, groups, partial=partial)
-        self._runner: CommandRunner
+        self._expected = parse_expected(expected, groups, partial=partial)
+        self._own_pytest = command is None
         if command is None:
-            _refuse_unless("a command", format=format, report=report, env=env, setup=setup)
-            self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *protected)
-            self._runner = PytestRunner(expected_tests, paths, timeout_s)
-            return
-        _refuse_unless("no command", paths=paths)
-        if format not in FORMATS:
+            _refuse_without_command(format=format, report=report, env=env, setup=setup)
+            command, format, env = own_pytest.COMMAND, "junit", own_pytest.ENV  # noqa: A001
+            timeout_s = timeout_s or own_pytest.TIMEOUT_S
+        elif format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
-        usual = (pattern for language in FORMATS[format].languages for pattern in TESTS[language])
-        self._protected = (*usual, *protected)
-        self._runner = CommandRunner(
-            expected_tests,
-            command=command,
-            output=format,
-            report=report,
-            env=dict(env or {}),
-            setup=setup,
-            timeout_s=timeout_s,
-        )
+        self._output, self._format = format, FORMATS[format]
+        usual = [TESTS[language] for language in self._format.languages]
+        if self._own_pytest:
+            usual = [PYTHON, FOLDERS]
+        self._rules = Rules(protected=(*itertools.chain(*usual), *protected), editable=editable)
+        self._env = _add_env(env or {}, self._format.env)
+        self._argv = _parse_command("command", command)
+        self._setup = _parse_command("setup", setup) if setup is not None else None
+        self._report = check_path(report) if report is not None else None
+        self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
+        self._timeout_s = timeout_s or math.inf
+        if self._format.reports and not self._random and report is None:
+            raise ConfigError(
+                f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
+                f"({self._format.reports}), or the option `report`"
+            )
+        self._proven: set[str] = set()
+        """Programs that are known to work without an agent's changes."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
-        trusted = self._trusted_files(outcome.task)
-        rules = Rules(protected=self._protected, editable=self._editable)
-        env = self._runner.env
+        trusted = self._find_trusted_files(outcome.task)
         async with open_runner(
-            outcome, rules, start_deadline(outcome), trusted=trusted, env=env, with_diff=True
+            outcome, self._rules, trusted=trusted, env=self._env, with_diff=True
         ) as runner:
-            verdict = await self._runner.prepare(outcome, runner)
+            verdict = await self._set_up(outcome, runner)
             if verdict is None:
                 await runner.sandbox.put(runner.sandbox.workdir, trusted)
-                verdict = await self._runner.run(outcome, runner, trusted)
+                verdict = await self._run_tests(outcome, runner, trusted)
             report = {"diff": runner.diff, "refused": runner.refused}
         return Verdict(verdict.reward, {**verdict.report, **report})
 
-    def _trusted_files(self, task: Task) -> dict[str, Content]:
-        """Return files whose text is the task's, whatever the agent did to them."""
-        own = {p: text for p, text in task.files.items() if self._is_protected(p)}
-        return {**own, **self._runner.trusted_files(task, self._files)}
+    def _find_trusted_files(self, task: Task) -> dict[str, Content]:
+        """Return what is put over the agent's work last, whatever it did; None removes a file.
 
-    def _is_protected(self, path: str) -> bool:
-        place = PurePosixPath(path)
-        return bool(find_match(place, self._protected) and not find_match(place, self._editable))
+        A report that exists before the tests is removed.
+        """
+        files = task.files.items()
+        own = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
+        if self._own_pytest:
+            return {**own, **own_pytest.find_trusted_files(task, self._files)}
+        return {**own, **self._files, **({self._report: None} if self._report else {})}
+
+    async def _set_up(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
+        """Run `setup` on the agent's work; return a verdict if it fails."""
+        if self._setup is None:
+            return None
+        end = await self._start(runner, self._setup, "setup")
+        if end.code == 0 and not end.timed_out:
+            return None
+        if not end.timed_out:
+            await self._check_without_work(outcome, "setup", self._setup)
+        verdict = score(TestReport(), self._expected, end)
+        how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
+        verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
+        return verdict
+
+    async def _run_tests(
+        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
+    ) -> Verdict:
+        """Run the tests in a sandbox that has all files."""
+        sandbox, argv, expected = runner.sandbox, self._argv, self._expected
+        codes: tuple[int, ...] = (0,) if expected.tests is None else ()
+        if self._own_pytest:
+            sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
+            expected, codes, paths = _select_for_pytest(expected, sources)
+            argv = (*argv, *paths)
+        path = sandbox.workdir / self._report if self._report else None
+        if self._random:
+            path = sandbox.home / f"{secrets.token_hex(16)}.report"
+        end = await self._start(runner, argv, "tests", path)
+        if path is not None:
+            data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
+        else:
+            data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
+        report = await read_report(self._output, data)
+        if not end.timed_out:
+            await self._check_program(outcome, report, end)
+        verdict = score(report, expected, end, self._format.normalize, codes=codes)
+        verdict.report["output"] = await runner.read_tail("tests")
+        return verdict
+
+    async def _check_program(self, outcome: SessionOutcome, report: TestReport, end: Exit) -> None:
+        """Raises `EvaluatorError` if the test program cannot run at all."""
+        if self._own_pytest:
+            if not report.complete:
+                await self._check_without_work(outcome, "pytest", own_pytest.IMPORT)
+        elif end.code in _CANNOT_RUN and not report.outcomes:
+            await self._check_without_work(outcome, "command", self._argv, failures=_CANNOT_RUN)
+
+    async def _start(
+        self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
+    ) -> Exit:
+        path = str(report or "")
+        if report is not None and self._format.env:
+            argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
+        return await runner.run(
+            [word.replace(_REPORT, path) for word in argv],
+            env={key: value.replace(_REPORT, path) for key, value in self._env.items()},
+            timeout_s=self._timeout_s,
+            log_name=name,
+        )
+
+    async def _check_without_work(
+        self,
+        outcome: SessionOutcome,
+        program: str,
+        argv: Sequence[str],
+        failures: Collection[int] = (),
+    ) -> None:
+        """Raises `EvaluatorError` if a program fails without the agent's changes as well.
+
+        `failures` are its exit codes then; empty: all but 0.
+        """
+        if program in self._proven:
+            return
+        async with outcome.open_sandbox(outcome.task.files) as sandbox:
+            control = ScriptRunner(sandbox, outcome)
+            end = await self._start(control, argv, "control")
+            failed = end.code in failures if failures else end.code != 0
+            if failed and not end.timed_out:
+                output = await control.read_tail("control", 300)
+                raise EvaluatorError(
+                    f"evaluator 'tests': {program} ends with exit code {end.code} also without "
+                    f"the agent's changes: {output.strip()}"
+                )
+        self._proven.add(program)
 
 
-def _refuse_unless(what: str, **options: object) -> None:
+def _select_for_pytest(
+    expected: ExpectedTests, sources: Mapping[str, str]
+) -> tuple[ExpectedTests, tuple[int, ...], list[str]]:
+    """Return the tests to expect, exit codes of a good run (empty: any), and the files to run."""
+    paths = own_pytest.find_test_files(sources)
+    codes: tuple[int, ...] = (0, 1)  # 1: some test failed, perhaps one that is not expected
+    if expected.tests is None:
+        names = own_pytest.find_expected_tests({path: sources[path] for path in paths})
+        expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
+    return expected, () if expected.partial else codes, paths
+
+
+def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Append `added` to variables of the same name."""
+    return {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added.items()}}
+
+
+def _parse_command(option: str, command: Command) -> tuple[str, ...]:
+    """Return the words of a list, or a shell that runs a string."""
+    if not isinstance(command, str):
+        return tuple(command)
+    if not command.strip():
+        raise ConfigError(f"evaluator 'tests': {option} is {command!r}, must be a command")
+    return ("sh", "-c", command)
+
+
+def _refuse_without_command(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
-            msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with {what}"
+            msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with a command"
             raise ConfigError(msg)

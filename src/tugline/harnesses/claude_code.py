@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
 
 _QUIET = {
@@ -54,37 +54,33 @@ class ClaudeCode(ExtensiblePreset):
     tools: Sequence[str] | None = None
     context_window: Window = 131072
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+    def configure(self, context: LaunchContext) -> Launch:
         """``claude -p``, unattended, with events as lines of JSON."""
         tools = self.tools
         if tools is None and self.lean:
             tools = (*_LEAN_TOOLS, *(("Skill",) if self.skills else ()))
-        return (
-            # `--tools` takes every word that follows it: another option must come next.
-            *(("--tools", ",".join(tools)) if tools is not None else ()),
-            *(*self.args, "-p", "--verbose"),
-            *("--mcp-config", f"{context.home}/mcp.json", "--strict-mcp-config"),
-            *("--output-format", "stream-json", "--dangerously-skip-permissions"),
-        )
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Address, key, model and window."""
-        return {
-            "CLAUDE_CONFIG_DIR": f"{context.home}/.claude",
-            "ANTHROPIC_BASE_URL": context.base_url,
-            "ANTHROPIC_API_KEY": context.key,
-            "ANTHROPIC_MODEL": context.model,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": context.model,
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_window),
-            **_QUIET,
-            **(_LEAN if self.lean else {}),
-            **(_WITH_SKILLS if self.skills else {}),
-        }
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """MCP servers and skills."""
         servers = {name: _format_server(server) for name, server in self.servers.items()}
-        return {"mcp.json": json.dumps({"mcpServers": servers}, indent=1), **self.skill_files}
+        return Launch(
+            argv=(
+                # `--tools` takes every word that follows it: another option must come next.
+                *(("--tools", ",".join(tools)) if tools is not None else ()),
+                *(*self.args, "-p", "--verbose"),
+                *("--mcp-config", f"{context.home}/mcp.json", "--strict-mcp-config"),
+                *("--output-format", "stream-json", "--dangerously-skip-permissions"),
+            ),
+            env={
+                "CLAUDE_CONFIG_DIR": f"{context.home}/.claude",
+                "ANTHROPIC_BASE_URL": context.base_url,
+                "ANTHROPIC_API_KEY": context.key,
+                "ANTHROPIC_MODEL": context.model,
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": context.model,
+                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_window),
+                **_QUIET,
+                **(_LEAN if self.lean else {}),
+                **(_WITH_SKILLS if self.skills else {}),
+            },
+            files={"mcp.json": json.dumps({"mcpServers": servers}, indent=1), **self.skill_files},
+        )
 
 
 def _format_server(server: McpServer) -> dict[str, object]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import ExtensiblePreset, McpServer, Window
 
 _KEY = "TUGLINE_KEY"
@@ -36,18 +36,14 @@ class Codex(ExtensiblePreset):
     sub_agents: bool = False
     context_window: Window = 131072
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+    def configure(self, context: LaunchContext) -> Launch:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""
         unattended = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-        return ("exec", "--json", *unattended, *self.args, "-")
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """The key and the folder of its settings."""
-        return {"CODEX_HOME": f"{context.home}/.codex", _KEY: context.key}
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings and skills."""
-        return {".codex/config.toml": self._make_config(context), **self.skill_files}
+        return Launch(
+            argv=("exec", "--json", *unattended, *self.args, "-"),
+            env={"CODEX_HOME": f"{context.home}/.codex", _KEY: context.key},
+            files={".codex/config.toml": self._make_config(context), **self.skill_files},
+        )
 
     def _make_config(self, context: LaunchContext) -> str:
         features = dict.fromkeys(_OFF, False) | {"multi_agent": self.sub_agents}

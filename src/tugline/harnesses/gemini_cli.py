@@ -11,10 +11,11 @@ the same arguments five times ends the session.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tugline.harnesses import preset
-from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 
 _SETTINGS = {
     "privacy": {"usageStatisticsEnabled": False},
@@ -30,7 +31,7 @@ class _SettingsFile(preset.ExtensiblePreset):
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("/",)
 
-    def write_settings(self, folder: str, own: dict[str, object]) -> dict[str, str]:
+    def write_settings(self, folder: str, own: Mapping[str, object]) -> dict[str, str]:
         """Settings in `folder`, with `own` among them, and skills."""
         servers = {name: _format_server(server) for name, server in self.servers.items()}
         settings = {**_SETTINGS, **own, "mcpServers": servers}
@@ -55,23 +56,18 @@ class GeminiCli(_SettingsFile):
 
     version: str = "0.61.0"
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+    def configure(self, context: LaunchContext) -> Launch:
         """``gemini``, unattended: its prompt is what it reads on stdin."""
-        return ("--yolo", "-m", context.model, "--output-format", "json", *self.args)
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Address and key."""
-        return {
-            "GOOGLE_GEMINI_BASE_URL": context.base_url,
-            "GEMINI_API_KEY": context.key,
-            "GEMINI_CLI_TRUST_WORKSPACE": "true",
-            "GEMINI_CLI_NO_RELAUNCH": "true",
-        }
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings and skills."""
-        return self.write_settings(
-            ".gemini", {"security": {"auth": {"selectedType": "gemini-api-key"}}}
+        settings = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
+        return Launch(
+            argv=("--yolo", "-m", context.model, "--output-format", "json", *self.args),
+            env={
+                "GOOGLE_GEMINI_BASE_URL": context.base_url,
+                "GEMINI_API_KEY": context.key,
+                "GEMINI_CLI_TRUST_WORKSPACE": "true",
+                "GEMINI_CLI_NO_RELAUNCH": "true",
+            },
+            files=self.write_settings(".gemini", settings),
         )
 
 
@@ -81,36 +77,31 @@ class QwenCode(_SettingsFile):
 
     name = "qwen_code"
     npm_package = "@qwen-code/qwen-code"
-    min_node = (22, 0)
     log_globs = (".qwen/projects/**/*.jsonl",)
     skills_folder = ".qwen/skills"
 
     version: str = "0.24.4"
     context_window: preset.Window = 131072
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+    def configure(self, context: LaunchContext) -> Launch:
         """``qwen -p``, unattended."""
-        return ("--yolo", "--auth-type", "openai", "--output-format", "json", *self.args)
-
-    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
-        """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
-        return (f"--prompt={instruction}",) if preset.fits_argument(instruction) else None
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Address, key and model."""
-        return {
-            "OPENAI_BASE_URL": f"{context.base_url}/v1",
-            "OPENAI_API_KEY": context.key,
-            "OPENAI_MODEL": context.model,
-            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
-            "QWEN_CODE_NO_RELAUNCH": "true",
-        }
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings and skills."""
         settings = {
             "usageStatisticsEnabled": False,
             "model": {"generationConfig": {"contextWindowSize": self.context_window}},
             "memory": dict.fromkeys(_MEMORY, False),
         }
-        return self.write_settings(".qwen", settings)
+        return Launch(
+            argv=("--yolo", "--auth-type", "openai", "--output-format", "json", *self.args),
+            env={
+                "OPENAI_BASE_URL": f"{context.base_url}/v1",
+                "OPENAI_API_KEY": context.key,
+                "OPENAI_MODEL": context.model,
+                "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+                "QWEN_CODE_NO_RELAUNCH": "true",
+            },
+            files=self.write_settings(".qwen", settings),
+        )
+
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
+        return (f"--prompt={instruction}",) if preset.fits_argument(instruction) else None

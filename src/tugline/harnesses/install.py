@@ -238,7 +238,7 @@ async def mount_c_library(program: Path) -> tuple[Mount, ...]:
     )
 
 
-async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Path] = ()) -> None:
+async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Path]) -> None:
     """Copy all but the C library that `program`, a file in `folder`, needs into ``<folder>/lib``.
 
     `extensions` are modules in `folder` that it loads at run time. All get an rpath to that folder.

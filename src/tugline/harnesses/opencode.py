@@ -9,7 +9,7 @@ folder, unless that folder looks as if it were installed.
 import json
 from dataclasses import dataclass
 
-from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import BUN_CRASHES, Dialect, ExtensiblePreset, McpServer, Window
 
 _PROVIDER = "tugline"
@@ -49,31 +49,24 @@ class Opencode(ExtensiblePreset):
     title: bool = False
     context_window: Window = 131072
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._provider, self._path = _PROVIDERS[self.dialect]
-
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
-        """``opencode run``, unattended, with events as lines of JSON."""
-        return ("run", "--format", "json", "-m", f"{_PROVIDER}/{context.model}", *self.args)
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Its folders, all below the agent's home, and what it must not fetch."""
+    def configure(self, context: LaunchContext) -> Launch:
+        """``opencode run``, unattended, with events as lines of JSON, all folders in its home."""
         kinds = ("CONFIG", "DATA", "CACHE", "STATE")
-        return {
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-            **{f"XDG_{kind}_HOME": f"{context.home}/.{kind.lower()}" for kind in kinds},
-        }
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings and skills."""
         config = json.dumps(self._make_config(context), indent=1)
-        return {f"{_SETTINGS}/opencode.json": config, **_INSTALLED_PLUGINS, **self.skill_files}
+        return Launch(
+            argv=("run", "--format", "json", "-m", f"{_PROVIDER}/{context.model}", *self.args),
+            env={
+                "OPENCODE_DISABLE_AUTOUPDATE": "1",
+                "OPENCODE_DISABLE_MODELS_FETCH": "1",
+                "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+                "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+                **{f"XDG_{kind}_HOME": f"{context.home}/.{kind.lower()}" for kind in kinds},
+            },
+            files={f"{_SETTINGS}/opencode.json": config, **_INSTALLED_PLUGINS, **self.skill_files},
+        )
 
     def _make_config(self, context: LaunchContext) -> dict[str, object]:
+        package, path = _PROVIDERS[self.dialect]
         model = {
             "name": context.model,
             "tool_call": True,
@@ -81,9 +74,9 @@ class Opencode(ExtensiblePreset):
             "limit": {"context": self.context_window, "output": 16384},
         }
         provider = {
-            "npm": self._provider,
+            "npm": package,
             "name": _PROVIDER,
-            "options": {"baseURL": f"{context.base_url}{self._path}", "apiKey": context.key},
+            "options": {"baseURL": f"{context.base_url}{path}", "apiKey": context.key},
             "models": {context.model: model},
         }
         return {

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tugline.harnesses import preset
-from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -35,7 +35,6 @@ class Pi(preset.Preset):
 
     name = "pi"
     npm_package = "@earendil-works/pi-coding-agent"
-    min_node = (22, 19)
     log_globs = (".pi/agent/sessions/**/*.jsonl",)
     crash_patterns = preset.NODE_CRASHES
     command_marks = ("@",)
@@ -50,29 +49,12 @@ class Pi(preset.Preset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._api, self._path = _APIS[self.dialect]
         self._skills = preset.parse_skills(self.name, self.skills, ".pi/agent/skills")
 
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
-        """``pi -p``, with the gateway as its only provider."""
+    def configure(self, context: LaunchContext) -> Launch:
+        """``pi -p``, with the gateway as its only provider and no connections of its own."""
         tools = ("--tools", ",".join(self.tools)) if self.tools is not None else ()
-        return ("--provider", _PROVIDER, "--model", context.model, *tools, *self.args, "-p")
-
-    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
-        """As an argument where it fits: pi strips white space around what it reads on stdin."""
-        return ("--", instruction) if preset.fits_argument(instruction) else None
-
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """The folder of its settings, and no connections of its own."""
-        return {
-            "PI_CODING_AGENT_DIR": f"{context.home}/.pi/agent",
-            "PI_OFFLINE": "1",
-            "PI_SKIP_VERSION_CHECK": "1",
-            "PI_TELEMETRY": "0",
-        }
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """The model and skills."""
+        api, path = _APIS[self.dialect]
         model = {
             "id": context.model,
             "name": context.model,
@@ -83,10 +65,23 @@ class Pi(preset.Preset):
             "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
         }
         provider = {
-            "baseUrl": f"{context.base_url}{self._path}",
-            "api": self._api,
+            "baseUrl": f"{context.base_url}{path}",
+            "api": api,
             "apiKey": context.key,
             "models": [model],
         }
         models = json.dumps({"providers": {_PROVIDER: provider}}, indent=1)
-        return {".pi/agent/models.json": models, **self._skills}
+        return Launch(
+            argv=("--provider", _PROVIDER, "--model", context.model, *tools, *self.args, "-p"),
+            env={
+                "PI_CODING_AGENT_DIR": f"{context.home}/.pi/agent",
+                "PI_OFFLINE": "1",
+                "PI_SKIP_VERSION_CHECK": "1",
+                "PI_TELEMETRY": "0",
+            },
+            files={".pi/agent/models.json": models, **self._skills},
+        )
+
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """As an argument where it fits: pi strips white space around what it reads on stdin."""
+        return ("--", instruction) if preset.fits_argument(instruction) else None

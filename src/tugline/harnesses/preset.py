@@ -59,8 +59,6 @@ class Preset(Harness):
     """Name of the npm package."""
     setup_script: ClassVar[str | None] = None
     """The package's install script that puts a native program in place."""
-    min_node: ClassVar[tuple[int, int]] = (20, 0)
-    """The oldest Node that runs the program."""
     command_marks: ClassVar[tuple[str, ...]] = ()
     """Characters that make the program take an instruction for a command or file of its own."""
 
@@ -77,19 +75,11 @@ class Preset(Harness):
 
     def make_package(self) -> Package:
         """The package of this version, from npm by default."""
-        return Npm(self.name, self.npm_package, self.version, self.setup_script, self.min_node)
+        return Npm(self.name, self.npm_package, self.version, self.setup_script)
 
     @abstractmethod
-    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
-        """Arguments after the program's command, without the instruction."""
-
-    @abstractmethod
-    def make_env(self, context: LaunchContext) -> dict[str, str]:
-        """Variables besides HOME."""
-
-    def make_files(self, context: LaunchContext) -> dict[str, str]:
-        """Settings below the agent's home."""
-        return {}
+    def configure(self, context: LaunchContext) -> Launch:
+        """Arguments after the program's command, variables besides HOME, and settings."""
 
     def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
         """The instruction as the last arguments; None if the program reads it on stdin."""
@@ -104,15 +94,15 @@ class Preset(Harness):
         instruction = context.instruction
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
-        argv = (*self.package.command, *self.make_arguments(context))
-        files = self.make_files(context)
+        own = self.configure(context)
+        argv, files = (*self.package.command, *own.argv), dict(own.files)
         last = self.pass_instruction(instruction)
         if last is None:
             files[INSTRUCTION] = instruction
             argv = ("sh", "-c", 'exec "$@" < "$0"', f"{context.home}/{INSTRUCTION}", *argv)
         else:
             argv += last
-        env = {"HOME": context.home, **self.make_env(context), **self.package.env}
+        env = {"HOME": context.home, **own.env, **self.package.env}
         return Launch(argv=argv, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:
@@ -129,6 +119,10 @@ def fits_argument(instruction: str) -> bool:
 
 
 # --------------------------------------------------------------------- MCP servers and skills
+ServerName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,40}$")]
+"""A name of an MCP server."""
+
+
 class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An MCP server: a `command` that speaks over stdin and stdout, or a `url` (HTTP)."""
 
@@ -161,11 +155,8 @@ class ExtensiblePreset(Preset):
 def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
     """The option `mcp`: servers by name. Raises `ConfigError`."""
     source = f"harness {harness!r}"
-    servers = decode(option or {}, dict[str, McpServer], source=source, name="mcp")
+    servers = decode(option or {}, dict[ServerName, McpServer], source=source, name="mcp")
     for name, server in servers.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
-            msg = f"{source}: mcp.{name}: a name has letters, digits, '_' and '-' only, at most 40"
-            raise ConfigError(msg)
         if (server.command is None) == (server.url is None):
             msg = f"{source}: mcp.{name} must have either command (and args, env) or url"
             raise ConfigError(msg)

@@ -31,7 +31,7 @@ from tugline.launch.settings import Settings
 from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
-from tugline.node.telemetry import Telemetry, open_tracer
+from tugline.node.telemetry import open_tracer
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec
@@ -78,10 +78,8 @@ async def open_node(
         Engines(own.engines) as engines,
         contextlib.AsyncExitStack() as stack,
     ):
-        telemetry = Telemetry(
-            node=own.name, model=gateway.card.id, calls=gateway.read_calls, tracer=tracer
-        )
-        stack.push_async_callback(telemetry.close)
+        if tracer is not None:
+            stack.push_async_callback(asyncio.to_thread, tracer.close)
         parts = Parts()
         node = Node(
             server,
@@ -90,10 +88,10 @@ async def open_node(
             folder,
             own,
             recordings=None if keep_recordings else recordings,
-            telemetry=telemetry,
+            tracer=tracer,
             engines=engines,
         )
-        metrics = NodeMetrics(node, telemetry, gateway.traffic, engines)
+        metrics = NodeMetrics(node, gateway.traffic, engines)
         yield OpenNode(node, gateway, metrics, parts)
 
 

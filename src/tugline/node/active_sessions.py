@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import ServerError, StoreError
-from tugline.protocol import Dispatcher, HeldSession, Work
+from tugline.protocol import Dispatcher, Work
 from tugline.rollout.stages import StageSlots
 from tugline.types import Status, Trajectory
 
@@ -38,7 +38,8 @@ class ActiveSession:
     work: Work
     slots: StageSlots
     directory: Path
-    status: Status = Status.INIT
+    stages: list[tuple[Status, float]] = field(default_factory=list)
+    """Stages that have begun, each with its start (Unix seconds)."""
     stop_reason: StopReason | None = None
     rollout: asyncio.Task[Trajectory] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,16 +60,17 @@ class ActiveSession:
         """Epoch of its lease."""
         return self.work.session.epoch
 
+    @property
+    def status(self) -> Status:
+        """The stage that it is in."""
+        return self.stages[-1][0] if self.stages else Status.INIT
+
     def stop(self, reason: StopReason) -> None:
         """Cancel its rollout; no effect on one that has its trajectory."""
         if self.rollout is None or not self.rollout.done():
             self.stop_reason = self.stop_reason or reason
             if self.rollout is not None:
                 self.rollout.cancel()
-
-    def describe(self) -> HeldSession:
-        """The session as the server is told of it."""
-        return HeldSession(self.id, self.epoch, self.status)
 
 
 class LogSender:

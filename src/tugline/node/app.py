@@ -24,8 +24,9 @@ from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
 from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
-from tugline.node.telemetry import Stats, Telemetry
+from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
+from tugline.schema import copy_fields
 
 _CONTROL_POLL_S = 0.25
 """How often the server is asked while a control is being applied."""
@@ -82,17 +83,15 @@ class Controls:
             self._pause_timeouts(paused=False)
         else:
             self._pause_timeouts(paused=True)
-            while not await self._try_to_pause(control.paused):
-                pass
+            await self._pause(control.paused)
         self._current = control
 
-    async def _try_to_pause(self, mode: protocol.PauseMode) -> bool:
-        try:
-            await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
-        except EngineError as error:
-            _log.warning("not paused yet", mode=mode, error=str(error))
-            return False
-        return True
+    async def _pause(self, mode: protocol.PauseMode) -> None:
+        while True:
+            try:
+                return await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
+            except EngineError as error:
+                _log.warning("not paused yet", mode=mode, error=str(error))
 
 
 def _read_instance(path: Path) -> str:
@@ -114,7 +113,7 @@ class Node:
         settings: NodeSettings,
         *,
         recordings: Path | None = None,
-        telemetry: Telemetry | None = None,
+        tracer: Tracer | None = None,
         engines: Engines | None = None,
         leave_s: float = 10.0,
     ) -> None:
@@ -142,7 +141,7 @@ class Node:
             folder,
             self.pools,
             stats=self.stats,
-            telemetry=telemetry,
+            tracer=tracer,
             on_ended=self._changed.set,
         )
         self._controls = Controls(gateway, self.runner.pause_timeouts)
@@ -164,7 +163,7 @@ class Node:
         Raises `ServerError` when the server refuses this node.
         """
         log.bind(node=self.settings.name)
-        pending = [f"{session}.{epoch}" for session, epoch in self.runner.journal.list_pending()]
+        pending = self.runner.journal.list_pending()
         await asyncio.to_thread(self._disk.reap, self._parts, pending)
         self._instance = await asyncio.to_thread(_read_instance, self._folder / "instance")
         background = [
@@ -206,9 +205,14 @@ class Node:
         problem = await asyncio.to_thread(self.check) or ""
         if problem:
             _log.error("no sandboxes here: the node begins in quarantine", problem=problem)
-        registered = await self._dispatcher.call(
-            lambda: self._server.register(self._make_registration(problem))
+        registration = copy_fields(
+            protocol.NodeRegistration,
+            self.settings,
+            gateway=self._gateway.url,
+            instance=self._instance,
+            problem=problem[:2000],
         )
+        registered = await self._dispatcher.call(lambda: self._server.register(registration))
         self.id = registered.node
         self._controls.apply(registered.control)
         _log.info("registered", node=self.id, name=self.settings.name)
@@ -232,19 +236,6 @@ class Node:
             self.runner.stop_all(StopReason.DROP)
             return False
         return True
-
-    def _make_registration(self, problem: str) -> protocol.NodeRegistration:
-        settings = self.settings
-        return protocol.NodeRegistration(
-            name=settings.name,
-            slots=settings.slots,
-            capacity=settings.capacity,
-            gateway=self._gateway.url,
-            labels=settings.labels,
-            versions=settings.versions,
-            instance=self._instance,
-            problem=problem[:2000],
-        )
 
     async def _wait_until_drained(self) -> None:
         """After `drain`: release what has not started, the rest when the grace is over."""

@@ -8,12 +8,10 @@ committed session is an orphan: its programs are ended and it is removed.
 
 import asyncio
 import contextlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tugline import log
 from tugline.atomic import write_file
@@ -31,7 +29,6 @@ _INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
 COMMITTED = ".done"
 """File that marks the folder of a session that is committed, or that others have."""
 _GB = 1 << 30
-_RESULT = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.result")
 _log = log.get("node.disk")
 
 
@@ -132,65 +129,49 @@ def _remove(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- journal
-class PendingResult(NamedTuple):
-    """A result on its way to the server."""
-
-    session: str
-    epoch: int
-    data: bytes
-
-    @property
-    def name(self) -> str:
-        """``<session>.<epoch>``."""
-        return f"{self.session}.{self.epoch}"
-
-
 class Journal:
     """Results that are not committed yet, one file each, safe from the death of this process (I3).
 
     A result is written before it is offered to the server, and removed when the server has it. What
-    a killed node left is offered by the next one in the same folder. Names contain session and
-    epoch, so a result whose lease was lost meanwhile is fenced as usual.
+    a killed node left is offered by the next one in the same folder. Its name is
+    ``<session>.<epoch>``, so a result whose lease was lost meanwhile is fenced as usual.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def list_pending(self) -> list[tuple[str, int]]:
-        """Sessions and epochs of the results in the folder; half-written ones are removed."""
+    def list_pending(self) -> list[str]:
+        """Names of the results in the folder; half-written ones are removed."""
         for part in self._folder.glob("*.part"):
             part.unlink(missing_ok=True)
-        names = [_RESULT.fullmatch(path.name) for path in sorted(self._folder.glob("*.result"))]
-        return [(name["session"], int(name["epoch"])) for name in names if name]
+        names = (path.stem for path in sorted(self._folder.glob("*.result")))
+        return [name for name in names if name.rpartition(".")[2].isdecimal()]
 
     def contains(self, name: str) -> bool:
-        """Whether the result of ``<session>.<epoch>`` is in the folder."""
-        return (self._folder / f"{name}.result").exists()
+        """Whether a result is in the folder."""
+        return self._path(name).exists()
 
-    async def write(self, session: str, epoch: int, data: bytes) -> PendingResult:
+    async def write(self, name: str, data: bytes) -> None:
         """Write a result. If the disk refuses, it is in memory only, which is logged."""
-        result = PendingResult(session, epoch, data)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            await asyncio.to_thread(write_file, self._path(result), data)
+            await asyncio.to_thread(write_file, self._path(name), data)
         except OSError as error:
-            _log.error("result not journaled", session=session, error=str(error))
-        return result
+            _log.error("result not journaled", result=name, error=str(error))
 
-    async def read(self, session: str, epoch: int) -> PendingResult:
+    async def read(self, name: str) -> bytes:
         """A result that was written. Raises `OSError`."""
-        path = self._path(PendingResult(session, epoch, b""))
-        return PendingResult(session, epoch, await asyncio.to_thread(path.read_bytes))
+        return await asyncio.to_thread(self._path(name).read_bytes)
 
-    def remove(self, result: PendingResult) -> None:
+    def remove(self, name: str) -> None:
         """Remove a result that is committed or fenced. Blocks."""
-        self._path(result).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
 
-    def set_aside(self, result: PendingResult) -> None:
+    def set_aside(self, name: str) -> None:
         """Rename a result that the server refused, for inspection. Blocks."""
-        path = self._path(result)
+        path = self._path(name)
         with contextlib.suppress(OSError):
             path.replace(path.with_suffix(".refused"))
 
-    def _path(self, result: PendingResult) -> Path:
-        return self._folder / f"{result.name}.result"
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.result"

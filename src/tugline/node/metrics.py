@@ -14,7 +14,6 @@ from tugline.gateway.engine import Traffic
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.admission import Engines
 from tugline.node.app import Node
-from tugline.node.telemetry import Telemetry
 from tugline.types import Status
 
 _METRICS = """
@@ -50,12 +49,9 @@ _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 class NodeMetrics:
     """The metrics of one node."""
 
-    def __init__(
-        self, node: Node, telemetry: Telemetry, traffic: Traffic, engines: Engines
-    ) -> None:
+    def __init__(self, node: Node, traffic: Traffic, engines: Engines) -> None:
         """`traffic` is that of its gateway."""
-        self._node, self._telemetry = node, telemetry
-        self._traffic, self._engines = traffic, engines
+        self._node, self._traffic, self._engines = node, traffic, engines
 
     async def render(self) -> bytes:
         """All of them as text."""
@@ -63,10 +59,7 @@ class NodeMetrics:
 
     def collect(self) -> list[Metric]:
         """All of them."""
-        stages, sessions = self._collect_stages(), self._collect_sessions()
-        return families(
-            _METRICS, stages | sessions | self._collect_calls() | self._collect_engines()
-        )
+        return families(_METRICS, self._read_node() | self._read_gateway_and_engines())
 
     def make_app(self) -> Starlette:
         """``/metrics`` and ``/healthz``, for a node without a server in its process."""
@@ -79,41 +72,36 @@ class NodeMetrics:
 
         return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthy)])
 
-    def _collect_stages(self) -> dict[str, Values]:
-        node = self._node.pools
+    def _read_node(self) -> dict[str, Values]:
+        stats, node = self._node.stats, self._node.pools
         pools = {status.value: pool for status, pool in node.by_stage.items()}
         sessions = {name: pool.busy for name, pool in pools.items()}
-        sessions[Status.READY.value] = node.before_run - node.before_ready
-        return {
-            "tugline_node_stage_sessions": sessions,
-            "tugline_node_stage_slots": {name: pool.size for name, pool in pools.items()},
-            "tugline_node_stage_waiting": {name: pool.waiting for name, pool in pools.items()},
-            "tugline_node_stage_seconds": self._telemetry.stage_s,
-            "tugline_node_sessions": node.sessions,
-            "tugline_node_room": node.count_room(),
-            "tugline_node_admission_held": node.admission.waiting,
-            "tugline_node_admission_held_seconds_total": node.admission.waited_s,
-        }
-
-    def _collect_sessions(self) -> dict[str, Values]:
-        stats = self._node.stats
+        sessions[Status.READY.value] = node.count({Status.INIT})
         tokens = {("trained", ""): stats.trained}
         tokens |= {("masked", reason.value): n for reason, n in stats.masked.items()}
         tokens |= {("dropped", reason.value): n for reason, n in stats.dropped.items()}
         return {
+            "tugline_node_stage_sessions": sessions,
+            "tugline_node_stage_slots": {name: pool.size for name, pool in pools.items()},
+            "tugline_node_stage_waiting": {name: pool.waiting for name, pool in pools.items()},
+            "tugline_node_stage_seconds": stats.stage_s,
+            "tugline_node_sessions": len(node.members),
+            "tugline_node_room": node.count_room(),
+            "tugline_node_admission_held": node.admission.waiting,
+            "tugline_node_admission_held_seconds_total": node.admission.waited_s,
             "tugline_node_leases_total": {name: getattr(stats, name) for name in _LEASE_EVENTS},
             "tugline_node_results_total": stats.ends,
             "tugline_node_failures_total": stats.failures,
             "tugline_node_ledger_tokens_total": tokens,
             "tugline_node_rejoined_total": stats.rejoined,
             "tugline_node_outages_total": stats.outages,
-            "tugline_node_untraced_total": self._telemetry.untraced,
+            "tugline_node_untraced_total": stats.untraced,
             "tugline_node_disk_bytes": stats.disk_bytes,
             "tugline_node_disk_low": stats.disk_low,
         }
 
-    def _collect_calls(self) -> dict[str, Values]:
-        traffic = self._traffic
+    def _read_gateway_and_engines(self) -> dict[str, Values]:
+        traffic, loads = self._traffic, self._engines.loads
         tokens = {"prompt": traffic.prompt_tokens, "sampled": traffic.sampled_tokens}
         return {
             "tugline_gateway_calls_total": traffic.calls,
@@ -121,11 +109,6 @@ class NodeMetrics:
             "tugline_gateway_tokens_total": tokens,
             "tugline_gateway_first_token_seconds": traffic.first_token_s,
             "tugline_gateway_answer_seconds": traffic.answer_s,
-        }
-
-    def _collect_engines(self) -> dict[str, Values]:
-        loads = self._engines.loads
-        return {
             "tugline_engine_up": {url: one.up for url, one in loads.items()},
             "tugline_engine_running": {url: one.running for url, one in loads.items()},
             "tugline_engine_busy_seconds_total": {url: one.busy_s for url, one in loads.items()},

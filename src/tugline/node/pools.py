@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 
 import psutil
 
@@ -108,40 +108,30 @@ class Pools:
             Status.BUILD: Pool(settings.max_building),
             Status.EVAL: Pool(settings.eval_slots),
         }
-        self.prewarm = asyncio.Semaphore(settings.prewarm_slots)
-        self.sessions = 0
-        """Sessions in all stages."""
-        self.before_run = 0
-        """Of these, the ones that have not started RUN."""
-        self.before_ready = 0
-        """Of these, the ones in INIT."""
+        self.members: set[PooledSlots] = set()
+        """The slots of all sessions on the node."""
         self.mean_s = {Status.INIT: RunningMean(), Status.RUN: RunningMean()}
-        self._groups: dict[str, tuple[int, int]] = {}
-        """Task to its number in the order of arrival and its sessions on this node."""
         self._numbers = itertools.count()
+        """Of groups, in the order of arrival."""
         self._memory = (-math.inf, True)
         """Time of the last look, and whether there was enough."""
 
     @contextlib.contextmanager
     def enter(self, task: str, sample: int, total_s: float | None) -> Iterator[PooledSlots]:
         """The slots of one more session, counted while the block lasts."""
-        number, members = self._groups.get(task, (-1, 0))
-        if not members:
-            number = next(self._numbers)
-        self._groups[task] = (number, members + 1)
-        slots = PooledSlots(self, (number, sample), total_s)
-        self.sessions += 1
-        self.before_run += 1
-        self.before_ready += 1
+        own = [one.turn for one in self.members if one.task == task]
+        number = own[0][0] if own else next(self._numbers)
+        slots = PooledSlots(self, task, (number, sample), total_s)
+        self.members.add(slots)
         try:
             yield slots
         finally:
-            self.sessions -= 1
-            slots.note_passed(Status.RUN)
-            number, members = self._groups.pop(task)
-            if members > 1:
-                self._groups[task] = (number, members - 1)
+            self.members.remove(slots)
             self.on_room()
+
+    def count(self, passed: Collection[Status | None]) -> int:
+        """How many sessions have passed one of these stages last; None: none yet."""
+        return sum(one.passed in passed for one in self.members)
 
     @property
     def target(self) -> int:
@@ -161,9 +151,9 @@ class Pools:
         return max(
             0,
             min(
-                self._settings.init_slots - self.before_ready,
-                free + ahead - self.before_run,
-                self._settings.capacity - self.sessions,
+                self._settings.init_slots - self.count({None}),
+                free + ahead - self.count({None, Status.INIT}),
+                self._settings.capacity - len(self.members),
             ),
         )
 
@@ -178,18 +168,11 @@ class Pools:
 class PooledSlots(StageSlots):
     """The slots of one session in a node's pools."""
 
-    def __init__(self, pools: Pools, turn: Turn, total_s: float | None) -> None:
-        super().__init__(total_s, prewarm=pools.prewarm)
-        self._pools, self.turn = pools, turn
-        self._before_ready = self._before_run = True
-
-    def note_passed(self, status: Status) -> None:
-        """The session is done with INIT, or has started RUN."""
-        self._pools.before_ready -= self._before_ready
-        self._before_ready = False
-        if status is Status.RUN:
-            self._pools.before_run -= self._before_run
-            self._before_run = False
+    def __init__(self, pools: Pools, task: str, turn: Turn, total_s: float | None) -> None:
+        super().__init__(total_s)
+        self._pools, self.task, self.turn = pools, task, turn
+        self.passed: Status | None = None
+        """INIT once that is over, RUN once that has begun."""
 
     @contextlib.asynccontextmanager
     async def acquire(self, status: Status) -> AsyncIterator[None]:
@@ -198,7 +181,7 @@ class PooledSlots(StageSlots):
             await stack.enter_async_context(self._pools.by_stage[status].acquire(self.turn))
             if status is Status.RUN:
                 await stack.enter_async_context(self._pools.admission.admit())
-                self.note_passed(status)
+                self.passed = status
                 self._pools.on_room()
             began = time.monotonic()
             try:
@@ -206,5 +189,5 @@ class PooledSlots(StageSlots):
             finally:
                 if status in self._pools.mean_s:
                     self._pools.mean_s[status].add(time.monotonic() - began)
-        self.note_passed(status)
+        self.passed = self.passed or status
         self._pools.on_room()

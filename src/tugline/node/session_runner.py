@@ -8,7 +8,8 @@ offered to the server (I3).
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,16 +17,16 @@ from tugline import log
 from tugline.errors import FencedError, ServerError, StoreError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
-from tugline.node.housekeeping import COMMITTED, Journal, PendingResult
+from tugline.node.housekeeping import COMMITTED, Journal
 from tugline.node.pools import Pools
-from tugline.node.telemetry import Stats, Telemetry
+from tugline.node.telemetry import Rollout, Stats, Tracer
 from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
 from tugline.sandbox.files import remove
-from tugline.types import Cause, Ledger, Status, Trajectory
+from tugline.types import Call, Cause, Ledger, Status, Trajectory
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
@@ -89,13 +90,13 @@ class SessionRunner:
         pools: Pools,
         *,
         stats: Stats,
-        telemetry: Telemetry | None,
+        tracer: Tracer | None,
         on_ended: Callable[[], None],
     ) -> None:
         """`on_ended` is called when there is a session less."""
         self._dispatcher, self._gateway, self._parts = dispatcher, gateway, parts
         self._folder, self._pools, self._stats = folder / "sessions", pools, stats
-        self._telemetry, self._on_ended = telemetry, on_ended
+        self._tracer, self._on_ended = tracer, on_ended
         self.sessions: dict[str, ActiveSession] = {}
         self.journal = Journal(folder / "journal")
         self.logs = LogSender(dispatcher.server, self.sessions)
@@ -105,7 +106,8 @@ class SessionRunner:
     # ----------------------------------------------------------------------- orders
     def list_held(self) -> tuple[HeldSession, ...]:
         """Every session that this node holds."""
-        return tuple(session.describe() for session in self.sessions.values())
+        sessions = self.sessions.values()
+        return tuple(HeldSession(one.id, one.epoch, one.status) for one in sessions)
 
     def is_needed(self, name: str) -> bool:
         """Whether ``<session>.<epoch>`` is active or not committed yet."""
@@ -158,10 +160,7 @@ class SessionRunner:
 
         However long the server is away: to register would give their sessions to others.
         """
-        offers = [
-            self._spawn(self._offer(session, epoch), "offer")
-            for session, epoch in self.journal.list_pending()
-        ]
+        offers = [self._spawn(self._offer(name), "offer") for name in self.journal.list_pending()]
         if offers:
             await asyncio.wait(offers)
 
@@ -213,11 +212,6 @@ class SessionRunner:
         if directory.exists():  # of a run that a restored store has forgotten
             await asyncio.to_thread(remove, directory.parent, directory.name)
 
-        def on_stage(status: Status) -> None:
-            session.status = status
-            if self._telemetry is not None:
-                self._telemetry.record_stage(session.work, status)
-
         session.rollout = asyncio.create_task(
             roll_out(
                 session.work.task,
@@ -225,7 +219,7 @@ class SessionRunner:
                 gateway=self._gateway,
                 directory=session.directory,
                 parts=self._parts,
-                on_stage=on_stage,
+                on_stage=lambda status: session.stages.append((status, time.time())),
                 slots=session.slots,
             )
         )
@@ -258,34 +252,57 @@ class SessionRunner:
 
     async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
         self._stats.count_result(trajectory)
-        if self._telemetry is not None:
-            self._telemetry.record_result(session.work, trajectory)
+        ended = time.time()
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
-        result = await self.journal.write(session.id, session.epoch, data)
+        await self.journal.write(session.directory.name, data)
         await self.logs.send(session)
-        await self._commit(result)
+        await self._commit(session.directory.name, data)
+        if self._tracer is not None:
+            await self._trace(self._tracer, session, trajectory, ended)
 
-    async def _offer(self, session: str, epoch: int) -> None:
+    async def _trace(
+        self, tracer: Tracer, session: ActiveSession, trajectory: Trajectory, ended: float
+    ) -> None:
+        """Export the trace of a session that is committed. An error is only logged and counted."""
+        calls: Sequence[Call] = ()
         try:
-            result = await self.journal.read(session, epoch)
-        except OSError as error:  # it stays there, for the next start of this node
-            _log.error("result not read", session=session, error=str(error))
-            return
-        if not await self._try_to_commit(result):
-            self._spawn(self._commit(result), "commit")
+            with contextlib.suppress(KeyError):  # the gateway never opened it
+                calls = await asyncio.to_thread(self._gateway.read_calls, session.id)
+            rollout = Rollout(
+                task=session.work.task,
+                session=session.work.session,
+                trajectory=trajectory,
+                stages=session.stages,
+                ended=ended,
+                calls=calls,
+                model=self._gateway.card.id,
+            )
+            await asyncio.to_thread(tracer.export, rollout)
+        except Exception as error:  # noqa: BLE001 - a session never fails because of its trace
+            self._stats.untraced += 1
+            _log.warning("no trace", session=session.id, error=describe(error))
 
-    async def _commit(self, result: PendingResult) -> None:
+    async def _offer(self, name: str) -> None:
+        try:
+            data = await self.journal.read(name)
+        except OSError as error:  # it stays there, for the next start of this node
+            _log.error("result not read", result=name, error=str(error))
+            return
+        if not await self._try_to_commit(name, data):
+            self._spawn(self._commit(name, data), "commit")
+
+    async def _commit(self, name: str, data: bytes) -> None:
         """Offer a result until the server has it or refuses it."""
-        while not await self._try_to_commit(result):  # noqa: ASYNC110 - the server tells nobody
+        while not await self._try_to_commit(name, data):  # noqa: ASYNC110 - the server tells nobody
             await asyncio.sleep(LAST_RETRY_S)
 
-    async def _try_to_commit(self, result: PendingResult) -> bool:
+    async def _try_to_commit(self, name: str, data: bytes) -> bool:
         """Offer a result; False if the server takes it only once the node has registered again."""
-        session, epoch, data = result
-        server = self._dispatcher.server
+        session, _, epoch = name.rpartition(".")
+        commit = self._dispatcher.server.commit
         try:
-            response = await self._dispatcher.call(lambda: server.commit(session, epoch, data))
+            response = await self._dispatcher.call(lambda: commit(session, int(epoch), data))
         except FencedError as error:
             self._stats.fenced += 1
             _log.warning("result fenced", session=session, error=str(error))
@@ -293,15 +310,15 @@ class SessionRunner:
             if error.status in {401, 403}:
                 return False
             _log.error("result refused", session=session, error=str(error))
-            await asyncio.to_thread(self.journal.set_aside, result)
-            await asyncio.to_thread(self._mark_done, self._folder / result.name)
+            await asyncio.to_thread(self.journal.set_aside, name)
+            await asyncio.to_thread(self._mark_done, self._folder / name)
             return True
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
             self._stats.requeued += requeued
             self._stats.committed += not requeued
-        await asyncio.to_thread(self._mark_done, self._folder / result.name)
-        await asyncio.to_thread(self.journal.remove, result)
+        await asyncio.to_thread(self._mark_done, self._folder / name)
+        await asyncio.to_thread(self.journal.remove, name)
         return True
 
     def _mark_done(self, directory: Path) -> None:

@@ -23,8 +23,6 @@ class NodeSettings(Config, frozen=True):
     """Trajectories that are built at once."""
     max_evaluating: PositiveInt | None = None
     """Evaluations at once; None: as many as `slots`."""
-    prewarmed_evaluators: NonNegativeInt | None = None
-    """Sandboxes opened for evaluations while their agents still run; None: one for each slot."""
     memory_floor_mb: NonNegativeInt = 512
     """With less memory available than this, no session starts INIT ahead of a free slot."""
     engines: tuple[str, ...] = ()
@@ -62,11 +60,6 @@ class NodeSettings(Config, frozen=True):
     def eval_slots(self) -> int:
         """Sessions in EVAL at once."""
         return self.max_evaluating or self.slots
-
-    @property
-    def prewarm_slots(self) -> int:
-        """Sandboxes that may be open ahead of evaluations at once."""
-        return self.slots if self.prewarmed_evaluators is None else self.prewarmed_evaluators
 
     @property
     def capacity(self) -> int:

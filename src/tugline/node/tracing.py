@@ -10,7 +10,6 @@ standard variables of OpenTelemetry.
 """
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -21,15 +20,10 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tugline.node.telemetry import Rollout
-from tugline.types import Call, CallOutcome, Session, Status, Task
+from tugline.types import Call, CallOutcome, Status
 
-PARENT_TAG = "traceparent"
-"""Tag of a task that names the span to link to, in the form of W3C Trace Context."""
-_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 _MAX_QUEUED = 16_384
 """Spans that wait to be sent; a session has one for each of its calls."""
 _CLOSE_S = 3.0
@@ -37,20 +31,12 @@ _CLOSE_S = 3.0
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
 
-class _Ids(RandomIdGenerator):
-    """Random span ids; the trace id is set before each trace."""
-
-    trace = 1
-
-    def generate_trace_id(self) -> int:
-        return self.trace
-
-
 class Otlp:
     """A `Tracer` that leaves the process-wide provider to programs that embed Tugline."""
 
     def __init__(self, url: str, *, node: str) -> None:
         """`url` takes traces, `node` is the instance id of the service."""
+        self._node = node
         release = version("tugline")
         service = {
             "service.name": "tugline",
@@ -58,11 +44,7 @@ class Otlp:
             "service.instance.id": node,
         }
         resource = Resource.create(service).merge(OTELResourceDetector().detect())
-        self._ids = _Ids()
-        self._lock = threading.Lock()
-        self._provider = TracerProvider(
-            resource=resource, id_generator=self._ids, shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint=url)
         self._provider.add_span_processor(
             BatchSpanProcessor(self._exporter, max_queue_size=_MAX_QUEUED)
@@ -71,9 +53,16 @@ class Otlp:
 
     def export(self, rollout: Rollout) -> None:
         """Queue the spans of a session."""
-        with self._lock:
-            self._ids.trace = make_trace_id(rollout.session)
-            self._export_rollout(rollout)
+        failure = rollout.trajectory.failure
+        ends = [at for _, at in rollout.stages[1:]] + [rollout.ended]
+        with self._span(
+            "rollout",
+            (rollout.stages[0][1] if rollout.stages else rollout.ended, rollout.ended),
+            {**_describe_rollout(rollout), "tugline.node": self._node},
+            error=None if failure is None else failure.message,
+        ) as root:
+            for (status, start), end in zip(rollout.stages, ends, strict=False):
+                self._export_stage(rollout, status, (start, max(start, end)), root)
 
     def close(self) -> None:
         """Send what is queued, for three seconds at most; the rest is dropped."""
@@ -82,20 +71,6 @@ class Otlp:
         ending.join(_CLOSE_S)
         if ending.is_alive():
             self._exporter.shutdown()  # type: ignore[no-untyped-call] # stop its retries
-
-    def _export_rollout(self, rollout: Rollout) -> None:
-        failure = rollout.trajectory.failure
-        stages = [(status, at) for status, at in rollout.stages if status in _STAGES]
-        ends = [at for _, at in stages[1:]] + [rollout.ended]
-        with self._span(
-            "rollout",
-            (stages[0][1] if stages else rollout.ended, rollout.ended),
-            _describe_rollout(rollout),
-            links=parse_links(rollout.task),
-            error=None if failure is None else failure.message,
-        ) as root:
-            for (status, start), end in zip(stages, ends, strict=False):
-                self._export_stage(rollout, status, (start, max(start, end)), root)
 
     def _export_stage(
         self, rollout: Rollout, status: Status, times: tuple[float, float], root: trace.Span
@@ -142,7 +117,7 @@ class Otlp:
                 span.add_event("first token", None, _ns(times.first_token))
 
     @contextlib.contextmanager
-    def _span(  # noqa: PLR0913 - the fields of a span
+    def _span(
         self,
         name: str,
         times: tuple[float, float],
@@ -150,7 +125,6 @@ class Otlp:
         *,
         parent: trace.Span = trace.INVALID_SPAN,
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
-        links: Sequence[trace.Link] = (),
         error: str | None = None,
     ) -> Iterator[trace.Span]:
         """A span from `times[0]` to `times[1]`, Unix seconds; empty attributes are left out."""
@@ -159,27 +133,12 @@ class Otlp:
             trace.set_span_in_context(parent),
             kind=kind,
             attributes={k: v for k, v in attributes.items() if v is not None and v != ""},
-            links=links,
             start_time=_ns(times[0]),
         )
         yield span
         if error is not None:
             span.set_status(trace.StatusCode.ERROR, error)
         span.end(_ns(times[1]))
-
-
-def make_trace_id(session: Session) -> int:
-    """The trace id of an attempt, derived from session and epoch: 128 bits, never 0."""
-    digest = hashlib.sha256(f"{session.id}.{session.epoch}".encode()).digest()
-    return int.from_bytes(digest[:16], "big") or 1
-
-
-def parse_links(task: Task) -> list[trace.Link]:
-    """A link to the span in the task's `PARENT_TAG`; none without a valid one."""
-    parent = task.tags.get(PARENT_TAG, "")
-    context = TraceContextTextMapPropagator().extract({"traceparent": parent})
-    span = trace.get_current_span(context).get_span_context()
-    return [trace.Link(span)] if span.is_valid else []
 
 
 def _describe_rollout(rollout: Rollout) -> Attributes:
@@ -193,7 +152,6 @@ def _describe_rollout(rollout: Rollout) -> Attributes:
         "tugline.attempt": session.attempt,
         "tugline.epoch": session.epoch,
         "tugline.tenant": task.tenant,
-        "tugline.node": rollout.node,
         "tugline.status": trajectory.status.value,
         "tugline.reward": None if reward is None else reward.value,
         "tugline.tokens.sampled": ledger.sampled,

@@ -27,7 +27,8 @@ class Parts:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str, bytes], Any] = {}
-        self._reports: dict[str, asyncio.Task[None]] = {}
+        self._reported: set[str] = set()
+        self._reporting = asyncio.Lock()
 
     def check(self, task: Task) -> None:
         """Make every plug-in that `task` names. Raises one error for all that cannot be made."""
@@ -58,19 +59,17 @@ class Parts:
 
     async def report_weaknesses(self, spec: PluginSpec) -> None:
         """Log once what this runtime does not isolate on this machine."""
-        if spec.name not in self._reports:
-            self._reports[spec.name] = asyncio.create_task(self._report_weaknesses(spec))
-        await asyncio.shield(self._reports[spec.name])
-
-    async def _report_weaknesses(self, spec: PluginSpec) -> None:
-        try:
-            weaknesses = await asyncio.to_thread(self.runtime(spec).list_weaknesses)
-        except TuglineError as error:  # opening a sandbox will raise it again
-            del self._reports[spec.name]
-            _log.warning("runtime cannot be inspected", runtime=spec.name, error=str(error))
-            return
-        for weakness in weaknesses:
-            _log.warning("not isolated", runtime=spec.name, what=weakness)
+        async with self._reporting:
+            if spec.name in self._reported:
+                return
+            try:
+                weaknesses = await asyncio.to_thread(self.runtime(spec).list_weaknesses)
+            except TuglineError as error:  # opening a sandbox will raise it again
+                _log.warning("runtime cannot be inspected", runtime=spec.name, error=str(error))
+                return
+            self._reported.add(spec.name)
+            for weakness in weaknesses:
+                _log.warning("not isolated", runtime=spec.name, what=weakness)
 
     def _make(self, kind: str, spec: PluginSpec, contract: type[P]) -> P:
         options = pack_options(f"{kind} {spec.name!r}: options", spec.options)

@@ -162,7 +162,7 @@ class _Rollout:
         """READY and RUN: the agent works until it ends or `agent_s` is over."""
         async with self._stage(Status.RUN):
             if self.evaluator.opens_sandbox and not self.evaluator.in_place:
-                self.prewarmed.prepare(self.slots.prewarm)
+                self.prewarmed.prepare()
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
             end = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
             _check_disk(self.directory)
@@ -307,6 +307,7 @@ class _Rollout:
             calls=self.calls,
             traces=self.built.traces,
             exit=self.agent_run.exit,
+            spent=self.gateway.find_spent_limit(self.session.id),
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
         async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):

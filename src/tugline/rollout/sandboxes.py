@@ -54,12 +54,10 @@ class PrewarmedSandbox:
         self._ready: asyncio.Future[tuple[Sandbox, object]] | None = None
         self._release = asyncio.Event()
 
-    def prepare(self, slots: asyncio.Semaphore | None) -> None:
-        """Start to open one, unless all `slots` for prewarmed sandboxes are taken."""
-        if slots is not None and slots.locked():
-            return
+    def prepare(self) -> None:
+        """Start to open one."""
         self._ready = asyncio.get_running_loop().create_future()
-        self._holder = asyncio.create_task(self._hold(self._ready, slots))
+        self._holder = asyncio.create_task(self._hold(self._ready))
 
     @contextlib.asynccontextmanager
     async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
@@ -103,20 +101,17 @@ class PrewarmedSandbox:
             return None
         return sandbox
 
-    async def _hold(
-        self, ready: asyncio.Future[tuple[Sandbox, object]], slots: asyncio.Semaphore | None
-    ) -> None:
+    async def _hold(self, ready: asyncio.Future[tuple[Sandbox, object]]) -> None:
         # An asynchronous context manager must be entered and left by the same task.
-        async with slots or contextlib.nullcontext():
-            try:
-                async with self._open_sandbox() as sandbox:
-                    ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
-                    await self._release.wait()
-            except Exception as error:  # noqa: BLE001 - raised where the sandbox is asked for
-                if ready.done():
-                    _log.warning("prewarmed sandbox not closed", error=str(error))
-                else:
-                    ready.set_exception(error)
+        try:
+            async with self._open_sandbox() as sandbox:
+                ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
+                await self._release.wait()
+        except Exception as error:  # noqa: BLE001 - raised where the sandbox is asked for
+            if ready.done():
+                _log.warning("prewarmed sandbox not closed", error=str(error))
+            else:
+                ready.set_exception(error)
 
 
 def read_tail(log_file: Path) -> str:

@@ -4,7 +4,6 @@
 (retry, reward, quarantine) is the table `types.HANDLING` (I5).
 """
 
-import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator
@@ -52,20 +51,14 @@ class StageSlots:
     """Slots and timeouts of one session. This base class never waits; a node's has pools."""
 
     def __init__(
-        self,
-        total_s: float | None = None,
-        *,
-        prewarm: asyncio.Semaphore | None = None,
-        install_s: float = 1800.0,
-        eval_grace_s: float = 10.0,
+        self, total_s: float | None = None, *, install_s: float = 1800.0, eval_grace_s: float = 10.0
     ) -> None:
-        """`prewarm` limits the sandboxes opened ahead of evaluations; None: no limit.
+        """`install_s` limits a harness's first installation.
 
-        `install_s` limits a harness's first installation; an evaluator that has not ended
-        `eval_grace_s` after its own timeout is cancelled.
+        An evaluator that has not ended `eval_grace_s` after its own timeout is cancelled.
         """
         self.cancel_scope = CancelScope(total_s)
-        self.prewarm, self.install_s, self.eval_grace_s = prewarm, install_s, eval_grace_s
+        self.install_s, self.eval_grace_s = install_s, eval_grace_s
         self.agent_log: Path | None = None
         """File of the agent's output, once its sandbox is open."""
         self.paused = False

@@ -75,9 +75,10 @@ class _SolutionRun:
         await sandbox.put(sandbox.home, solution.home)
         if not solution.argv:
             return Exit(0, timed_out=False, seconds=0.0), ""
-        env = {"HOME": str(sandbox.home), **solution.env}
         timeout_s = self._task.limits.agent_s
-        end = await sandbox.run(solution.argv, env=env, timeout_s=timeout_s, log_name="solution")
+        end = await sandbox.run(
+            solution.argv, env=solution.env, timeout_s=timeout_s, log_name="solution"
+        )
         if end.code == 0 and not end.timed_out:
             return end, ""
         how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"

@@ -125,7 +125,8 @@ class Sandbox(ABC):
     ) -> Exit:
         """Run a program until it ends or times out, and leave no process of it behind.
 
-        Its output is appended to the log as it comes. `env` is added to a clean environment.
+        Its output is appended to the log as it comes. `env` is added to a clean environment, whose
+        HOME is `home`.
         ``python3`` is a Python with pytest where the runtime provides one.
         """
 
