@@ -364,7 +364,7 @@ class ContainerSandbox(IsolatedSandbox):
             "PidsLimit": limits.processes,
             "OomScoreAdj": OOM_SCORE,
             "NanoCpus": int((runtime.cpus or 0) * 1e9),
-            "Ulimits": ulimits(runtime.engine.process),
+            "Ulimits": ulimits(runtime.engine.find().process),
             "CapDrop": ["ALL"],
             "CapAdd": _CAPABILITIES if self._is_root else [],  # Podman gives them to any user
             "SecurityOpt": security,

@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -28,7 +28,6 @@ from tugline.sandbox.container_engine import (
     ContainerEngine,
     Docker,
     DockerError,
-    stream,
     translate_errors,
 )
 from tugline.sandbox.files import hash_file, replace_file
@@ -150,8 +149,6 @@ class ImageCache:
         if not self._pull_missing:
             raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
-        named = {":", "@"} & set(name.rpartition("/")[2])
-        params = {"fromImage": name} | ({} if named else {"tag": "latest"})
         async with self._engine.client(
             f"image {name!r} cannot be pulled",
             self._pull_s,
@@ -159,12 +156,10 @@ class ImageCache:
             kind=ImageError,
             hint=_HINT,
         ) as docker:
-            await _collect(stream(docker, "images/create", params), collections.deque())
+            await docker.images.pull(name)
 
     async def _build(self, folder: Path, name: str) -> None:
         _log.info("building", folder=str(folder), image=name)
-        labels = msgspec.json.encode({LABEL: "built"}).decode()
-        params = {"t": name, "labels": labels, "forcerm": "true"}
         output: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         with tempfile.TemporaryFile() as context:
             await asyncio.to_thread(_pack, folder, context)
@@ -172,7 +167,15 @@ class ImageCache:
             client = self._engine.client(what, self._build_s, option="build_s", kind=ImageError)
             try:
                 async with client as docker:
-                    await _collect(stream(docker, "build", params, context), output)
+                    async for event in docker.images.build(
+                        fileobj=context,
+                        encoding="identity",
+                        tag=name,
+                        labels={LABEL: "built"},
+                        forcerm=True,
+                        stream=True,
+                    ):
+                        output.extend(str(event.get("stream", "")).splitlines())
             except ImageError as error:
                 lines = "\n".join(_COLOUR.sub("", line) for line in output if line.strip())
                 raise ImageError(f"{error}\n{lines}".rstrip()) from error
@@ -285,10 +288,3 @@ def _pack(folder: Path, to: IO[bytes]) -> None:
     with tarfile.open(fileobj=to, mode="w") as archive:
         archive.add(folder, ".")
     to.seek(0)
-
-
-async def _collect(progress: AsyncGenerator[str, None], output: collections.deque[str]) -> None:
-    """Wait for the end of a request, keeping its last lines in `output`."""
-    async with contextlib.aclosing(progress) as texts:
-        async for text in texts:
-            output.extend(text.splitlines())
