@@ -54,8 +54,8 @@ class Remote(Runtime):
     ) -> AsyncIterator[RemoteSandbox]:
         """Folders there; only logs and a note are here."""
         spec = spec or SandboxSpec()
-        if spec.mounts or spec.snapshot or spec.workspace != Workspace():
-            msg = "runtime 'remote' takes files only: no workspace, mounts or snapshot"
+        if spec.mounts or spec.workspace != Workspace():
+            msg = "runtime 'remote' takes files only: no workspace or mounts"
             raise UsageError(msg)
         box = RemoteSandbox(
             self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs"

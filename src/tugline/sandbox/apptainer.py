@@ -81,7 +81,7 @@ class Apptainer(host.HostRuntime):
             raise SandboxError(problem)
         self._available = True
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         mounts = [
             one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
         ]

@@ -128,7 +128,7 @@ class Container(HostRuntime):
     ) -> ContainerSandbox:
         info = await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         optional = [mount.target for mount in spec.mounts if mount.optional]
         there = await self._images.find_paths(image, optional)
         mounts = [one for one in spec.mounts if not (one.optional and one.target in there)]

@@ -88,12 +88,6 @@ class HostSandbox(base.Sandbox):
             await self._stop()
             return await asyncio.to_thread(self._workspace.diff, limits)
 
-    async def snapshot(self, to: Path) -> None:
-        """Stop the sandbox and copy what changed in the workdir."""
-        async with self._in_use:
-            await self._stop()
-            await asyncio.to_thread(self._workspace.snapshot, to)
-
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
         """Return the writable folders as they can be used from here; `path` is in one of them."""
         return self._folders

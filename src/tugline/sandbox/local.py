@@ -77,7 +77,7 @@ class LocalRuntime(HostRuntime):
     ) -> LocalSandbox:
         _check(spec)
         base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         return LocalSandbox(directory, workspace, self)
 
     async def end_program(self, record: ProgramRecord) -> None:
