@@ -11,7 +11,7 @@ is read from here, without asking the engine.
 
 A container is written down in ``container.json`` before it is created, and is removed with its
 mounts when the sandbox is closed, or by `Container.reap` after this process was killed (I3). Its
-programs end with this process, whatever they hold open: a shell beside it sees to that (`_GUARD`).
+programs end with this process, whatever they hold open: a shell beside it sees to that (`Guard`).
 """
 
 from __future__ import annotations
@@ -62,11 +62,6 @@ _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_
 _CAPABILITIES += ["SETGID", "SETUID"]
 """What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
 _TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
-_GUARD = (
-    'exec 2>/dev/null; trap "" HUP INT TERM; cd "/proc/$0" || exit; read -r _'
-    f'; [ -e "root{CONTROL}/runner" ] && kill -9 "$0"'
-)
-"""Kill process 1 of a container when stdin ends, unless its number is another's by now."""
 _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
@@ -231,7 +226,6 @@ class ContainerSandbox(IsolatedSandbox):
         self._runtime, self._image, self._hardening = runtime, image, hardening
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
-        self._guard: asyncio.subprocess.Process | None = None
         self._upper: list[Path] = []
         """Where the engine keeps what programs change of the image, if it says so."""
 
@@ -246,7 +240,7 @@ class ContainerSandbox(IsolatedSandbox):
         except SandboxError as error:  # says nothing of what was done in it; `reap` tries again
             _log.warning("container not removed", container=self._name, error=str(error))
         finally:
-            await self._end_guard()
+            await self._guard.end()
             if self._runner is not None:
                 self._runner.close()
             await asyncio.to_thread(self._clean_up)
@@ -288,9 +282,7 @@ class ContainerSandbox(IsolatedSandbox):
         upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroup_of, pid)
-        self._guard = await asyncio.create_subprocess_exec(
-            *("sh", "-c", _GUARD, str(pid)), stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
+        await self._guard.watch(pid)
         await runner.wait_ready()
         return pid
 
@@ -303,13 +295,7 @@ class ContainerSandbox(IsolatedSandbox):
                     await container.kill(signal="KILL")
                 await container.wait()
             self._started = False
-        await self._end_guard()
-
-    async def _end_guard(self) -> None:
-        """Kill process 1, if it still runs, and its guard with it."""
-        if self._guard is not None:
-            await self._guard.communicate(b"")
-            self._guard = None
+        await self._guard.end()
 
     async def _run_monitored(self, program: Callable[[], Awaitable[Exit]]) -> Exit:
         began = time.monotonic()

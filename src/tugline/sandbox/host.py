@@ -32,7 +32,7 @@ from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.processes import finish
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor
-from tugline.sandbox.runner import Runner
+from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
 
 _PROBE_S = 20.0
@@ -157,6 +157,8 @@ class IsolatedSandbox(HostSandbox):
         self._limiting: asyncio.Future[None] | None = None
         """Limits are set beside the start, because the kernel takes its time for a group."""
         self._runner: Runner | None = None
+        self._guard = Guard()
+        """For drivers whose sandboxes do not die with this process by themselves."""
         self._pid = 0
         """Its process 1, as this machine counts."""
         self._starting = asyncio.Lock()
@@ -341,7 +343,7 @@ class HostRuntime(base.Runtime):
         async def fill(into: Path) -> None:
             await copy(into)
             if commit is not None:
-                await asyncio.to_thread(end_history, into, commit, what)
+                await end_history(into, commit, what)
 
         return await stack.enter_async_context(self._cache.entry(key, fill, what))
 
