@@ -188,7 +188,7 @@ def driver(
 ) -> Driver:
     """Each driver that works here."""
     if request.param == "local":
-        return Driver("local", LocalRuntime(grace_s=0.2), Workspace())
+        return Driver("local", LocalRuntime(), Workspace())
     if request.param == "bubblewrap":
         runtime = Bubblewrap()
         if problem := runtime.check_available():

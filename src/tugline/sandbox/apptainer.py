@@ -31,8 +31,8 @@ from tugline.sandbox.cache import digest
 from tugline.sandbox.hardening import ApptainerHardening
 from tugline.sandbox.limits import Cgroup, check_limits
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
-from tugline.sandbox.processes import ChildProcess, find_records, run_command
+from tugline.sandbox.overlay import OverlayWorkspace, copy
+from tugline.sandbox.processes import ChildProcess, run_command
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 from tugline.types import Workspace
@@ -118,11 +118,6 @@ class Apptainer(host.HostRuntime):
         key = f"apptainer-{digest(image, await asyncio.to_thread(_modified, image))}"
         entry = self._cache.entry(key, partial(_build, image), f"image {image}")
         return await stack.enter_async_context(entry)
-
-    def reap(self, directory: Path) -> int:
-        """Remove mounts and groups that a killed process left; its containers have ended."""
-        ended = sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
-        return ended + unmount_all(Path.cwd() / directory)
 
     def check_available(self) -> str | None:
         """Return why ``apptainer --version`` does not work, if it does not."""

@@ -34,7 +34,7 @@ from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace
-from tugline.sandbox.processes import ChildProcess, find_records, finish, wait_readable
+from tugline.sandbox.processes import ChildProcess, finish, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 
@@ -107,7 +107,7 @@ class Bubblewrap(host.HostRuntime):
     def reap(self, directory: Path) -> int:
         """Kill and remove what is left of sandboxes; those that ran have died with their parent."""
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
-        return strays + sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
+        return strays + super().reap(directory)
 
     def check_available(self) -> str | None:
         """Try to start a sandbox."""

@@ -49,8 +49,8 @@ from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
-from tugline.sandbox.processes import finish
+from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.processes import find_records, finish
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Cause, Workspace
@@ -149,8 +149,7 @@ class Container(HostRuntime):
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
         directory = Path.cwd() / directory
-        ended = sum(map(_reap, (directory, *directory.glob("*/"))))
-        return ended + unmount_all(directory)
+        return sum(map(_reap, find_records(directory, _RECORD))) + super().reap(directory)
 
     def check_available(self) -> str | None:
         """Return why no container can be run here."""
@@ -181,11 +180,10 @@ class Container(HostRuntime):
             return self._info
 
 
-def _reap(folder: Path) -> int:
-    """Remove the container that was recorded in `folder`, if it is the one; return how many."""
+def _reap(record: Path) -> int:
+    """Remove the container of a record, if it is the one; return how many."""
     try:
-        encoded = (folder / _RECORD).read_bytes()
-        name, socket = msgspec.json.decode(encoded, type=tuple[str, str])
+        name, socket = msgspec.json.decode(record.read_bytes(), type=tuple[str, str])
     except (OSError, msgspec.DecodeError):
         return 0
 
@@ -196,7 +194,7 @@ def _reap(folder: Path) -> int:
             if error.status == 404:
                 return 0
             raise
-        if found["Config"]["Labels"].get(DIRECTORY) != str(folder):
+        if found["Config"]["Labels"].get(DIRECTORY) != str(record.parent):
             return 0
         await remove_container(docker, name)
         return 1
@@ -206,7 +204,7 @@ def _reap(folder: Path) -> int:
     except SandboxError as error:
         _log.warning("container not reaped", container=name, error=str(error))
         return 0
-    (folder / _RECORD).unlink(missing_ok=True)
+    record.unlink(missing_ok=True)
     return count
 
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
@@ -65,15 +64,13 @@ class ContainerEngine:
             msg = f"runtime 'container': engine is {wanted!r}, not podman, docker or unix:///PATH"
             raise ConfigError(msg)
         self._wanted = wanted
-        self._searching = threading.Lock()
         self._found: FoundEngine | None = None
 
     def find(self) -> FoundEngine:
         """Return the engine that answers. Blocks the first time. Raises `SandboxError`."""
-        with self._searching:
-            if self._found is None:
-                self._found = self._search()
-            return self._found
+        if self._found is None:
+            self._found = self._search()
+        return self._found
 
     @contextlib.asynccontextmanager
     async def client(

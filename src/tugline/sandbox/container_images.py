@@ -31,7 +31,7 @@ from tugline.sandbox.container_engine import (
     translate_errors,
 )
 from tugline.sandbox.files import hash_file, replace_file
-from tugline.sandbox.processes import SharedTasks, finish
+from tugline.sandbox.processes import SharedTasks, finish, run_command
 from tugline.types import Workspace
 
 LABEL = "tugline"
@@ -112,17 +112,18 @@ class ImageCache:
 
     async def copy(self, image: ContainerImage, path: PurePosixPath, to: Path) -> None:
         """Copy a folder out of an image."""
-        argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
-        async with (
-            self._engine.client(limit_s=_COPY_S) as docker,
-            open_archive(docker, image) as archive,
-            docker.session.get(archive, params={"path": str(path)}) as response,
-        ):
-            tar = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-            )
-            errors = await _feed(tar, response.content.iter_chunked(1 << 20))
-        if tar.returncode != 0:
+        unpack = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
+        with tempfile.NamedTemporaryFile(dir=to.parent) as packed:
+            async with (
+                self._engine.client(limit_s=_COPY_S) as docker,
+                open_archive(docker, image) as archive,
+                docker.session.get(archive, params={"path": str(path)}) as response,
+            ):
+                async for chunk in response.content.iter_chunked(1 << 20):
+                    await asyncio.to_thread(packed.write, chunk)
+            packed.flush()
+            code, _, errors = await run_command((*unpack, "-f", packed.name), timeout_s=_COPY_S)
+        if code != 0:
             msg = f"{path} of image {image.name!r} cannot be copied to {to}: {errors[-400:]}"
             raise (DiskFull if "No space left" in errors else ImageError)(msg)
 
@@ -254,24 +255,6 @@ async def open_archive(docker: Docker, image: ContainerImage) -> AsyncIterator[s
             if not making.cancelled() and making.exception() is None:
                 removing = making.result().delete(force=True, v=True)
                 await finish(asyncio.wait_for(removing, CALL_S))
-
-
-async def _feed(program: asyncio.subprocess.Process, data: AsyncIterator[bytes]) -> str:
-    """Write `data` to a program and return its stderr."""
-    if program.stdin is None or program.stderr is None:
-        return ""
-    errors = asyncio.create_task(program.stderr.read())
-    try:
-        with contextlib.suppress(ConnectionError):  # it has ended, and reports why
-            async for chunk in data:
-                program.stdin.write(chunk)
-                await program.stdin.drain()
-        program.stdin.close()
-        return (await errors).decode(errors="replace").strip()
-    finally:
-        if program.returncode is None and not errors.done():
-            program.kill()
-        await program.wait()
 
 
 def build_name(folder: Path) -> str:

@@ -19,17 +19,19 @@ from tugline.errors import TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
+    RECORD,
     Cgroup,
     OomKills,
     ProgramLimits,
     SandboxCgroup,
     is_starved,
+    reap_cgroups,
     set_rlimits,
 )
 from tugline.sandbox.network import AllowList, PortForwards
-from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.processes import finish
+from tugline.sandbox.processes import find_records, finish
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor
 from tugline.sandbox.runner import Guard, Runner
@@ -300,6 +302,11 @@ class HostRuntime(base.Runtime):
 
     def __init__(self, cache_gb: float) -> None:
         self._cache = WorkspaceCache(max_gb=cache_gb)
+
+    def reap(self, directory: Path) -> int:
+        """Remove the control groups and mounts that a killed process left under `directory`."""
+        groups = sum(map(reap_cgroups, find_records(directory, RECORD)))
+        return groups + unmount_all(directory)
 
     @contextlib.asynccontextmanager
     async def open(

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -39,9 +38,8 @@ _MIN_FILE_BYTES = 1024
 _UNBOUNDED = 1 << 62
 """The size of what cannot be measured and is only made to hide something."""
 _MAX_LOCKED_FOLDERS = 20
-_MAX_MAPS_BYTES = 64 << 20
+_MAX_HELD_FILES = 1 << 20
 _LOOKUPS = 3
-_DELETED_MAP = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .* \(deleted\)$", re.MULTILINE)
 _SCANNERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-disk")
 """Threads of their own, so that nothing else waits for a scan."""
 _log = log.get("sandbox")
@@ -242,31 +240,30 @@ def open_file_usage(root: Path) -> int:
     """
     sizes: dict[int, int] = {}
     looked_at: set[tuple[int, int]] = set()
-    maps_left = _MAX_MAPS_BYTES
-    for process in _numbered(f"{root}/proc"):
-        have_maps = False
-        # Each thread may have open files of its own, and the first one may have ended.
-        for thread in _numbered(f"{process}/task"):
-            for found, path in _open_files(f"{thread}/fd"):
-                if (known := (found.st_dev, found.st_ino)) not in looked_at:
-                    looked_at.add(known)
-                    if found.st_nlink == 0 or _is_hidden(root, path, found):
-                        _add_size(sizes, found)
-            if not have_maps:
-                maps = _read_maps(thread, maps_left)
-                maps_left -= len(maps)
-                have_maps = bool(maps)
-                for found in _deleted_maps(process, maps):
-                    _add_size(sizes, found)
-            if maps_left <= 0:
-                return _UNBOUNDED
+    for count, (found, path) in enumerate(_held_files(root)):
+        if count == _MAX_HELD_FILES:
+            return _UNBOUNDED
+        known, is_mapped = (found.st_dev, found.st_ino), "/map_files/" in path
+        if known in looked_at or (is_mapped and found.st_nlink > 0):
+            continue
+        looked_at.add(known)
+        if found.st_nlink == 0 or _is_hidden(root, path, found):
+            # By number alone: an overlay shows files as those of another disk than they are mapped
+            # from.
+            size = found.st_blocks * 512
+            sizes[found.st_ino] = max(size, sizes.get(found.st_ino, 0))
     return sum(sizes.values())
 
 
-def _add_size(sizes: dict[int, int], status: os.stat_result) -> None:
-    # By number alone: an overlay shows files as those of another disk than they are mapped from.
-    size = status.st_blocks * 512
-    sizes[status.st_ino] = max(size, sizes.get(status.st_ino, 0))
+def _held_files(root: Path) -> Iterator[tuple[os.stat_result, str]]:
+    """Yield files that processes have mapped, which only root may look at, and open ones."""
+    for process in _numbered(f"{root}/proc"):
+        for found, path in _open_files(f"{process}/map_files"):
+            if found.st_dev != _anonymous_device():
+                yield found, path
+        # Each thread may have open files of its own, and the first one may have ended.
+        for thread in _numbered(f"{process}/task"):
+            yield from _open_files(f"{thread}/fd")
 
 
 def _numbered(folder: str) -> Iterator[str]:
@@ -310,21 +307,3 @@ def _anonymous_device() -> int:
         return os.fstat(handle).st_dev
     finally:
         os.close(handle)
-
-
-def _read_maps(thread: str, max_bytes: int) -> bytes:
-    with contextlib.suppress(OSError), Path(thread, "maps").open("rb", buffering=1 << 20) as file:
-        return file.read(max_bytes)
-    return b""
-
-
-def _deleted_maps(process: str, maps: bytes) -> Iterator[os.stat_result]:
-    """Deleted files that are mapped; only root may look at those."""
-    if b" (deleted)\n" not in maps:
-        return
-    for start, end in _DELETED_MAP.findall(maps):
-        path = f"{process}/map_files/{int(start, 16):x}-{int(end, 16):x}"
-        with contextlib.suppress(OSError):
-            found = os.stat(path)  # noqa: PTH116
-            if found.st_nlink == 0 and found.st_dev != _anonymous_device():
-                yield found
