@@ -330,7 +330,7 @@ class ContainerSandbox(IsolatedSandbox):
             "WorkingDir": str(self.workdir),
             "Env": [f"HOME={HOME}", "LANG=C.UTF-8"],
             "Labels": {LABEL: "sandbox", DIRECTORY: str(self._directory)},
-            **({"Healthcheck": {"Test": ["NONE"]}} if self._image.checks_health else {}),
+            "Healthcheck": {"Test": ["NONE"]},  # an image's own would run a program now and then
             "StopSignal": "SIGKILL",
             "HostConfig": self._host_config(),
         }

@@ -15,6 +15,7 @@ import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -57,30 +58,23 @@ class ContainerImage(msgspec.Struct, frozen=True):
     user: str
     """User of its programs; empty for root."""
     size: int
-    checks_health: bool
-    """Whether it defines a health check, which would run a program in it now and then."""
 
 
+@dataclass
 class ImageCache:
     """The images of one engine."""
 
-    def __init__(
-        self,
-        engine: ContainerEngine,
-        cache: Path,
-        *,
-        pull: bool,
-        max_gb: float,
-        pull_s: float,
-        build_s: float,
-    ) -> None:
-        self._engine = engine
-        self._cache = cache
-        self._pull_missing = pull
-        self._max_bytes = int(max_gb * _GB)
-        self._pull_s, self._build_s = pull_s, build_s
-        self._making = SharedTasks()
-        self._has_path: dict[tuple[str, str], bool] = {}
+    engine: ContainerEngine
+    cache: Path
+    """Where it is noted which images were made here, and when they were last used."""
+    _: KW_ONLY
+    pull: bool
+    """Whether missing ones are pulled."""
+    max_gb: float
+    pull_s: float
+    build_s: float
+    _making: SharedTasks = field(default_factory=SharedTasks)
+    _has_path: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     async def get(self, workspace: Workspace) -> ContainerImage:
         """Return the image of `workspace`, pulled or built if missing.
@@ -104,7 +98,7 @@ class ImageCache:
         """Return those of `paths` at which the image has something."""
         missing = [path for path in paths if (image.id, path) not in self._has_path]
         if missing:
-            async with self._engine.client() as docker, open_archive(docker, image) as archive:
+            async with self.engine.client() as docker, open_archive(docker, image) as archive:
                 for path in missing:
                     async with docker.session.head(archive, params={"path": path}) as response:
                         self._has_path[image.id, path] = response.status == 200
@@ -115,7 +109,7 @@ class ImageCache:
         unpack = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         with tempfile.NamedTemporaryFile(dir=to.parent) as packed:
             async with (
-                self._engine.client(limit_s=_COPY_S) as docker,
+                self.engine.client(limit_s=_COPY_S) as docker,
                 open_archive(docker, image) as archive,
                 docker.session.get(archive, params={"path": str(path)}) as response,
             ):
@@ -128,7 +122,7 @@ class ImageCache:
             raise (DiskFull if "No space left" in errors else ImageError)(msg)
 
     async def _find(self, name: str) -> ContainerImage | None:
-        async with self._engine.client() as docker:
+        async with self.engine.client() as docker:
             return await find_image(docker, name)
 
     async def _make_shared(
@@ -147,12 +141,12 @@ class ImageCache:
         await self._evict(name)
 
     async def _pull(self, name: str) -> None:
-        if not self._pull_missing:
+        if not self.pull:
             raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
-        async with self._engine.client(
+        async with self.engine.client(
             f"image {name!r} cannot be pulled",
-            self._pull_s,
+            self.pull_s,
             option="pull_s",
             kind=ImageError,
             hint=_HINT,
@@ -165,7 +159,7 @@ class ImageCache:
         with tempfile.TemporaryFile() as context:
             await asyncio.to_thread(_pack, folder, context)
             what = f"{folder / 'Dockerfile'} cannot be built"
-            client = self._engine.client(what, self._build_s, option="build_s", kind=ImageError)
+            client = self.engine.client(what, self.build_s, option="build_s", kind=ImageError)
             try:
                 async with client as docker:
                     async for event in docker.images.build(
@@ -182,7 +176,7 @@ class ImageCache:
                 raise ImageError(f"{error}\n{lines}".rstrip()) from error
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
-        mark = self._cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
+        mark = self.cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
         with contextlib.suppress(OSError, SandboxError):
             if made:
                 mark.parent.mkdir(parents=True, exist_ok=True)
@@ -193,25 +187,25 @@ class ImageCache:
     async def _evict(self, keep: str) -> None:
         """Remove the least recently used images that were made here until the rest fits."""
         marks = await asyncio.to_thread(self._list_marks)
-        async with self._engine.client(limit_s=_COPY_S) as docker:
+        async with self.engine.client(limit_s=_COPY_S) as docker:
             found = {name: await find_image(docker, name) for _, name in marks}
             sizes = {name: image.size for name, image in found.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
                 mark.unlink(missing_ok=True)
             total = sum(sizes.values())
             for mark, name in marks:
-                if total <= self._max_bytes:
+                if total <= self.max_gb * _GB:
                     return
                 if name in sizes and name != keep:
                     with contextlib.suppress(DockerError):  # in use
                         await docker.images.delete(name)
                         mark.unlink(missing_ok=True)
                         total -= sizes[name]
-                        _log.info("image removed", image=name, limit_gb=self._max_bytes / _GB)
+                        _log.info("image removed", image=name, limit_gb=self.max_gb)
 
     def _list_marks(self) -> list[tuple[Path, str]]:
         """Mark files and names of images that were made here, the least recently used first."""
-        marks = sorted(self._cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
+        marks = sorted(self.cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
         return [(mark, mark.read_text()) for mark in marks]
 
 
@@ -237,7 +231,6 @@ async def find_image(docker: Docker, name: str) -> ContainerImage | None:
         workdir=workdir if workdir != PurePosixPath("/") else None,
         user=config.get("User") or "",
         size=int(found.get("Size") or 0),
-        checks_health=bool(config.get("Healthcheck")),
     )
 
 
