@@ -1,4 +1,4 @@
-"""The changes between two archives of a workdir, for sandboxes on another machine.
+"""Archives for sandboxes on another machine: pack files, and find what changed between two.
 
 The other machine is not trusted: nothing is unpacked, no link is followed, names that lead out of
 the folder are left out with a note, and everything is limited.
@@ -6,15 +6,17 @@ the folder are left out with a note, and everything is limited.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import IO, BinaryIO
 
 from tugline.errors import SandboxError
+from tugline.sandbox.base import Content, check_path
 from tugline.sandbox.patch import (
     IGNORED,
     ChangeCollector,
@@ -26,6 +28,28 @@ from tugline.sandbox.patch import (
 )
 
 _BLOCK = 1 << 20
+
+
+def pack_files(files: Mapping[str, Content]) -> bytes:
+    """Pack `files` into a tar archive, without removed ones.
+
+    Raises `UsageError` for a path that leaves its root.
+    """
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, content in files.items():
+            member = tarfile.TarInfo(check_path(path))
+            data = content.encode() if isinstance(content, str) else content
+            change = data if isinstance(data, FileChange | None) else FileChange(data)
+            if change is None:
+                continue
+            member.mode = 0o755 if change.executable else 0o644
+            if change.link:
+                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(change.data)
+            else:
+                member.size = len(change.data)
+            tar.addfile(member, io.BytesIO(change.data))
+    return archive.getvalue()
 
 
 def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:

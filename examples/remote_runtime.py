@@ -23,7 +23,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from archive_diff import diff_archives
+from archive_diff import diff_archives, pack_files
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import (
@@ -36,7 +36,6 @@ from tugline.sandbox.base import (
     SandboxSpec,
     enforce_timeout,
 )
-from tugline.sandbox.files import pack_files
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Workspace
 
@@ -55,8 +54,8 @@ class Remote(Runtime):
     ) -> AsyncIterator[RemoteSandbox]:
         """Folders there; only logs and a note are here."""
         spec = spec or SandboxSpec()
-        if spec.mounts or spec.snapshot or spec.workspace != Workspace():
-            msg = "runtime 'remote' takes files only: no workspace, mounts or snapshot"
+        if spec.mounts or spec.workspace != Workspace():
+            msg = "runtime 'remote' takes files only: no workspace or mounts"
             raise UsageError(msg)
         box = RemoteSandbox(
             self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs"

@@ -39,6 +39,8 @@ class Arena:
     made: dict[str, Runtime] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     """What its boxes have besides, whatever else is asked for."""
+    engine: str = ""
+    """The URL of a Podman."""
 
     @property
     def contains(self) -> bool:
@@ -58,7 +60,7 @@ class Arena:
     @property
     def fixed(self) -> dict[str, Any]:
         """Options that it always has."""
-        return {"engine": "podman"} if self.name == "podman" else {}
+        return {"engine": self.engine} if self.name == "podman" else {}
 
     def runtime(self, **options: Any) -> Runtime:
         """One with these options."""

@@ -19,7 +19,7 @@ import pytest
 
 from tugline.sandbox.base import Mount
 from tugline.sandbox.container import DIRECTORY, Container
-from tugline.sandbox.container_engine import ContainerEngine, Docker, service_command
+from tugline.sandbox.container_engine import ContainerEngine, Docker
 from tugline.sandbox.container_images import find_image
 
 __all__ = [
@@ -59,7 +59,10 @@ def serving(folder: Path, *before: str) -> Iterator[str]:
     path = folder / "podman.sock"
     path.unlink(missing_ok=True)
     with (folder / "log").open("wb") as log:
-        argv = (*before, *service_command(path), "--time=0")
+        # crun refuses a mixture of cgroup versions.
+        mixed = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        runtime = ("--runtime", "runc") if mixed and shutil.which("runc") else ()
+        argv = (*before, "podman", *runtime, "system", "service", f"unix://{path}", "--time=0")
         begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
     try:
         until = time.monotonic() + 20

@@ -69,7 +69,7 @@ class Judge:
     ) -> None:
         self.folder, self.task, self.base = folder, given, dict(base or {})
         self.timeout_s = timeout_s
-        self.runtime, self.spec = runtime or LocalRuntime(grace_s=0.1), spec
+        self.runtime, self.spec = runtime or LocalRuntime(), spec
         self.opened = 0
 
     @contextlib.asynccontextmanager

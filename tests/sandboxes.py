@@ -66,7 +66,7 @@ if argv[0] == "build":
         sys.exit("FATAL: no such image: " + argv[4])
     shutil.unpack_archive(argv[4], argv[3], "tar"); sys.exit(0)
 assert argv.pop(0) == "exec"
-out = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
+out = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
 out += ["--clearenv", "--as-pid-1", "--cap-drop", "ALL", "--tmpfs", "/"]
 known = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--net")
 binds, chdir = [], []
@@ -188,7 +188,7 @@ def driver(
 ) -> Driver:
     """Each driver that works here."""
     if request.param == "local":
-        return Driver("local", LocalRuntime(grace_s=0.2), Workspace())
+        return Driver("local", LocalRuntime(), Workspace())
     if request.param == "bubblewrap":
         runtime = Bubblewrap()
         if problem := runtime.check_available():

@@ -21,7 +21,6 @@ PROGRAMS = {
     "podman": "podman",
     "runc": "runc",
     "conmon": "conmon",
-    "fuse-overlayfs": "fuse-overlayfs",
     "slirp4netns": "slirp4netns",
     "newuidmap": "uidmap",
     "nsenter": "util-linux",

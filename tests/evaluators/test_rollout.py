@@ -29,7 +29,7 @@ async def rolled(folder: Path, evaluator: PluginSpec) -> Trajectory:
         id="t",
         instruction="Mend the bill.",
         harness=PluginSpec("shell", {"command": AGENT}),
-        runtime=PluginSpec("local", {"grace_s": 0.1}),
+        runtime=PluginSpec("local"),
         evaluator=evaluator,
         files=FILES,
     )

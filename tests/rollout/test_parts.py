@@ -68,7 +68,7 @@ MINE = f"{__name__}:Typed"
         ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be an integer"),
         ("harness", "codex", {"context_window": 2**70}, "options cannot be stored: "),
         ("runtime", "bubblewrap", {"allow": "a:1"}, "allow is 'a:1', must be a list"),
-        ("runtime", "local", {"grace_s": "x"}, "grace_s is 'x', must be a number"),
+        ("runtime", "local", {"cache_gb": "x"}, "cache_gb is 'x', must be a number"),
         ("evaluator", "tests", {"expected": "a"}, "expected is 'a', must be a list or null"),
         ("evaluator", "function", {"target": 5}, "target is 5, must be a string"),
     ],
@@ -94,7 +94,7 @@ def test_hints_that_say_nothing_of_plain_values_are_no_bar(kind: str) -> None:
 
 def test_a_number_may_be_whole_and_a_default_may_be_given() -> None:
     """YAML writes 2 for 2.0, and null for what is None without being said to be."""
-    Parts().runtime(PluginSpec("local", {"grace_s": 2}))
+    Parts().runtime(PluginSpec("local", {"cache_gb": 2}))
     made: Any = Parts().harness(PluginSpec(MINE, {"at": "/", "limit": None, "other": 3}))
     assert made.given == ("/", "", None, None, {"other": 3})
 

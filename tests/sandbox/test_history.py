@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -58,7 +59,7 @@ class Clone:
 
     def end(self, commit: str = "HEAD") -> None:
         """Forget what came later."""
-        end_history(self.folder, commit, "the clone")
+        asyncio.run(end_history(self.folder, commit, "the clone"))
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_nothing_later_can_be_had(clone: Clone) -> None:
     ]
     found = subprocess.run(["grep", "-ra", clone.future, clone.folder], check=False)
     assert found.returncode == 1
-    assert not (clone.folder / ".git.ended").exists()
+    assert {path.name for path in clone.folder.iterdir()} == {".git", "file"}
 
 
 def test_what_is_there_goes_on_working(clone: Clone) -> None:
@@ -115,7 +116,7 @@ def test_a_shallow_clone_stays_one(clone: Clone, tmp_path: Path) -> None:
     subprocess.run(
         ["git", "clone", "-q", "--depth=1", "-b", "other", source, tmp_path / "s"], check=True
     )
-    end_history(tmp_path / "s", "HEAD", "it")
+    asyncio.run(end_history(tmp_path / "s", "HEAD", "it"))
     assert (
         subprocess.check_output(["git", "-C", tmp_path / "s", "log", "--format=%s"]) == b"future\n"
     )
@@ -141,6 +142,15 @@ def test_nothing_of_it_is_run_or_followed(clone: Clone, tmp_path: Path) -> None:
     assert (beyond / "kept").read_text() == "mine"
 
 
+def test_tags_of_objects_that_are_not_there_go(clone: Clone) -> None:
+    """As in a clone without some objects; nor does a broken or odd name stop it."""
+    for name, text in (("gone", f"{'1' * 40}\n"), ("broken", "x\n"), ("odd..name", clone.past)):
+        (clone.folder / ".git" / "refs" / "tags" / name).write_text(text)
+    os.mkfifo(clone.folder / ".git" / "refs" / "tags" / "pipe")
+    clone.end()
+    assert clone.git("tag").split() == ["v1", "v2"]
+
+
 def test_another_commit_than_the_row_says(clone: Clone) -> None:
     """An image that is not at the commit it should be at is told, and left as it is."""
     with pytest.raises(WorkspaceError, match=f"the clone has no commit '{clone.future}' in the"):
@@ -151,7 +161,7 @@ def test_another_commit_than_the_row_says(clone: Clone) -> None:
 def test_no_repository(tmp_path: Path) -> None:
     """A folder without one cannot be asked to end at a commit."""
     with pytest.raises(WorkspaceError, match="it is no git repository, so "):
-        end_history(tmp_path, "HEAD", "it")
+        asyncio.run(end_history(tmp_path, "HEAD", "it"))
     (tmp_path / ".git").mkdir()
     with pytest.raises(WorkspaceError, match="has nothing checked out"):
-        end_history(tmp_path, "HEAD", "it")
+        asyncio.run(end_history(tmp_path, "HEAD", "it"))

@@ -22,27 +22,23 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-import msgspec
 import psutil
 
 from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
 from tugline.sandbox import host, limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
-from tugline.sandbox.files import replace_file
 from tugline.sandbox.hardening import ApptainerHardening
 from tugline.sandbox.limits import Cgroup, check_limits
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
-from tugline.sandbox.processes import ChildProcess, find_records, run_command, start_time
+from tugline.sandbox.overlay import OverlayWorkspace, copy
+from tugline.sandbox.processes import ChildProcess, run_command
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 from tugline.types import Workspace
 
 _BUILD_S = 1800.0
 _KILL_S = 5.0
-_RECORD = ".apptainer"
-"""Suffix of the name of a container's record."""
 _ISOLATION = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
 _NO_NETWORK = ("--net", "--network", "none")
 _INSTALL = (
@@ -81,7 +77,7 @@ class Apptainer(host.HostRuntime):
             raise SandboxError(problem)
         self._available = True
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         mounts = [
             one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
         ]
@@ -123,12 +119,6 @@ class Apptainer(host.HostRuntime):
         entry = self._cache.entry(key, partial(_build, image), f"image {image}")
         return await stack.enter_async_context(entry)
 
-    def reap(self, directory: Path) -> int:
-        """End containers that a killed process left, and remove their mounts and groups."""
-        ended = sum(map(_reap, find_records(directory, _RECORD)))
-        ended += sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
-        return ended + unmount_all(Path.cwd() / directory)
-
     def check_available(self) -> str | None:
         """Return why ``apptainer --version`` does not work, if it does not."""
         if shutil.which("apptainer") is None:
@@ -154,7 +144,6 @@ class ApptainerSandbox(host.IsolatedSandbox):
         """Without an `allow` list the network is this machine's."""
         super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
         self._image, self._hardening = image, runtime.hardening
-        self._record = layout.directory / f"container{_RECORD}"
         self._child: ChildProcess | None = None
         self._first_process = 0
 
@@ -177,9 +166,7 @@ class ApptainerSandbox(host.IsolatedSandbox):
             msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
             raise SandboxError(msg) from error
         self._first_process = await asyncio.to_thread(find_first_process, child.pid)
-        # What must not outlive this process is written down before any program runs.
-        known = (self._first_process, await asyncio.to_thread(start_time, self._first_process))
-        await asyncio.to_thread(replace_file, self._record, msgspec.json.encode(known))
+        await self._guard.watch(self._first_process)
         return self._first_process
 
     async def _kill_processes(self) -> None:
@@ -194,7 +181,7 @@ class ApptainerSandbox(host.IsolatedSandbox):
                 self._child.kill()
                 await asyncio.wait([self._child.ended])
         self._child.close()
-        self._record.unlink(missing_ok=True)
+        await self._guard.end()
         self._child, self._first_process = None, 0
 
     def command(self) -> list[str]:
@@ -224,18 +211,6 @@ def find_first_process(pid: int) -> int:
                 if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
                     return int(process.pid)
     raise SandboxError(f"apptainer (process {pid}) has made no process namespace")
-
-
-def _reap(path: Path) -> int:
-    """Kill the container that a killed process left; return how many that were."""
-    count = 0
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        pid, start = msgspec.json.decode(path.read_bytes(), type=tuple[int, float | None])
-        if start is not None and start_time(pid) == start:  # else the number is another's by now
-            os.kill(pid, signal.SIGKILL)
-            count = 1
-    path.unlink(missing_ok=True)
-    return count
 
 
 async def _build(image: str, into: Path) -> None:

@@ -68,8 +68,6 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     workspace: Workspace = Workspace()
     files: Mapping[str, str] = {}
     mounts: tuple[Mount, ...] = ()
-    snapshot: Path | None = None
-    """Restore the workdir from this snapshot of a sandbox with the same workspace and files."""
 
 
 class Sandbox(ABC):
@@ -133,13 +131,6 @@ class Sandbox(ABC):
     def read_folder_state(self) -> object:
         """A value that changes when its folders do; None where only its programs can. Blocks."""
         return None
-
-    async def snapshot(self, to: Path) -> None:
-        """Copy the changes of the workdir to `to`, a new folder, for `SandboxSpec.snapshot`.
-
-        Ends all programs first; home and mounts are not included.
-        """
-        raise UsageError(f"{type(self).__name__} takes no snapshots")
 
 
 class Runtime(ABC):

@@ -34,7 +34,7 @@ from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace
-from tugline.sandbox.processes import ChildProcess, find_records, finish, wait_readable
+from tugline.sandbox.processes import ChildProcess, finish, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 
@@ -49,6 +49,7 @@ _HINT = (
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
 )
+_INSTEAD = "; a task runs without isolation only where it says `runtime: local`"
 _OVERLAY = (
     'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
     ' mount -t overlay overlay -o "nosuid,nodev,${1%,volatile}" "$2" || exit 71; shift 2; exec "$@"'
@@ -68,7 +69,10 @@ class _Machine(msgspec.Struct, frozen=True):
 
 
 class Bubblewrap(host.HostRuntime):
-    """Opens bubblewrap sandboxes.
+    """Opens bubblewrap sandboxes: the runtime of tasks that name none, and nothing less.
+
+    Where it does not work, an agent would have the rights of the node's user, who can read its
+    tokens: a task gets that only by its own ``runtime: local``.
 
     `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
     of this machine that they see, read-only; `cache_gb` limits the cache of workspaces. The other
@@ -95,7 +99,7 @@ class Bubblewrap(host.HostRuntime):
         workdir = _check(spec)
         machine = self._inspect() if self._machine else await asyncio.to_thread(self._inspect)
         base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
         layout = host.Layout(directory, workspace, workdir, mounts)
         return BubblewrapSandbox(layout, self, machine)
@@ -103,21 +107,15 @@ class Bubblewrap(host.HostRuntime):
     def reap(self, directory: Path) -> int:
         """Kill and remove what is left of sandboxes; those that ran have died with their parent."""
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
-        return strays + sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
+        return strays + super().reap(directory)
 
     def check_available(self) -> str | None:
         """Try to start a sandbox."""
-        if sys.platform != "linux":
-            return "bubblewrap needs Linux"
-        if shutil.which("bwrap") is None:
-            return "there is no bwrap on PATH: apt install bubblewrap, dnf install bubblewrap"
         try:
-            machine = self._inspect()
+            self._machine = self._probe()
         except SandboxError as error:
-            return f"bwrap cannot be used here: {error}"
-        argv = ["bwrap", *machine.first_arguments, *machine.visible_folders]
-        problem = host.try_command([*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"])
-        return f"bwrap cannot make a sandbox here ({problem}); {_HINT}" if problem else None
+            return str(error)
+        return None
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return limits that nothing enforces here, and what is not filtered."""
@@ -132,50 +130,27 @@ class Bubblewrap(host.HostRuntime):
         return lines
 
     def _inspect(self) -> _Machine:
-        """Blocks the first time."""
+        """Blocks until it has worked once. Raises `SandboxError`."""
         if self._machine is None:
-            try:
-                etc = view.copy_etc(cache_folder() / "etc")
-            except OSError as error:
-                place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
-                raise SandboxError(f"cannot write to {place}") from error
-            visible = tuple(view.visible_folders(self._readable))
-            arguments = tuple(view.first_arguments(etc))
-            self._machine = _Machine(arguments, visible, bpf_filter(), limits.find_cgroup_parent())
+            self._machine = self._probe()
         return self._machine
 
-
-class Auto(Bubblewrap):
-    """`Bubblewrap`, with its options: the runtime of tasks that name none, and nothing less.
-
-    Where it does not work, an agent would have the rights of the node's user, who can read its
-    tokens: a task gets that only by its own ``runtime: local``.
-    """
-
-    _works = False
-
-    async def _create(
-        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
-    ) -> BubblewrapSandbox:
-        await asyncio.to_thread(self._check)
-        return await super()._create(directory, spec, stack)
-
-    def list_weaknesses(self) -> Sequence[str]:
-        """Return those of bubblewrap. Raises `SandboxError` where it does not work."""
-        self._check()
-        return super().list_weaknesses()
-
-    def check_available(self) -> str | None:
-        """Try to start a sandbox."""
-        problem = super().check_available()
-        advice = "; a task runs without isolation only where it says `runtime: local`"
-        return problem and f"runtime 'auto': {problem}{advice}"
-
-    def _check(self) -> None:
-        """Blocks until it has worked once."""
-        if not self._works and (problem := self.check_available()):
-            raise SandboxError(problem)
-        self._works = True
+    def _probe(self) -> _Machine:
+        if sys.platform != "linux":
+            raise SandboxError(f"bubblewrap needs Linux{_INSTEAD}")
+        if shutil.which("bwrap") is None:
+            where = "apt install bubblewrap, dnf install bubblewrap"
+            raise SandboxError(f"there is no bwrap on PATH: {where}{_INSTEAD}")
+        try:
+            etc = view.copy_etc(cache_folder() / "etc")
+        except OSError as error:
+            place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
+            raise SandboxError(f"bubblewrap cannot write to {place}") from error
+        first, visible = view.first_arguments(etc), view.visible_folders(self._readable)
+        argv = ["bwrap", *first, *visible, *view.last_arguments(), "/bin/sh", "-c", "exit 0"]
+        if problem := host.try_command(argv):
+            raise SandboxError(f"bwrap cannot make a sandbox here ({problem}); {_HINT}{_INSTEAD}")
+        return _Machine(tuple(first), tuple(visible), bpf_filter(), limits.find_cgroup_parent())
 
 
 class BubblewrapSandbox(host.IsolatedSandbox):

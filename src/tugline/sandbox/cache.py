@@ -7,16 +7,13 @@ in use, and the locks of a killed process are released with it. A session that g
 not end the making: the next one finds it done.
 
 Under ``<folder>``: ``<key>/`` the entry, ``<key>.json`` its description and size, ``<key>.use`` and
-``<key>.make`` its locks, ``<key>.part`` one that is being made, ``<key>.<hex>.part`` one that is
-being removed, itself locked.
+``<key>.make`` its locks, ``<key>.part`` one that is being made or removed under the latter.
 """
 
 import asyncio
 import contextlib
 import fcntl
 import os
-import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
@@ -39,8 +36,6 @@ Fill = Callable[[Path], Awaitable[None]]
 _GB = 1_000_000_000
 _RESOLVED_FOR_S = 60.0
 _LOCK_PAUSE_S = 0.1
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_BEING_REMOVED = re.compile(r".+\.[0-9a-f]{8}")
 _log = log.get("sandbox")
 
 
@@ -170,7 +165,7 @@ class WorkspaceCache:
             await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
             lock = _open_lock(self.folder / f"{key}.make")
         try:
-            while not _try_lock(lock):  # noqa: ASYNC110 - another process holds it
+            while not _is_free(lock):  # noqa: ASYNC110 - another process holds it
                 await asyncio.sleep(_LOCK_PAUSE_S)
             yield
         finally:
@@ -211,36 +206,26 @@ class WorkspaceCache:
         return sorted(found)
 
     def _try_evict(self, key: str) -> bool:
-        removed = self.folder / f"{key}.{secrets.token_hex(4)}.part"
-        with contextlib.ExitStack() as stack:
-            with contextlib.ExitStack() as using:
-                lock = _open_lock(self.folder / f"{key}.use")
-                using.callback(os.close, lock)
-                if not _try_lock(lock):
+        """Remove an entry, unless it is in use or another process is at it."""
+        with _try_lock(self.folder / f"{key}.make") as free:
+            if not free:
+                return False
+            with _try_lock(self.folder / f"{key}.use") as unused:
+                if not unused:
                     return False
+                remove(self.folder, f"{key}.part")
                 with contextlib.suppress(FileNotFoundError):
-                    removing = os.open(self.folder / key, _FOLDER)
-                    stack.callback(os.close, removing)
-                    _try_lock(removing)  # until it is removed: see `_sweep`
-                    (self.folder / key).rename(removed)
+                    (self.folder / key).rename(self.folder / f"{key}.part")
                 (self.folder / f"{key}.json").unlink(missing_ok=True)
-            remove(self.folder, removed.name)
+            remove(self.folder, f"{key}.part")
         _log.info("workspace evicted", key=key)
         return True
 
     def _sweep(self, part: Path) -> None:
         """Remove what is half-made or half-removed, unless another process is at it."""
-        key = part.name.removesuffix(".part")
-        with contextlib.suppress(OSError):  # removed meanwhile
-            if _BEING_REMOVED.fullmatch(key):
-                lock = os.open(part, _FOLDER)
-            else:
-                lock = _open_lock(self.folder / f"{key}.make")
-            try:
-                if _try_lock(lock):
-                    remove(self.folder, part.name)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), _try_lock(part.with_suffix(".make")) as free:
+            if free:
+                remove(self.folder, part.name)
 
 
 def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
@@ -278,9 +263,19 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
 
 
-def _try_lock(handle: int) -> bool:
+@contextlib.contextmanager
+def _try_lock(path: Path) -> Iterator[bool]:
+    """Hold a lock that nobody else holds; yields whether that is so."""
+    lock = _open_lock(path)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield _is_free(lock)
+    finally:
+        os.close(lock)
+
+
+def _is_free(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -11,7 +11,7 @@ is read from here, without asking the engine.
 
 A container is written down in ``container.json`` before it is created, and is removed with its
 mounts when the sandbox is closed, or by `Container.reap` after this process was killed (I3). Its
-programs end with this process, whatever they hold open: a shell beside it sees to that (`_GUARD`).
+programs end with this process, whatever they hold open: a shell beside it sees to that (`Guard`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
-from tugline.sandbox.processes import finish
+from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.processes import find_records, finish
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Cause, Workspace
@@ -62,11 +62,6 @@ _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_
 _CAPABILITIES += ["SETGID", "SETUID"]
 """What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
 _TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
-_GUARD = (
-    'exec 2>/dev/null; trap "" HUP INT TERM; cd "/proc/$0" || exit; read -r _'
-    f'; [ -e "root{CONTROL}/runner" ] && kill -9 "$0"'
-)
-"""Kill process 1 of a container when stdin ends, unless its number is another's by now."""
 _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
@@ -128,7 +123,7 @@ class Container(HostRuntime):
     ) -> ContainerSandbox:
         info = await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         optional = [mount.target for mount in spec.mounts if mount.optional]
         there = await self._images.find_paths(image, optional)
         mounts = [one for one in spec.mounts if not (one.optional and one.target in there)]
@@ -154,8 +149,7 @@ class Container(HostRuntime):
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
         directory = Path.cwd() / directory
-        ended = sum(map(_reap, (directory, *directory.glob("*/"))))
-        return ended + unmount_all(directory)
+        return sum(map(_reap, find_records(directory, _RECORD))) + super().reap(directory)
 
     def check_available(self) -> str | None:
         """Return why no container can be run here."""
@@ -186,11 +180,10 @@ class Container(HostRuntime):
             return self._info
 
 
-def _reap(folder: Path) -> int:
-    """Remove the container that was recorded in `folder`, if it is the one; return how many."""
+def _reap(record: Path) -> int:
+    """Remove the container of a record, if it is the one; return how many."""
     try:
-        encoded = (folder / _RECORD).read_bytes()
-        name, socket = msgspec.json.decode(encoded, type=tuple[str, str])
+        name, socket = msgspec.json.decode(record.read_bytes(), type=tuple[str, str])
     except (OSError, msgspec.DecodeError):
         return 0
 
@@ -201,7 +194,7 @@ def _reap(folder: Path) -> int:
             if error.status == 404:
                 return 0
             raise
-        if found["Config"]["Labels"].get(DIRECTORY) != str(folder):
+        if found["Config"]["Labels"].get(DIRECTORY) != str(record.parent):
             return 0
         await remove_container(docker, name)
         return 1
@@ -211,7 +204,7 @@ def _reap(folder: Path) -> int:
     except SandboxError as error:
         _log.warning("container not reaped", container=name, error=str(error))
         return 0
-    (folder / _RECORD).unlink(missing_ok=True)
+    record.unlink(missing_ok=True)
     return count
 
 
@@ -231,7 +224,6 @@ class ContainerSandbox(IsolatedSandbox):
         self._runtime, self._image, self._hardening = runtime, image, hardening
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
-        self._guard: asyncio.subprocess.Process | None = None
         self._upper: list[Path] = []
         """Where the engine keeps what programs change of the image, if it says so."""
 
@@ -246,7 +238,7 @@ class ContainerSandbox(IsolatedSandbox):
         except SandboxError as error:  # says nothing of what was done in it; `reap` tries again
             _log.warning("container not removed", container=self._name, error=str(error))
         finally:
-            await self._end_guard()
+            await self._guard.end()
             if self._runner is not None:
                 self._runner.close()
             await asyncio.to_thread(self._clean_up)
@@ -288,9 +280,7 @@ class ContainerSandbox(IsolatedSandbox):
         upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroup_of, pid)
-        self._guard = await asyncio.create_subprocess_exec(
-            *("sh", "-c", _GUARD, str(pid)), stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
+        await self._guard.watch(pid)
         await runner.wait_ready()
         return pid
 
@@ -303,13 +293,7 @@ class ContainerSandbox(IsolatedSandbox):
                     await container.kill(signal="KILL")
                 await container.wait()
             self._started = False
-        await self._end_guard()
-
-    async def _end_guard(self) -> None:
-        """Kill process 1, if it still runs, and its guard with it."""
-        if self._guard is not None:
-            await self._guard.communicate(b"")
-            self._guard = None
+        await self._guard.end()
 
     async def _run_monitored(self, program: Callable[[], Awaitable[Exit]]) -> Exit:
         began = time.monotonic()
@@ -346,7 +330,7 @@ class ContainerSandbox(IsolatedSandbox):
             "WorkingDir": str(self.workdir),
             "Env": [f"HOME={HOME}", "LANG=C.UTF-8"],
             "Labels": {LABEL: "sandbox", DIRECTORY: str(self._directory)},
-            **({"Healthcheck": {"Test": ["NONE"]}} if self._image.checks_health else {}),
+            "Healthcheck": {"Test": ["NONE"]},  # an image's own would run a program now and then
             "StopSignal": "SIGKILL",
             "HostConfig": self._host_config(),
         }
@@ -364,7 +348,7 @@ class ContainerSandbox(IsolatedSandbox):
             "PidsLimit": limits.processes,
             "OomScoreAdj": OOM_SCORE,
             "NanoCpus": int((runtime.cpus or 0) * 1e9),
-            "Ulimits": ulimits(runtime.engine.process),
+            "Ulimits": ulimits(runtime.engine.find().process),
             "CapDrop": ["ALL"],
             "CapAdd": _CAPABILITIES if self._is_root else [],  # Podman gives them to any user
             "SecurityOpt": security,

@@ -14,7 +14,8 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -28,11 +29,10 @@ from tugline.sandbox.container_engine import (
     ContainerEngine,
     Docker,
     DockerError,
-    stream,
     translate_errors,
 )
 from tugline.sandbox.files import hash_file, replace_file
-from tugline.sandbox.processes import SharedTasks, finish
+from tugline.sandbox.processes import SharedTasks, finish, run_command
 from tugline.types import Workspace
 
 LABEL = "tugline"
@@ -58,30 +58,23 @@ class ContainerImage(msgspec.Struct, frozen=True):
     user: str
     """User of its programs; empty for root."""
     size: int
-    checks_health: bool
-    """Whether it defines a health check, which would run a program in it now and then."""
 
 
+@dataclass
 class ImageCache:
     """The images of one engine."""
 
-    def __init__(
-        self,
-        engine: ContainerEngine,
-        cache: Path,
-        *,
-        pull: bool,
-        max_gb: float,
-        pull_s: float,
-        build_s: float,
-    ) -> None:
-        self._engine = engine
-        self._cache = cache
-        self._pull_missing = pull
-        self._max_bytes = int(max_gb * _GB)
-        self._pull_s, self._build_s = pull_s, build_s
-        self._making = SharedTasks()
-        self._has_path: dict[tuple[str, str], bool] = {}
+    engine: ContainerEngine
+    cache: Path
+    """Where it is noted which images were made here, and when they were last used."""
+    _: KW_ONLY
+    pull: bool
+    """Whether missing ones are pulled."""
+    max_gb: float
+    pull_s: float
+    build_s: float
+    _making: SharedTasks = field(default_factory=SharedTasks)
+    _has_path: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     async def get(self, workspace: Workspace) -> ContainerImage:
         """Return the image of `workspace`, pulled or built if missing.
@@ -105,7 +98,7 @@ class ImageCache:
         """Return those of `paths` at which the image has something."""
         missing = [path for path in paths if (image.id, path) not in self._has_path]
         if missing:
-            async with self._engine.client() as docker, open_archive(docker, image) as archive:
+            async with self.engine.client() as docker, open_archive(docker, image) as archive:
                 for path in missing:
                     async with docker.session.head(archive, params={"path": path}) as response:
                         self._has_path[image.id, path] = response.status == 200
@@ -113,22 +106,23 @@ class ImageCache:
 
     async def copy(self, image: ContainerImage, path: PurePosixPath, to: Path) -> None:
         """Copy a folder out of an image."""
-        argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
-        async with (
-            self._engine.client(limit_s=_COPY_S) as docker,
-            open_archive(docker, image) as archive,
-            docker.session.get(archive, params={"path": str(path)}) as response,
-        ):
-            tar = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-            )
-            errors = await _feed(tar, response.content.iter_chunked(1 << 20))
-        if tar.returncode != 0:
+        unpack = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
+        with tempfile.NamedTemporaryFile(dir=to.parent) as packed:
+            async with (
+                self.engine.client(limit_s=_COPY_S) as docker,
+                open_archive(docker, image) as archive,
+                docker.session.get(archive, params={"path": str(path)}) as response,
+            ):
+                async for chunk in response.content.iter_chunked(1 << 20):
+                    await asyncio.to_thread(packed.write, chunk)
+            packed.flush()
+            code, _, errors = await run_command((*unpack, "-f", packed.name), timeout_s=_COPY_S)
+        if code != 0:
             msg = f"{path} of image {image.name!r} cannot be copied to {to}: {errors[-400:]}"
             raise (DiskFull if "No space left" in errors else ImageError)(msg)
 
     async def _find(self, name: str) -> ContainerImage | None:
-        async with self._engine.client() as docker:
+        async with self.engine.client() as docker:
             return await find_image(docker, name)
 
     async def _make_shared(
@@ -147,38 +141,42 @@ class ImageCache:
         await self._evict(name)
 
     async def _pull(self, name: str) -> None:
-        if not self._pull_missing:
+        if not self.pull:
             raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
-        named = {":", "@"} & set(name.rpartition("/")[2])
-        params = {"fromImage": name} | ({} if named else {"tag": "latest"})
-        async with self._engine.client(
+        async with self.engine.client(
             f"image {name!r} cannot be pulled",
-            self._pull_s,
+            self.pull_s,
             option="pull_s",
             kind=ImageError,
             hint=_HINT,
         ) as docker:
-            await _collect(stream(docker, "images/create", params), collections.deque())
+            await docker.images.pull(name)
 
     async def _build(self, folder: Path, name: str) -> None:
         _log.info("building", folder=str(folder), image=name)
-        labels = msgspec.json.encode({LABEL: "built"}).decode()
-        params = {"t": name, "labels": labels, "forcerm": "true"}
         output: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         with tempfile.TemporaryFile() as context:
             await asyncio.to_thread(_pack, folder, context)
             what = f"{folder / 'Dockerfile'} cannot be built"
-            client = self._engine.client(what, self._build_s, option="build_s", kind=ImageError)
+            client = self.engine.client(what, self.build_s, option="build_s", kind=ImageError)
             try:
                 async with client as docker:
-                    await _collect(stream(docker, "build", params, context), output)
+                    async for event in docker.images.build(
+                        fileobj=context,
+                        encoding="identity",
+                        tag=name,
+                        labels={LABEL: "built"},
+                        forcerm=True,
+                        stream=True,
+                    ):
+                        output.extend(str(event.get("stream", "")).splitlines())
             except ImageError as error:
                 lines = "\n".join(_COLOUR.sub("", line) for line in output if line.strip())
                 raise ImageError(f"{error}\n{lines}".rstrip()) from error
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
-        mark = self._cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
+        mark = self.cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
         with contextlib.suppress(OSError, SandboxError):
             if made:
                 mark.parent.mkdir(parents=True, exist_ok=True)
@@ -189,25 +187,25 @@ class ImageCache:
     async def _evict(self, keep: str) -> None:
         """Remove the least recently used images that were made here until the rest fits."""
         marks = await asyncio.to_thread(self._list_marks)
-        async with self._engine.client(limit_s=_COPY_S) as docker:
+        async with self.engine.client(limit_s=_COPY_S) as docker:
             found = {name: await find_image(docker, name) for _, name in marks}
             sizes = {name: image.size for name, image in found.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
                 mark.unlink(missing_ok=True)
             total = sum(sizes.values())
             for mark, name in marks:
-                if total <= self._max_bytes:
+                if total <= self.max_gb * _GB:
                     return
                 if name in sizes and name != keep:
                     with contextlib.suppress(DockerError):  # in use
                         await docker.images.delete(name)
                         mark.unlink(missing_ok=True)
                         total -= sizes[name]
-                        _log.info("image removed", image=name, limit_gb=self._max_bytes / _GB)
+                        _log.info("image removed", image=name, limit_gb=self.max_gb)
 
     def _list_marks(self) -> list[tuple[Path, str]]:
         """Mark files and names of images that were made here, the least recently used first."""
-        marks = sorted(self._cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
+        marks = sorted(self.cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
         return [(mark, mark.read_text()) for mark in marks]
 
 
@@ -233,7 +231,6 @@ async def find_image(docker: Docker, name: str) -> ContainerImage | None:
         workdir=workdir if workdir != PurePosixPath("/") else None,
         user=config.get("User") or "",
         size=int(found.get("Size") or 0),
-        checks_health=bool(config.get("Healthcheck")),
     )
 
 
@@ -253,24 +250,6 @@ async def open_archive(docker: Docker, image: ContainerImage) -> AsyncIterator[s
                 await finish(asyncio.wait_for(removing, CALL_S))
 
 
-async def _feed(program: asyncio.subprocess.Process, data: AsyncIterator[bytes]) -> str:
-    """Write `data` to a program and return its stderr."""
-    if program.stdin is None or program.stderr is None:
-        return ""
-    errors = asyncio.create_task(program.stderr.read())
-    try:
-        with contextlib.suppress(ConnectionError):  # it has ended, and reports why
-            async for chunk in data:
-                program.stdin.write(chunk)
-                await program.stdin.drain()
-        program.stdin.close()
-        return (await errors).decode(errors="replace").strip()
-    finally:
-        if program.returncode is None and not errors.done():
-            program.kill()
-        await program.wait()
-
-
 def build_name(folder: Path) -> str:
     """Return the name of the image that a build context makes: a hash of its files. Blocks."""
     if not (folder / "Dockerfile").is_file():
@@ -285,10 +264,3 @@ def _pack(folder: Path, to: IO[bytes]) -> None:
     with tarfile.open(fileobj=to, mode="w") as archive:
         archive.add(folder, ".")
     to.seek(0)
-
-
-async def _collect(progress: AsyncGenerator[str, None], output: collections.deque[str]) -> None:
-    """Wait for the end of a request, keeping its last lines in `output`."""
-    async with contextlib.aclosing(progress) as texts:
-        async for text in texts:
-            output.extend(text.splitlines())

@@ -12,6 +12,7 @@ import io
 import os
 import resource
 import secrets
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,9 @@ from tugline.sandbox.container_engine import (
     DockerError,
     FoundEngine,
     bind,
-    stream,
     translate_errors,
 )
 from tugline.sandbox.container_images import LABEL, find_image
-from tugline.sandbox.files import pack_files
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 from tugline.sandbox.limits import Cgroup, cgroup_of
 
@@ -189,12 +188,13 @@ async def _check_limits(
 
 async def _ensure_image(docker: Docker) -> None:
     """Build an image with nothing in it but its Dockerfile, if there is none."""
-    if await find_image(docker, _IMAGE) is not None:
-        return
-    context = io.BytesIO(pack_files({"Dockerfile": _DOCKERFILE}))
-    async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as progress:
-        async for _ in progress:
-            pass
+    if await find_image(docker, _IMAGE) is None:
+        context, member = io.BytesIO(), tarfile.TarInfo("Dockerfile")
+        member.size = len(_DOCKERFILE)
+        with tarfile.open(fileobj=context, mode="w") as archive:
+            archive.addfile(member, io.BytesIO(_DOCKERFILE))
+        context.seek(0)
+        await docker.images.build(fileobj=context, encoding="identity", tag=_IMAGE)
 
 
 async def _remove_stale(docker: Docker) -> None:

@@ -11,12 +11,10 @@ The root itself is trusted: a path whose last part is no link, or an open folder
 import contextlib
 import errno
 import hashlib
-import io
 import os
 import re
 import secrets
 import stat
-import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -74,28 +72,6 @@ def write_files(root: Root, files: Mapping[str, Content]) -> None:
                 msg = f"file {path!r} is not text that UTF-8 can hold: {error.reason}"
                 raise UsageError(msg) from error
             _write_path(root, PurePosixPath(path), data)
-
-
-def pack_files(files: Mapping[str, Content]) -> bytes:
-    """Pack `files` into a tar archive for a sandbox on another machine, without removed ones.
-
-    Raises `UsageError` for a path that leaves its root.
-    """
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path, content in files.items():
-            member = tarfile.TarInfo(check_path(path))
-            data = content.encode() if isinstance(content, str) else content
-            change = data if isinstance(data, FileChange | None) else FileChange(data)
-            if change is None:
-                continue
-            member.mode = 0o755 if change.executable else 0o644
-            if change.link:
-                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(change.data)
-            else:
-                member.size = len(change.data)
-            tar.addfile(member, io.BytesIO(change.data))
-    return archive.getvalue()
 
 
 def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:

@@ -19,20 +19,22 @@ from tugline.errors import TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
+    RECORD,
     Cgroup,
     OomKills,
     ProgramLimits,
     SandboxCgroup,
     is_starved,
+    reap_cgroups,
     set_rlimits,
 )
 from tugline.sandbox.network import AllowList, PortForwards
-from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.processes import finish
+from tugline.sandbox.processes import find_records, finish
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor
-from tugline.sandbox.runner import Runner
+from tugline.sandbox.runner import Guard, Runner
 from tugline.types import Cause, Workspace
 
 _PROBE_S = 20.0
@@ -87,12 +89,6 @@ class HostSandbox(base.Sandbox):
         async with self._in_use:
             await self._stop()
             return await asyncio.to_thread(self._workspace.diff, limits)
-
-    async def snapshot(self, to: Path) -> None:
-        """Stop the sandbox and copy what changed in the workdir."""
-        async with self._in_use:
-            await self._stop()
-            await asyncio.to_thread(self._workspace.snapshot, to)
 
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
         """Return the writable folders as they can be used from here; `path` is in one of them."""
@@ -163,6 +159,8 @@ class IsolatedSandbox(HostSandbox):
         self._limiting: asyncio.Future[None] | None = None
         """Limits are set beside the start, because the kernel takes its time for a group."""
         self._runner: Runner | None = None
+        self._guard = Guard()
+        """For drivers whose sandboxes do not die with this process by themselves."""
         self._pid = 0
         """Its process 1, as this machine counts."""
         self._starting = asyncio.Lock()
@@ -305,6 +303,11 @@ class HostRuntime(base.Runtime):
     def __init__(self, cache_gb: float) -> None:
         self._cache = WorkspaceCache(max_gb=cache_gb)
 
+    def reap(self, directory: Path) -> int:
+        """Remove the control groups and mounts that a killed process left under `directory`."""
+        groups = sum(map(reap_cgroups, find_records(directory, RECORD)))
+        return groups + unmount_all(directory)
+
     @contextlib.asynccontextmanager
     async def open(
         self, directory: Path, spec: base.SandboxSpec | None = None
@@ -347,7 +350,7 @@ class HostRuntime(base.Runtime):
         async def fill(into: Path) -> None:
             await copy(into)
             if commit is not None:
-                await asyncio.to_thread(end_history, into, commit, what)
+                await end_history(into, commit, what)
 
         return await stack.enter_async_context(self._cache.entry(key, fill, what))
 

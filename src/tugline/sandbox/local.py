@@ -18,8 +18,6 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -28,7 +26,7 @@ from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files
 from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
 from tugline.sandbox.host import HostRuntime, HostSandbox
-from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import (
     MARK,
     MAX_LOG_MB,
@@ -42,15 +40,14 @@ from tugline.sandbox.processes import (
 from tugline.schema import PositiveFloat, PositiveInt
 
 _RECORD = ".started"
-_KILL_THREADS = 32
 
 
 class LocalRuntime(HostRuntime):
     """Sandboxes that are folders, with programs that are children of this process.
 
     `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
-    `open_files` how many it may hold open, `output_mb` the largest log. `grace_s` lies between
-    SIGTERM and SIGKILL; `cache_gb` limits the cache of workspaces.
+    `open_files` how many it may hold open, `output_mb` the largest log; `cache_gb` limits the cache
+    of workspaces.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class LocalRuntime(HostRuntime):
         cpu_s: PositiveInt = 3600,
         file_mb: PositiveInt = 512,
         open_files: PositiveInt = 4096,
-        grace_s: float = 2.0,
         output_mb: PositiveInt = MAX_LOG_MB,
         cache_gb: PositiveFloat = 50.0,
     ) -> None:
@@ -68,22 +64,14 @@ class LocalRuntime(HostRuntime):
         # A lower limit than asked for may already be in force; that one stays then.
         self.ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
         self.max_log_bytes = output_mb << 20
-        self._grace_s = grace_s
-        # Many agents may ignore SIGTERM at once; nothing else must wait for a thread meanwhile.
-        self._killers = ThreadPoolExecutor(_KILL_THREADS, thread_name_prefix="tugline-kill")
 
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> LocalSandbox:
         _check(spec)
         base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        workspace = OverlayWorkspace(directory, base, spec.files)
         return LocalSandbox(directory, workspace, self)
-
-    async def end_program(self, record: ProgramRecord) -> None:
-        """End a program and all that it started, in a thread."""
-        ending = partial(end_program, record, grace_s=self._grace_s)
-        await asyncio.get_running_loop().run_in_executor(self._killers, ending)
 
     def reap(self, directory: Path) -> int:
         """End what a killed process left running in sandboxes under `directory`."""
@@ -91,9 +79,9 @@ class LocalRuntime(HostRuntime):
         for path in find_records(directory, _RECORD):
             with contextlib.suppress(msgspec.DecodeError):
                 record = msgspec.json.decode(path.read_bytes(), type=ProgramRecord)
-                count += end_program(record, grace_s=0.0)
+                count += end_program(record)
                 path.unlink(missing_ok=True)
-        return count + unmount_all(directory)
+        return count + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return what docs/runtimes.md explains."""
@@ -113,16 +101,10 @@ class LocalSandbox(HostSandbox):
 
     def __init__(self, directory: Path, workspace: OverlayWorkspace, runtime: LocalRuntime) -> None:
         self.workdir = workspace.work
-        self.home = directory / "home"
-        folders = {PurePosixPath(folder): folder for folder in (self.workdir, self.home)}
-        super().__init__(directory, workspace, folders)
-        self._tmp = directory / "tmp"
+        self.home, self._tmp = directory / "home", directory / "tmp"
+        writable = (self.workdir, self.home, self._tmp)
+        super().__init__(directory, workspace, {PurePosixPath(one): one for one in writable})
         self._runtime = runtime
-
-    def _create_folders(self) -> None:
-        super()._create_folders()
-        with files.translate_errors(f"cannot make {self._tmp}"):
-            self._tmp.mkdir(exist_ok=True)
 
     async def expose(self, url: str) -> str:
         """Return `url`: this machine's network is the programs' own."""
@@ -190,7 +172,7 @@ class LocalSandbox(HostSandbox):
         self, process: asyncio.subprocess.Process | None, record: ProgramRecord, output: OutputLog
     ) -> None:
         """Without a process, cancelled while it was being started, the mark finds what there is."""
-        await self._runtime.end_program(record)
+        await asyncio.to_thread(end_program, record)
         if process is not None:
             await process.wait()
         await output.finish()

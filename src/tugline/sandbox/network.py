@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import netns
+from tugline.sandbox.processes import finish
 
 PORT = 10040
 """Of the first server; the next ones follow."""
@@ -113,28 +114,17 @@ class PortForwards:
         if self._allow is not None:
             wanted[PROXY_PORT] = partial(dial_allowed, self._allow)
         for port in wanted.keys() - self._relays.keys():
-            try:
-                listener = await _create_listener(pid, port)
-            except OSError as error:
-                msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
-                raise SandboxNetworkError(msg) from error
-            self._relays[port] = Relay(wanted[port])
-            await self._relays[port].serve(listener)
+            await finish(self._open(pid, port, wanted[port]))
 
-
-async def _create_listener(pid: int, port: int) -> socket.socket:
-    """Create a socket in a thread; if the caller is cancelled, close it when it is there."""
-    creating = asyncio.create_task(asyncio.to_thread(netns.listen, pid, port))
-    try:
-        return await asyncio.shield(creating)
-    except asyncio.CancelledError:
-        creating.add_done_callback(_close)
-        raise
-
-
-def _close(created: asyncio.Task[socket.socket]) -> None:
-    if not created.cancelled() and created.exception() is None:
-        created.result().close()
+    async def _open(self, pid: int, port: int, dial: Dial) -> None:
+        try:
+            listener = await asyncio.to_thread(netns.listen, pid, port)
+        except OSError as error:
+            msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
+            raise SandboxNetworkError(msg) from error
+        relay = Relay(dial)
+        await relay.serve(listener)
+        self._relays[port] = relay
 
 
 async def _check_reachable(url: str) -> tuple[str, int]:

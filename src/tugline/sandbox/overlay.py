@@ -35,9 +35,7 @@ from tugline.sandbox.patch import (
     read_change,
 )
 
-_OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque", "user.fuseoverlayfs.opaque"})
-_FUSE_OPAQUE = frozenset({".wh..wh..opq", ".wh..opq"})
-"""Files by which fuse-overlayfs marks the same."""
+_OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque"})
 _WHITEOUT = frozenset({"trusted.overlay.whiteout", "user.overlay.whiteout"})
 _BLOCK = 1 << 20
 _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "\\:,"})
@@ -56,13 +54,7 @@ class OverlayWorkspace:
     one `lower` is None, and only `work` is there: a plain folder.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        base: Path | None,
-        files: Mapping[str, str],
-        snapshot: Path | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, base: Path | None, files: Mapping[str, str]) -> None:
         self.work = directory / "work"
         """The folder itself, or where `mount` puts it."""
         self.lower = base
@@ -72,9 +64,8 @@ class OverlayWorkspace:
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
         self._hidden = tuple(f"{path}/" for path in self._files)
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
-        self._snapshot = snapshot
-        self._copied = 0
-        """When the base was copied, by the disk's clock; 0 if it was not."""
+        self._copied = False
+        """Whether `work` is a copy of the base, because no overlay could be mounted."""
 
     @property
     def own(self) -> Path:
@@ -82,10 +73,7 @@ class OverlayWorkspace:
         return self.upper if self.lower and not self._copied else self.work
 
     def make(self) -> None:
-        """Create the folders with the initial files, or restore the snapshot.
-
-        Raises `SandboxError` if a folder is not empty.
-        """
+        """Create the folders with the initial files. Raises `SandboxError` if one is not empty."""
         with translate_errors(f"cannot make {self._directory}"):
             for folder in (self.work, self.upper, self.scratch) if self.lower else (self.work,):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -93,10 +81,7 @@ class OverlayWorkspace:
                     msg = f"{folder} is not empty; each session needs a folder of its own"
                     raise SandboxError(msg)
             self._copy_base_modes()
-        if self._snapshot is not None:
-            copy(self._snapshot, self.own)
-        else:
-            write_files(self.own, {path: self._initial_file(path) for path in self._files})
+        write_files(self.own, {path: self._initial_file(path) for path in self._files})
 
     def mount_options(self, *, private: bool) -> str:
         """Empty `scratch`, as each mount needs it, and return the options of ``mount -t overlay``.
@@ -116,28 +101,15 @@ class OverlayWorkspace:
         """Mount it at `work` of this machine; without overlayfs, copy the base."""
         if not self.lower or self._copied or is_mounted(self.work):
             return
-        error = mount_overlay(self.work, self.mount_options(private=False))
-        if error and not mount_fuse_overlay(self.work, self.mount_options(private=False)):
-            if self._snapshot:
-                msg = f"{self.work}: a snapshot cannot be restored without overlayfs ({error})"
-                raise SandboxError(msg)
+        if error := mount_overlay(self.work, self.mount_options(private=False)):
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {error}")
             copy(self.lower, self.work)
             write_files(self.work, self._files)
-            self.scratch.touch()
-            self._copied = self.scratch.stat().st_ctime_ns
+            self._copied = True
 
     def unmount(self) -> None:
         """Undo `mount`, also while a program still uses it."""
         unmount_all(self.work)
-
-    def snapshot(self, to: Path) -> None:
-        """Copy what this sandbox has written to `to`, a new folder; no program runs."""
-        if self._copied:
-            raise SandboxError(f"{self.work}: no snapshot can be taken without overlayfs")
-        with translate_errors(f"cannot make {to}"):
-            to.mkdir(parents=True)
-        copy(self.own, to)
 
     def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Return what was changed; no program runs."""
@@ -216,11 +188,11 @@ class OverlayWorkspace:
     def _add_if_changed(
         self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]
     ) -> None:
-        """Compare a file; a large one is only read to see whether it is unchanged."""
-        collector.count()
         was = None if path in self._files else self._old_file(path)
-        large = entry.stat(follow_symlinks=False).st_size > collector.limits.file_bytes
-        if not (large and was and _same(Path(entry.path), was)):
+        if was is not None and _same(Path(entry.path), was):
+            collector.keep(path)
+        else:
+            collector.count()
             collector.add_entry(path, entry)
 
     # ------------------------------------------------------------------ the new state
@@ -249,8 +221,6 @@ class OverlayWorkspace:
             if _has_xattr(entry, _OPAQUE) or self._old_file(path):
                 self._remove_path(collector, path)
             return "folder"
-        if entry.name in _FUSE_OPAQUE:
-            return ""
         if _is_whiteout(entry):
             self._remove_path(collector, path)
             return ""
@@ -259,17 +229,14 @@ class OverlayWorkspace:
         return "file"
 
     def _compare(self, collector: ChangeCollector) -> None:
-        """Compare a plain folder with its initial files, a copy with the base as well.
-
-        Untouched files of equal size, mode and time are equal to those of the base.
-        """
+        """Compare a plain folder with its initial files, a copy with the base as well."""
         seen: set[str] = set()
         for path, entry in collector.walk(self.work, counted=self.lower is None):
             seen.add(path)
             try:
                 if self.lower is None:
                     collector.add_entry(path, entry)
-                elif not self._is_untouched(path, entry):
+                else:
                     self._add_if_changed(collector, path, entry)
             except OSError as error:
                 collector.note(path, f"cannot be read ({error.strerror})")
@@ -278,14 +245,6 @@ class OverlayWorkspace:
                 if path not in seen and self._old_file(path):
                     collector.add_removed(path)
         self._add_missing(collector, seen)
-
-    def _is_untouched(self, path: str, entry: os.DirEntry[str]) -> bool:
-        was = None if path in self._files else self._old_file(path)
-        found = entry.stat(follow_symlinks=False)
-        if was is None or _stamp(was.lstat()) != _stamp(found):
-            return False
-        # mtime can be set, ctime cannot
-        return found.st_ctime_ns < self._copied or _same(Path(entry.path), was)
 
     def _add_missing(self, collector: ChangeCollector, seen: set[str]) -> None:
         for path in self._files.keys() - seen:
@@ -304,10 +263,6 @@ def _is_whiteout(entry: os.DirEntry[str]) -> bool:
 
 def _has_xattr(entry: os.DirEntry[str], names: frozenset[str]) -> bool:
     return bool(names & set(os.listxattr(entry.path, follow_symlinks=False)))
-
-
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def _same(path: Path, was: Path) -> bool:
@@ -334,16 +289,6 @@ def mount_overlay(target: Path, options: str) -> str | None:
         if libc.mount(b"overlay", os.fsencode(target), b"overlay", _NOSUID_NODEV, data) == 0:
             return None
     return os.strerror(ctypes.get_errno())
-
-
-def mount_fuse_overlay(target: Path, options: str) -> bool:
-    """Mount an overlay by fuse-overlayfs; return whether that worked."""
-    program = shutil.which("fuse-overlayfs")
-    if program is None:
-        return False
-    folders = ",".join(re.split(r"(?<!\\),", options)[:3])
-    done = subprocess.run([program, "-o", folders, str(target)], capture_output=True, check=False)
-    return done.returncode == 0
 
 
 def is_mounted(path: Path) -> bool:
@@ -377,15 +322,8 @@ def copy(source: Path, target: Path) -> None:
 def _unmount(path: Path) -> None:
     """Unmount at once, or as soon as it is not busy any more."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(path), 0) == 0 or libc.umount2(os.fsencode(path), _DETACH) == 0:
-        return
-    reason = os.strerror(ctypes.get_errno())
-    program = shutil.which("fusermount3") or "fusermount"
-    argv = [program, "-u", "-z", str(path)]
-    try:
-        subprocess.run(argv, capture_output=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        raise SandboxError(f"cannot unmount {path}: {reason}") from error
+    if libc.umount2(os.fsencode(path), 0) and libc.umount2(os.fsencode(path), _DETACH):
+        raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
 
 
 def _mount_points() -> list[Path]:

@@ -101,12 +101,16 @@ class ChangeCollector:
         if isinstance(change, FileChange):
             self.add(path, change)
         else:
-            self._changed.pop(path, None)
+            self.keep(path)
             self.note(path, change)
+
+    def keep(self, path: str) -> None:
+        """Take back what was added for a path: it is as before."""
+        self._changed.pop(path, None)
 
     def add(self, path: str, change: FileChange) -> None:
         """Add new content, unless it is the old."""
-        self._changed.pop(path, None)
+        self.keep(path)
         if change == self._before(path):
             return
         self._bytes += len(change.data)

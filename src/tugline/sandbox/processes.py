@@ -37,6 +37,7 @@ _CHUNKS_PER_COPY = 16
 _WIDE_PIPE = 1 << 20
 _DISCARD_PAUSE_S = 0.005
 _EXEC_LOOKS, _EXEC_PAUSE_S = 50, 0.002
+_KILL_S, _KILL_PAUSE_S = 2.0, 0.01
 _KERNEL_PID = 2
 """Parent of the kernel's own threads, which have no environment."""
 
@@ -280,29 +281,17 @@ def start_time(pid: int) -> float | None:
         return None
 
 
-def end_program(record: ProgramRecord, *, grace_s: float) -> int:
-    """Send SIGTERM and after `grace_s` SIGKILL to all that is left of a program; return how many.
-
-    Blocks for up to `grace_s` and a little more; returns at once when nothing is left.
-    """
-    signalled: set[int] = set()
-    kill_at = time.monotonic() + grace_s
-    give_up_at = kill_at + 2.0
-    pause_s = 0.01
-    while members := list(_members(record)):
-        now = time.monotonic()
-        if now > give_up_at:
-            break
+def end_program(record: ProgramRecord) -> int:
+    """Kill all that is left of a program; return how many. Blocks until nothing is left."""
+    killed: set[int] = set()
+    give_up_at = time.monotonic() + _KILL_S
+    while (members := list(_members(record))) and time.monotonic() < give_up_at:
         for process in members:
             with contextlib.suppress(psutil.Error):
-                if now >= kill_at:
-                    process.kill()
-                elif process.pid not in signalled:
-                    process.terminate()
-            signalled.add(process.pid)
-        time.sleep(pause_s)
-        pause_s = min(0.1, 1.5 * pause_s)
-    return len(signalled)
+                process.kill()
+            killed.add(process.pid)
+        time.sleep(_KILL_PAUSE_S)
+    return len(killed)
 
 
 def _members(record: ProgramRecord) -> Iterator[psutil.Process]:

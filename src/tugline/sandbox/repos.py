@@ -18,8 +18,11 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
+import stat
+import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -53,12 +56,8 @@ _REPOSITORY_VARIABLES = frozenset(
 _NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
-_KEPT = frozenset(
-    {"HEAD", "config", "description", "hooks", "index", "info", "lfs", "modules", "objects"}
-)
-"""What stays of an image's repository beside its refs; the rest refers to other commits."""
-_TAG = re.compile(r"refs/tags/[\w.+@/-]+")
-_KEEP = "refs/heads/kept"
+_KEPT = frozenset({"config", "description", "hooks", "index", "info", "lfs", "modules"})
+"""What stays of an image's repository; the rest refers to other commits."""
 
 
 class RepoSource(msgspec.Struct, frozen=True):
@@ -128,17 +127,27 @@ class RepoSource(msgspec.Struct, frozen=True):
     async def _git(
         self, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> str:
-        timeout_s = timeout_s or _QUERY_S
-        try:
-            code, out, errors = await run_command(
-                ("git", *argv), env=_git_env() | (env or {}), timeout_s=timeout_s
-            )
-        except FileNotFoundError as error:
-            raise WorkspaceError(f"{self}: there is no git on this node; install it") from error
-        except TimeoutError as error:
-            msg = f"{self}: git did not finish within {timeout_s:.0f} s; can this node reach it?"
-            raise WorkspaceError(msg) from error
-        return _check_result(code, out, errors, str(self))
+        return await _run_git(str(self), *argv, env=env, timeout_s=timeout_s)
+
+
+async def _run_git(
+    what: str, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
+) -> str:
+    """Return what git prints. Raises `WorkspaceError`, which begins with `what`, or `DiskFull`."""
+    timeout_s = timeout_s or _QUERY_S
+    try:
+        code, out, errors = await run_command(
+            ("git", *argv), env=_git_env() | (env or {}), timeout_s=timeout_s
+        )
+    except FileNotFoundError as error:
+        raise WorkspaceError(f"{what}: there is no git on this node; install it") from error
+    except TimeoutError as error:
+        msg = f"{what}: git did not finish within {timeout_s:.0f} s; can this node reach it?"
+        raise WorkspaceError(msg) from error
+    if code == 0:
+        return out
+    msg = f"{what}: git says: {_without_secrets(' '.join(errors.split()))[-_MAX_REASON:]}"
+    raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
 
 
 def _git_env() -> dict[str, str]:
@@ -183,152 +192,76 @@ def _set_times(folder: Path, when: int) -> None:
             os.utime(os.path.join(here, name), (when, when), follow_symlinks=False)  # noqa: PTH118
 
 
-def _check_result(code: int, output: str, errors: str, what: str) -> str:
-    """Return what git printed. Raises `DiskFull` or `WorkspaceError` if it failed."""
-    if code == 0:
-        return output
-    msg = f"{what}: git says: {_without_secrets(' '.join(errors.split()))[-_MAX_REASON:]}"
-    raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
-
-
 def _without_secrets(text: str) -> str:
     return re.sub(r"//[^/@\s']*@", "//***@", text)
 
 
-def end_history(folder: Path, commit: str, what: str) -> None:
-    """Remove all but HEAD's own history from the repository of `folder`. Blocks.
+async def end_history(folder: Path, commit: str, what: str) -> None:
+    """Remove all but HEAD's own history from the repository of `folder`.
 
     `commit` must be part of it, or be ``HEAD``. Raises `WorkspaceError`, which calls it `what`.
     """
-    own, fresh = folder / ".git", folder / ".git.ended"
+    own = folder / ".git"
     if own.is_symlink() or not own.is_dir():
         msg = f"{what} is no git repository, so workspace.commit cannot be {commit!r}"
         raise WorkspaceError(msg)
-    with translate_errors(f"cannot change {own}"):
-        _remove_links(own)
-        (own / "objects" / "info" / "alternates").unlink(missing_ok=True)
-        head = _read_head(own, what)
-        try:
-            _create_repository(fresh, own, head, what)
-            if commit != "HEAD":
-                _check_contains(fresh, commit, what)
-            _keep_tags(fresh, own, what)
-            _git(fresh, what, "repack", "-a", "-d", "-q")
-            (fresh / "objects" / "info" / "alternates").unlink()
-            _swap(own, fresh, head)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+    run = partial(_run_git, f"{what}: its git repository", env=_NO_CONFIG, timeout_s=_FETCH_S)
+    with translate_errors(f"cannot change {own}"), tempfile.TemporaryDirectory(dir=folder) as name:
+        fresh, git = Path(name), partial(run, f"--git-dir={name}")
+        await run("init", "-q", "--bare", "--template=", name)
+        await asyncio.to_thread(_borrow, own, fresh)
+        head = await _read_head(git, commit, what)
+        columns = "--format=%(objectname) %(refname)"
+        tags = await git("for-each-ref", columns, "--merged", head, "refs/tags")
+        shutil.rmtree(fresh / "refs")
+        (fresh / "refs" / "heads").mkdir(parents=True)
+        (fresh / "packed-refs").write_text(tags)  # programs read versions from them
+        await git("update-ref", "HEAD", head)
+        await git("repack", "-a", "-d", "-q")
+        (fresh / "objects" / "info" / "alternates").unlink()
+        await asyncio.to_thread(_swap, own, fresh)
+    for name, value in _CONFIG.items():
+        await run("config", "--file", str(own / "config"), name, value)
 
 
-def _remove_links(own: Path) -> None:
+def _borrow(own: Path, fresh: Path) -> None:
+    """Copy what refers to commits, and use the objects, without anything that leads elsewhere."""
     for here, folders, names in os.walk(own):
-        for name in (*folders, *names):
-            if (path := Path(here, name)).is_symlink():
+        for path in (Path(here, name) for name in (*folders, *names)):
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 path.unlink()
-
-
-def _read_head(own: Path, what: str) -> str:
-    """Return the commit that is checked out."""
-    head = _read_text(own / "HEAD").strip()
-    if head.startswith("ref: "):
-        name = head.removeprefix("ref: ")
-        loose = own / name if ".." not in name else own
-        head = _read_text(loose).strip() or _packed_refs(own).get(name, "")
-    if not _HASH.fullmatch(head):
-        raise WorkspaceError(f"{what}: the git repository in it has nothing checked out")
-    return head
-
-
-def _create_repository(fresh: Path, own: Path, head: str, what: str) -> None:
-    """Create a bare repository that borrows the objects, with one branch."""
-    kind = ("--object-format=sha256",) if len(head) > 40 else ()
-    _run_git(what, "init", "-q", "--bare", "--template=", *kind, str(fresh))
+    (own / "objects" / "info" / "alternates").unlink(missing_ok=True)
     (fresh / "objects" / "info").mkdir(exist_ok=True)
     (fresh / "objects" / "info" / "alternates").write_text(f"{own / 'objects'}\n")
-    for name in ("index", "shallow"):
+    for name in ("HEAD", "packed-refs", "index", "shallow"):
         if (own / name).is_file():
             shutil.copyfile(own / name, fresh / name)
-    _git(fresh, what, "update-ref", _KEEP, head)
+    if (own / "refs").is_dir():
+        shutil.copytree(own / "refs", fresh / "refs", dirs_exist_ok=True)
 
 
-def _check_contains(fresh: Path, commit: str, what: str) -> None:
+async def _read_head(git: Callable[..., Awaitable[str]], commit: str, what: str) -> str:
+    """Return the commit that is checked out, which must be `commit` or come after it."""
     try:
-        _git(fresh, what, "merge-base", "--is-ancestor", commit, _KEEP)
+        head = (await git("rev-parse", "--verify", "-q", "HEAD^{commit}")).strip()
+    except WorkspaceError as error:
+        msg = f"{what}: the git repository in it has nothing checked out"
+        raise WorkspaceError(msg) from error
+    try:
+        await git("merge-base", "--is-ancestor", commit, head)
     except WorkspaceError as error:
         msg = f"{what} has no commit {commit!r} in the history of what is checked out"
         raise WorkspaceError(msg) from error
+    return head
 
 
-def _keep_tags(fresh: Path, own: Path, what: str) -> None:
-    """Keep the tags of earlier commits, which programs read versions from."""
-    tags = _packed_refs(own)
-    root = own / "refs" / "tags"
-    for here, _, names in os.walk(root):
-        tags |= {
-            f"refs/tags/{Path(here, name).relative_to(root)}": _read_text(Path(here, name)).strip()
-            for name in names
-        }
-    good = {ref: at for ref, at in tags.items() if _TAG.fullmatch(ref) and _HASH.fullmatch(at)}
-    hashes = "".join(f"{at}\n" for at in good.values())
-    kinds = _git(fresh, what, "cat-file", "--batch-check=%(objecttype)", stdin=hashes).splitlines()
-    there = [
-        tag for tag, kind in zip(good.items(), kinds, strict=True) if kind in {"commit", "tag"}
-    ]
-    refs = fresh / "packed-refs"
-    refs.write_text("".join(f"{at} {ref}\n" for ref, at in sorted(there)))
-    columns = "--format=%(objectname) %(refname)"
-    refs.write_text(_git(fresh, what, "for-each-ref", columns, "--merged", _KEEP, "refs/tags"))
-
-
-def _swap(own: Path, fresh: Path, head: str) -> None:
+def _swap(own: Path, fresh: Path) -> None:
     """Replace the old objects and refs by the new ones."""
     for entry in own.iterdir():
-        if entry.name in _KEPT - {"objects"} or entry.name.startswith("sharedindex."):
-            continue
-        (shutil.rmtree if entry.is_dir() else os.unlink)(entry)
+        if entry.name not in _KEPT and not entry.name.startswith("sharedindex."):
+            (shutil.rmtree if entry.is_dir() else os.unlink)(entry)
     (own / "info" / "refs").unlink(missing_ok=True)
-    for name in ("objects", "packed-refs", "shallow"):
+    for name in ("HEAD", "objects", "packed-refs", "refs", "shallow"):
         if (fresh / name).exists():
             (fresh / name).rename(own / name)
-    (own / "refs" / "heads").mkdir(parents=True)
-    (own / "refs" / "tags").mkdir()
-    branch = _read_text(own / "HEAD").strip().removeprefix("ref: ")
-    if re.fullmatch(r"refs/heads/[\w.+@/-]+", branch) and ".." not in branch:
-        (own / branch).parent.mkdir(parents=True, exist_ok=True)
-        (own / branch).write_text(f"{head}\n")
-    else:
-        (own / "HEAD").write_text(f"{head}\n")
-    for name, value in _CONFIG.items():
-        _run_git(str(own), "config", "--file", str(own / "config"), name, value)
-
-
-def _packed_refs(own: Path) -> dict[str, str]:
-    parts = (line.partition(" ") for line in _read_text(own / "packed-refs").splitlines())
-    return {ref.strip(): commit for commit, _, ref in parts if _HASH.fullmatch(commit)}
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
-def _git(fresh: Path, what: str, *argv: str, stdin: str = "") -> str:
-    return _run_git(what, f"--git-dir={fresh}", *argv, stdin=stdin)
-
-
-def _run_git(what: str, *argv: str, stdin: str = "") -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            ("git", *argv),
-            cwd="/",
-            env=env,
-            input=stdin.encode(),
-            capture_output=True,
-            timeout=_FETCH_S,
-            check=False,
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise WorkspaceError(f"{what}: git is needed on this node and failed: {error}") from error
-    output, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
-    return _check_result(done.returncode, output, errors, f"{what}: its git repository")

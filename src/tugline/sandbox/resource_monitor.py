@@ -13,11 +13,11 @@ import contextlib
 import errno
 import functools
 import os
-import re
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,41 +39,37 @@ _MIN_FILE_BYTES = 1024
 _UNBOUNDED = 1 << 62
 """The size of what cannot be measured and is only made to hide something."""
 _MAX_LOCKED_FOLDERS = 20
-_MAX_MAPS_BYTES = 64 << 20
+_MAX_HELD_FILES = 1 << 20
 _LOOKUPS = 3
-_DELETED_MAP = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .* \(deleted\)$", re.MULTILINE)
 _SCANNERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-disk")
 """Threads of their own, so that nothing else waits for a scan."""
 _log = log.get("sandbox")
 
 
+@dataclass
 class ResourceMonitor:
-    """Limits one sandbox, whose own folders on this machine are `folders`.
+    """Limits one sandbox. The last three fields are for tests."""
 
-    `count_kills` counts its processes that the kernel killed so far; `kill` kills all of them. The
-    folders are scanned each `interval_s`, or with pauses of up to `max_pause_s` where that is slow.
-    """
-
-    def __init__(  # noqa: PLR0913 - the last three are for tests
-        self,
-        disk_mb: int,
-        folders: Callable[[], Iterable[Path]],
-        count_kills: Callable[[], OomKills],
-        kill: Callable[[], Awaitable[None]],
-        *,
-        interval_s: float = 1.0,
-        max_pause_s: float = 5.0,
-        measure: Callable[[Iterable[Path], Path | None, int], int] | None = None,
-    ) -> None:
-        self._max_bytes = disk_mb << 20
-        self._folders, self._count_kills, self._kill = folders, count_kills, kill
-        self._interval_s, self._max_pause_s = interval_s, max_pause_s
-        self._measure = measure or disk_usage
-        self._initial_bytes: int | None = None
-        """Bytes before its first program: a copy of its workspace, say."""
-        self._next_scan = 0.0
-        self.over_limit = False
-        """Whether it has ever used more of the disk than it may."""
+    disk_mb: int
+    folders: Callable[[], Iterable[Path]]
+    """Its own folders on this machine."""
+    count_kills: Callable[[], OomKills]
+    """Counts its processes that the kernel killed so far."""
+    kill: Callable[[], Awaitable[None]]
+    """Kills all of them."""
+    _: KW_ONLY
+    interval_s: float = 1.0
+    """Pause after a scan."""
+    max_pause_s: float = 5.0
+    """The longest pause, after a scan that took long."""
+    measure: Callable[[Iterable[Path], Path | None, int], int] = field(
+        default_factory=lambda: disk_usage
+    )
+    over_limit: bool = False
+    """Whether it has ever used more of the disk than it may."""
+    _initial_bytes: int | None = None
+    """Bytes before its first program: a copy of its workspace, say."""
+    _next_scan: float = 0.0
 
     async def run(self, program: Callable[[], Awaitable[Exit]], pid: int) -> Exit:
         """Run a program of the sandbox whose process 1 is `pid`; add the cause of its end.
@@ -83,7 +79,7 @@ class ResourceMonitor:
         """
         if self._initial_bytes is None:
             self._initial_bytes = await self._in_thread(self._measure_initial)
-        began, kills = time.monotonic(), self._count_kills()
+        began, kills = time.monotonic(), self.count_kills()
         watch = asyncio.create_task(self._watch(pid))
         ended = None
         try:
@@ -101,16 +97,16 @@ class ResourceMonitor:
 
     async def _watch(self, pid: int) -> None:
         root = Path(f"/proc/{pid}/root")
-        await asyncio.sleep(self._interval_s)
+        await asyncio.sleep(self.interval_s)
         while True:
             if await self._scan(root):
                 try:
-                    await self._kill()
+                    await self.kill()
                 except SandboxError as error:
                     _log.warning("sandbox over its disk limit not killed", error=str(error))
                 else:
                     return
-            await asyncio.sleep(max(self._interval_s, self._next_scan - time.monotonic()))
+            await asyncio.sleep(max(self.interval_s, self._next_scan - time.monotonic()))
 
     async def _scan(self, root: Path | None) -> bool:
         """Measure its disk use; return whether it has ever been over the limit."""
@@ -118,16 +114,16 @@ class ResourceMonitor:
         if not self.over_limit and await self._in_thread(self._exceeds_limit, root):
             self.over_limit = True
         now = time.monotonic()
-        self._next_scan = now + min(_PAUSE_FACTOR * (now - began), self._max_pause_s)
+        self._next_scan = now + min(_PAUSE_FACTOR * (now - began), self.max_pause_s)
         return self.over_limit
 
     def _exceeds_limit(self, root: Path | None) -> bool:
-        max_bytes = self._max_bytes + (self._initial_bytes or 0)
-        return self._measure(self._folders(), root, max_bytes) > max_bytes
+        max_bytes = (self.disk_mb << 20) + (self._initial_bytes or 0)
+        return self.measure(self.folders(), root, max_bytes) > max_bytes
 
     def _measure_initial(self) -> int:
         """What is there; what is hidden by its depth does not count in the sandbox's favour."""
-        found = self._measure(self._folders(), None, _UNBOUNDED)
+        found = self.measure(self.folders(), None, _UNBOUNDED)
         return found if found < _UNBOUNDED else 0
 
     async def _find_cause(self, end: Exit, before: OomKills) -> Cause | None:
@@ -142,7 +138,7 @@ class ResourceMonitor:
             return Cause.AGENT_DISK
         if end.code != KILLED or end.timed_out:
             return None
-        now = self._count_kills()
+        now = self.count_kills()
         if now.own == before.own and now.others > before.others:
             msg = "the node is out of memory: the kernel ended a program that was within its limit"
             raise SandboxError(msg)
@@ -242,31 +238,30 @@ def open_file_usage(root: Path) -> int:
     """
     sizes: dict[int, int] = {}
     looked_at: set[tuple[int, int]] = set()
-    maps_left = _MAX_MAPS_BYTES
-    for process in _numbered(f"{root}/proc"):
-        have_maps = False
-        # Each thread may have open files of its own, and the first one may have ended.
-        for thread in _numbered(f"{process}/task"):
-            for found, path in _open_files(f"{thread}/fd"):
-                if (known := (found.st_dev, found.st_ino)) not in looked_at:
-                    looked_at.add(known)
-                    if found.st_nlink == 0 or _is_hidden(root, path, found):
-                        _add_size(sizes, found)
-            if not have_maps:
-                maps = _read_maps(thread, maps_left)
-                maps_left -= len(maps)
-                have_maps = bool(maps)
-                for found in _deleted_maps(process, maps):
-                    _add_size(sizes, found)
-            if maps_left <= 0:
-                return _UNBOUNDED
+    for count, (found, path) in enumerate(_held_files(root)):
+        if count == _MAX_HELD_FILES:
+            return _UNBOUNDED
+        known, is_mapped = (found.st_dev, found.st_ino), "/map_files/" in path
+        if known in looked_at or (is_mapped and found.st_nlink > 0):
+            continue
+        looked_at.add(known)
+        if found.st_nlink == 0 or _is_hidden(root, path, found):
+            # By number alone: an overlay shows files as those of another disk than they are mapped
+            # from.
+            size = found.st_blocks * 512
+            sizes[found.st_ino] = max(size, sizes.get(found.st_ino, 0))
     return sum(sizes.values())
 
 
-def _add_size(sizes: dict[int, int], status: os.stat_result) -> None:
-    # By number alone: an overlay shows files as those of another disk than they are mapped from.
-    size = status.st_blocks * 512
-    sizes[status.st_ino] = max(size, sizes.get(status.st_ino, 0))
+def _held_files(root: Path) -> Iterator[tuple[os.stat_result, str]]:
+    """Yield files that processes have mapped, which only root may look at, and open ones."""
+    for process in _numbered(f"{root}/proc"):
+        for found, path in _open_files(f"{process}/map_files"):
+            if found.st_dev != _anonymous_device():
+                yield found, path
+        # Each thread may have open files of its own, and the first one may have ended.
+        for thread in _numbered(f"{process}/task"):
+            yield from _open_files(f"{thread}/fd")
 
 
 def _numbered(folder: str) -> Iterator[str]:
@@ -310,21 +305,3 @@ def _anonymous_device() -> int:
         return os.fstat(handle).st_dev
     finally:
         os.close(handle)
-
-
-def _read_maps(thread: str, max_bytes: int) -> bytes:
-    with contextlib.suppress(OSError), Path(thread, "maps").open("rb", buffering=1 << 20) as file:
-        return file.read(max_bytes)
-    return b""
-
-
-def _deleted_maps(process: str, maps: bytes) -> Iterator[os.stat_result]:
-    """Deleted files that are mapped; only root may look at those."""
-    if b" (deleted)\n" not in maps:
-        return
-    for start, end in _DELETED_MAP.findall(maps):
-        path = f"{process}/map_files/{int(start, 16):x}-{int(end, 16):x}"
-        with contextlib.suppress(OSError):
-            found = os.stat(path)  # noqa: PTH116
-            if found.st_nlink == 0 and found.st_dev != _anonymous_device():
-                yield found

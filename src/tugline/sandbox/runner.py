@@ -37,6 +37,11 @@ ARGV = ("/bin/sh", f"{CONTROL}/runner")
 KILLED = -9
 """The exit code of a program that was killed with its sandbox."""
 
+_GUARD = (
+    'exec 2>/dev/null; trap "" HUP INT TERM; cd "/proc/$0" || exit; read -r _'
+    f'; [ -e "root{CONTROL}/runner" ] && kill -9 "$0"'
+)
+"""Kill process 1 of a sandbox when stdin ends, unless its number is another's by now."""
 _SCRIPT = Path(__file__).with_name("runner.sh").read_text(encoding="utf-8")
 
 
@@ -245,6 +250,25 @@ class Runner:
         for future in list(self._expected.values()):
             if not future.done():
                 future.set_exception(SandboxEnded("the sandbox ended by itself"))
+
+
+class Guard:
+    """Kills process 1 of a sandbox as soon as this process is gone, whatever its programs hold."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def watch(self, pid: int) -> None:
+        """Start to watch over process `pid`, as this machine counts."""
+        self._process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", _GUARD, str(pid)), stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+
+    async def end(self) -> None:
+        """Kill process 1, if it still runs, and the guard with it."""
+        if self._process is not None:
+            await self._process.communicate(b"")
+            self._process = None
 
 
 def program_script(argv: Sequence[str], env: Mapping[str, str], cwd: PurePath) -> bytes:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
@@ -209,17 +208,14 @@ exit 0
     assert words == ["CapBnd:", "00000000000004fb", "NoNewPrivs:", "1", "Seccomp:", "2", "lo"]
 
 
-@pytest.mark.parametrize("look", ["changes", "snapshot"])
-async def test_all_is_dead_when_work_is_looked_at(
-    container: Container, tmp_path: Path, look: str
-) -> None:
+async def test_all_is_dead_when_work_is_looked_at(container: Container, tmp_path: Path) -> None:
     """Also what outlived its run, by whatever means; the next program starts it again."""
     async with container.open(tmp_path / "sandbox") as sandbox:
         inside = ("nsenter", f"--target={sandbox._pid}", "--pid", "--mount", "sleep", "300")
         left_over = await asyncio.create_subprocess_exec(*inside)
         await asyncio.sleep(0.1)
         assert left_over.returncode is None
-        await (sandbox.diff() if look == "changes" else sandbox.snapshot(tmp_path / "snapshot"))
+        await sandbox.diff()
         await asyncio.wait_for(left_over.wait(), 5)
         assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
@@ -342,7 +338,7 @@ async def test_engine_that_is_not_there(tmp_path: Path) -> None:
     reason = await asyncio.to_thread(runtime.check_available)
     assert reason is not None
     assert "none.sock" in reason
-    assert "install podman" in reason
+    assert "systemctl --user start podman.socket" in reason
     assert await asyncio.to_thread(runtime.list_weaknesses) == ()
     with pytest.raises(SandboxError, match=r"none\.sock"):
         async with runtime.open(tmp_path / "sandbox"):
@@ -359,24 +355,6 @@ async def test_engine_that_may_do_less_than_the_node(tmp_path: Path) -> None:
             ran = await sandbox.run(["sh", "-c", "ulimit -Hn"], env={}, timeout_s=20)
     assert ran.code == 0
     assert int(said(sandbox)) == 900
-
-
-@pytest.mark.usefixtures("podman")
-async def test_processes_that_find_no_engine_start_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two that look at the same time get the same service of Podman."""
-    path = tmp_path / "podman" / "podman.sock"
-    monkeypatch.setattr("tugline.sandbox.container_engine._own_socket", lambda: path)
-    engines = [ContainerEngine(f"unix://{path}") for _ in range(2)]
-    first, second = await asyncio.gather(*(asyncio.to_thread(one.find) for one in engines))
-    everything = psutil.process_iter(["cmdline"])
-    started = [one for one in everything if f"unix://{path}" in (one.info["cmdline"] or ())]
-    try:
-        assert [one.pid for one in started] == [first.process] == [second.process]
-    finally:
-        for one in started:
-            one.terminate()
 
 
 async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None:
