@@ -31,6 +31,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 ABSENT = msgspec.Raw(b"null")
 """A field that is left out, or null."""
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_NAMED = re.compile(r"(?:required|unknown) field `(.+?)`")
 _STEPS = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
 CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
@@ -331,11 +332,12 @@ def decode(
 
 
 def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
-    match = _PLACE.search(text)
+    match, named = _PLACE.search(text), _NAMED.search(text)
     if match is None:
-        missing = re.search(r"missing required field `(.+)`", text)
-        return RequestError(f"{where}: {text}", param=missing[1] if missing else None)
+        return RequestError(f"{where}: {text}", param=named[1] if named else None)
     place, problem = prefix + match[1], text[: match.start()]
+    if named:
+        return RequestError(f"{place}: {problem}", param=f"{place}.{named[1]}")
     value: Any = None
     try:
         value = msgspec.json.decode(data)

@@ -116,21 +116,18 @@ def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
+        "seed": sampling.seed,
         "stop_token_ids": ask.stop_ids,
         "logprobs": 0,
+        "logit_bias": build_bans(ask.banned),
+        "structured_outputs": None if constraint is None else build_structured(constraint),
     }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    if ask.banned:
-        params["logit_bias"] = build_bans(ask.banned)
-    if constraint is not None:
-        params["structured_outputs"] = build_structured(constraint)
-    return params
+    return {name: value for name, value in params.items() if value is not None}
 
 
-def build_bans(banned: tuple[int, ...]) -> dict[str, float]:
-    """Build a bias under which the ids are never sampled."""
-    return {str(token): -100.0 for token in banned}
+def build_bans(banned: tuple[int, ...]) -> dict[str, float] | None:
+    """Build a bias under which the ids are never sampled; None for no ids."""
+    return {str(token): -100.0 for token in banned} or None
 
 
 def build_structured(constraint: Constraint) -> dict[str, Any]:

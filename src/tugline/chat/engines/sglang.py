@@ -50,20 +50,18 @@ class SglangGenerate(_Sglang, TokenFormat):
 
 
 def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    sampling = ask.sampling
+    sampling, constraint = ask.sampling, ask.request.constraint
     params: dict[str, Any] = base.NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "stop_token_ids": list(ask.stop_ids),
+        "stop_token_ids": ask.stop_ids,
         "sampling_seed": sampling.seed,
         "skip_special_tokens": False,
+        "logit_bias": build_bans(ask.banned),
+        "json_schema": None if constraint is None else constraint.schema or '{"type":"object"}',
     }
-    if ask.banned:
-        params["logit_bias"] = build_bans(ask.banned)
-    if ask.request.constraint is not None:
-        params["json_schema"] = ask.request.constraint.schema or '{"type":"object"}'
     return {name: value for name, value in params.items() if value is not None}
 
 
