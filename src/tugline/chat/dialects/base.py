@@ -66,10 +66,23 @@ class HttpRequest(msgspec.Struct, frozen=True):
     body: bytes = b""
 
 
+@dataclass(eq=False)
 class Stream(ABC):
     """Encoder of one streamed response; every method returns bytes to send as they are."""
 
-    content_type = "text/event-stream"
+    dialect: Dialect
+    """Builds the errors."""
+    request: Request
+    response_id: str
+    created: int
+
+    def __post_init__(self) -> None:  # noqa: B027 - not every stream keeps something
+        """Prepare what the events share."""
+
+    @property
+    def content_type(self) -> str:
+        """Of the HTTP response."""
+        return "text/event-stream"
 
     @abstractmethod
     def start(self, usage: Usage) -> bytes:
@@ -98,6 +111,11 @@ class Dialect(ABC):
     name: str
     posts: ClassVar[Mapping[str, Action]] = {}
     """Routes of POST."""
+    stream_type: type[Stream]
+    fields: ClassVar[Mapping[str, str]] = {}
+    """This API's names of the neutral fields."""
+    unavailable = 503
+    """Status when the engine failed and may be asked again."""
 
     def match(self, request: HttpRequest) -> Action | None:
         """Purpose of this request; None if it is not this dialect's."""
@@ -125,9 +143,9 @@ class Dialect(ABC):
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode the whole reply as one body; `responses` holds ``request.n`` of them."""
 
-    @abstractmethod
     def stream(self, request: Request, response_id: str, created: int) -> Stream:
         """Return an encoder for a streamed response."""
+        return self.stream_type(self, request, response_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
         """Encode the reply to `Action.COUNT`."""
@@ -145,9 +163,26 @@ class Dialect(ABC):
     def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
         """Describe a model with a context of `window` tokens."""
 
-    @abstractmethod
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """Status, extra headers and body of a failure."""
+        return self.find_status(error), retry_headers(error), encode(self.build_error(error))
+
+    def find_status(self, error: TuglineError) -> int:
+        """The HTTP status of a failure."""
+        if isinstance(error, RequestError):
+            return error.status
+        if isinstance(error, EngineError) and not is_refused_by_engine(error):
+            return self.unavailable
+        return 500
+
+    @abstractmethod
+    def build_error(self, error: TuglineError) -> dict[str, Any]:
+        """Build the body of a failure, which is also its event in a stream."""
+
+    def name_field(self, error: TuglineError) -> str | None:
+        """The field that is to blame, by its name in this API."""
+        param = error.param if isinstance(error, RequestError) else None
+        return self.fields.get(param, param) if param else None
 
 
 def is_refused_by_engine(error: TuglineError) -> bool:

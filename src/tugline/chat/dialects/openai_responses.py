@@ -108,6 +108,7 @@ class OpenAIResponses(openai.OpenAIDialect):
     """``POST /responses``, ``/responses/compact`` and ``/responses/input_tokens``."""
 
     name = "openai_responses"
+    stream_type = ResponseStream
     posts: ClassVar = {
         "/responses": base.Action.ANSWER,
         "/responses/compact": base.Action.ANSWER,
@@ -160,10 +161,6 @@ class OpenAIResponses(openai.OpenAIDialect):
             return build_compaction(response, echo.compact)
         items = Items(response.id, request.tools, sealed=echo.sealed).build_all(response)
         return bytes(build_response(build_outcome(response, items), echo.fields))
-
-    def stream(self, request: Request, response_id: str, created: int) -> ResponseStream:
-        """Server-sent ``response.*`` events."""
-        return ResponseStream(request, response_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
         """See `Dialect.encode_count`."""

@@ -15,7 +15,15 @@ import msgspec
 from tugline.chat.dialects import openai
 from tugline.chat.dialects.base import Stream, decode_object, encode
 from tugline.chat.dialects.responses_input import SHELL_FIELDS, seal
-from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
+from tugline.chat.model_call import (
+    Piece,
+    ReasoningDelta,
+    Request,
+    Response,
+    TextDelta,
+    Usage,
+    split_message,
+)
 from tugline.errors import TuglineError
 from tugline.types import Finish, Tool, ToolCall, ToolKind
 from tugline.web.sse import encode_event
@@ -51,25 +59,24 @@ class Items:
         self._response, self._sealed = response_id, sealed
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
 
-    def build_reasoning(self, index: int, text: str) -> Item:
-        """A finished reasoning item."""
-        summary = [_summary_part(text)] if text else []
-        item: Item = {"id": self._id("rs", index), "type": "reasoning", "summary": summary}
-        if self._sealed:
-            item["encrypted_content"] = seal(text)
-        return item
+    def build(self, index: int, piece: Piece, status: str = "completed") -> Item:
+        """A finished item; `status` is that of a message."""
+        if isinstance(piece, ToolCall):
+            return self._build_call(index, piece)
+        part = _build_part(type(piece), piece.text)
+        if isinstance(piece, TextDelta):
+            return {**self._message_head(index, status), "content": [part]}
+        item: Item = {"id": self._id("rs", index), "type": "reasoning", "summary": [part]}
+        return {**item, "encrypted_content": seal(piece.text)} if self._sealed else item
 
-    def build_message(self, index: int, text: str | None, status: str) -> Item:
-        """A message; without `text` it has no content yet."""
-        return {
-            "id": self._id("msg", index),
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [] if text is None else [_text_part(text)],
-        }
+    def build_open(self, index: int, kind: type[TextDelta | ReasoningDelta]) -> Item:
+        """An item of text or reasoning that has no content yet."""
+        if kind is TextDelta:
+            return {**self._message_head(index, "in_progress"), "content": []}
+        empty = {**self.build(index, ReasoningDelta("")), "summary": []}
+        return {**empty, "status": "in_progress"}
 
-    def build_call(self, index: int, call: ToolCall) -> Item:
+    def _build_call(self, index: int, call: ToolCall) -> Item:
         """A finished call, in the form its tool was declared in."""
         tool = self._tools.get(call.name)
         kind = tool.kind if tool is not None else ToolKind.FUNCTION
@@ -88,26 +95,25 @@ class Items:
         return {**item, "type": "function_call", "id": item_id, "arguments": call.arguments}
 
     def build_all(self, response: Response) -> list[Item]:
-        """Reasoning, message and calls of a whole response."""
-        message, items = response.message, list[Item]()
-        if message.reasoning:
-            items.append(self.build_reasoning(0, message.reasoning))
-        if message.content or not message.tool_calls:
-            status = "completed" if message.tool_calls else _find_status(response)
-            items.append(self.build_message(len(items), message.content, status))
-        for call in message.tool_calls:
-            items.append(self.build_call(len(items), call))
-        return items
+        """Reasoning, message and calls of a whole response, in which is a message or a call."""
+        calls = response.message.tool_calls
+        pieces = split_message(response.message)
+        if not response.message.content and not calls:
+            pieces.append(TextDelta(""))
+        status = "completed" if calls else _find_status(response)
+        return [self.build(index, piece, status) for index, piece in enumerate(pieces)]
+
+    def _message_head(self, index: int, status: str) -> Item:
+        item = {"id": self._id("msg", index), "type": "message", "status": status}
+        return {**item, "role": "assistant"}
 
     def _id(self, prefix: str, index: int) -> str:
         return f"{prefix}_{self._response}_{index}"
 
 
-def _text_part(text: str) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _summary_part(text: str) -> Item:
+def _build_part(kind: type[Piece], text: str) -> Item:
+    if kind is TextDelta:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "summary_text", "text": text}
 
 
@@ -193,6 +199,11 @@ class _Open:
     texts: list[str] = field(default_factory=list)
 
 
+_PART_EVENTS: dict[type[Piece], tuple[str, str, str, Item]] = {
+    TextDelta: ("content_part", "output_text", "content_index", {"logprobs": []}),
+    ReasoningDelta: ("reasoning_summary_part", "reasoning_summary_text", "summary_index", {}),
+}
+"""Names of a part's events and of its text's, its index, and what else stands in the latter."""
 _CALL_EVENTS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
@@ -207,11 +218,15 @@ class ResponseStream(Stream):
     encoded once.
     """
 
-    def __init__(self, request: Request, response_id: str, created: int) -> None:
-        echo = decode_echo(request)
+    def __post_init__(self) -> None:
+        echo = decode_echo(self.request)
         self._fields = echo.fields
-        self._head = {"id": f"resp_{response_id}", "created_at": created, "model": request.model}
-        self._items = Items(response_id, request.tools, sealed=echo.sealed)
+        self._head = {
+            "id": f"resp_{self.response_id}",
+            "created_at": self.created,
+            "model": self.request.model,
+        }
+        self._items = Items(self.response_id, self.request.tools, sealed=echo.sealed)
         self._output: list[Item] = []
         self._sequence = 0
         self._open: _Open | None = None
@@ -247,7 +262,7 @@ class ResponseStream(Stream):
 
     def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event for clients that look for it, and the failed response."""
-        fields = openai.build_error(error, {})
+        fields = self.dialect.build_error(error)["error"]
         head = {
             **self._head,
             "status": "failed",
@@ -261,23 +276,15 @@ class ResponseStream(Stream):
 
     # ----------------------------------------------------------------------- items
     def _open_item(self, kind: type[TextDelta | ReasoningDelta]) -> bytes:
+        part, text, place_field, extra = _PART_EVENTS[kind]
         index = len(self._output)
-        extra: dict[str, Any] = {}
-        if kind is TextDelta:
-            item = self._items.build_message(index, None, "in_progress")
-            part, about, extra = _text_part(""), {"content_index": 0}, {"logprobs": []}
-            added, delta = "response.content_part.added", "response.output_text.delta"
-        else:
-            item = {**self._items.build_reasoning(index, ""), "status": "in_progress"}
-            part, about = _summary_part(""), {"summary_index": 0}
-            added = "response.reasoning_summary_part.added"
-            delta = "response.reasoning_summary_text.delta"
-        place = {"item_id": item["id"], "output_index": index, **about}
+        item = self._items.build_open(index, kind)
+        place = {"item_id": item["id"], "output_index": index, place_field: 0}
+        delta = f"response.{text}.delta"
         fixed = encode({"type": delta, **place, **extra})[:-1]
         self._open = _Open(kind, place, b"event: %b\ndata: %b" % (delta.encode(), fixed))
-        return self._event("response.output_item.added", output_index=index, item=item) + (
-            self._event(added, **place, part=part)
-        )
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return added + self._event(f"response.{part}.added", **place, part=_build_part(kind, ""))
 
     def _delta(self, text: str) -> bytes:
         if self._open is None:
@@ -290,21 +297,17 @@ class ResponseStream(Stream):
         if self._open is None:
             return b""
         closed, self._open = self._open, None
-        text, index, place = "".join(closed.texts), len(self._output), closed.place
-        if closed.kind is TextDelta:
-            item = self._items.build_message(index, text, status)
-            events = self._event("response.output_text.done", **place, text=text, logprobs=[])
-            events += self._event("response.content_part.done", **place, part=_text_part(text))
-        else:
-            item = self._items.build_reasoning(index, text)
-            events = self._event("response.reasoning_summary_text.done", **place, text=text)
-            part = _summary_part(text)
-            events += self._event("response.reasoning_summary_part.done", **place, part=part)
-        return events + self._finish_item(item)
+        part, name, _, extra = _PART_EVENTS[closed.kind]
+        text = "".join(closed.texts)
+        item = self._items.build(len(self._output), closed.kind(text), status)
+        done = self._event(f"response.{name}.done", **closed.place, text=text, **extra)
+        built = _build_part(closed.kind, text)
+        done += self._event(f"response.{part}.done", **closed.place, part=built)
+        return done + self._finish_item(item)
 
     def _add_call(self, call: ToolCall) -> bytes:
         index = len(self._output)
-        item = self._items.build_call(index, call)
+        item = self._items.build(index, call)
         name, kind = _CALL_EVENTS.get(item["type"], ("", ""))
         started = {**item, "status": "in_progress", **({name: ""} if name else {})}
         events = self._event("response.output_item.added", output_index=index, item=started)
