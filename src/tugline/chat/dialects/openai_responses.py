@@ -122,7 +122,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder, "input")
+        body = cache.decode_body(request.body, _decoder)
         base.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
