@@ -25,7 +25,7 @@ from tugline.types import Finish, Ids, Logprobs, VersionSpan
 class Reply(msgspec.Struct, frozen=True):
     """The answer to one request, and the faults on the way."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] = ()
     """Sampled ids; end them with a stop id for finish ``stop``, else it is ``length``."""
     logprobs: Sequence[float] | None = None
     """As long as `ids`; None makes all of them 0."""
