@@ -162,7 +162,7 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
             log="\n".join(_texts(sandbox.logs).values()),
             output="\n".join([*_texts(sandbox.logs).values(), *_texts(sandbox.home).values()]),
             sampled=served.engine.stats().sampled_tokens,
-            expected_tokens=sum(served.model.answers.values()),
+            expected_tokens=served.model.expected_tokens,
             side_calls=served.model.side_calls,
         )
 

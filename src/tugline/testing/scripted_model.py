@@ -89,6 +89,11 @@ class ScriptedModel:
         """Tokens of every answer that was requested, by script and turn."""
         self.side_calls = 0
 
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens that the engine samples if it samples every answer exactly once."""
+        return sum(self.answers.values())
+
     def reply(self, prompt: Ids, _request: str) -> Reply:
         """Return the engine's reply to a prompt."""
         text = self._tokenizer.decode(prompt.tolist())
