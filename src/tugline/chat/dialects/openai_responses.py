@@ -20,11 +20,8 @@ from tugline.chat.dialects import base, openai
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
 from tugline.chat.dialects.responses_output import (
     Echo,
-    Items,
     ResponseStream,
     build_compaction,
-    build_outcome,
-    build_response,
     decode_echo,
 )
 from tugline.chat.model_call import Request, Response, ThreadInfo
@@ -159,8 +156,8 @@ class OpenAIResponses(openai.OpenAIDialect):
         response, echo = responses[0], decode_echo(request)
         if echo.compact is not None:
             return build_compaction(response, echo.compact)
-        items = Items(response.id, request.tools, sealed=echo.sealed).build_all(response)
-        return bytes(build_response(build_outcome(response, items), echo.fields))
+        stream = ResponseStream(self, request, response.id, response.created)
+        return stream.build_whole(response)
 
     def encode_count(self, tokens: int) -> bytes:
         """See `Dialect.encode_count`."""

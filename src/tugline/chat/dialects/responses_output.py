@@ -6,7 +6,7 @@ model wrote (up to JSON spacing); otherwise as a plain function call, which the 
 an error that the model gets to read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from tugline.chat.model_call import (
     split_message,
 )
 from tugline.errors import TuglineError
-from tugline.types import Finish, Tool, ToolCall, ToolKind
+from tugline.types import Finish, ToolCall, ToolKind
 from tugline.web.sse import encode_event
 
 Item = dict[str, Any]
@@ -51,66 +51,7 @@ def decode_echo(request: Request) -> Echo:
     return _echo.decode(request.echo) if request.echo else Echo()
 
 
-# --------------------------------------------------------------------------- items
-class Items:
-    """Builds the output items of one response, in their order."""
-
-    def __init__(self, response_id: str, tools: Sequence[Tool], *, sealed: bool) -> None:
-        self._response, self._sealed = response_id, sealed
-        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-
-    def build(self, index: int, piece: Piece, status: str = "completed") -> Item:
-        """A finished item; `status` is that of a message."""
-        if isinstance(piece, ToolCall):
-            return self._build_call(index, piece)
-        part = _build_part(type(piece), piece.text)
-        if isinstance(piece, TextDelta):
-            return {**self._message_head(index, status), "content": [part]}
-        item: Item = {"id": self._id("rs", index), "type": "reasoning", "summary": [part]}
-        return {**item, "encrypted_content": seal(piece.text)} if self._sealed else item
-
-    def build_open(self, index: int, kind: type[TextDelta | ReasoningDelta]) -> Item:
-        """An item of text or reasoning that has no content yet."""
-        if kind is TextDelta:
-            return {**self._message_head(index, "in_progress"), "content": []}
-        empty = {**self.build(index, ReasoningDelta("")), "summary": []}
-        return {**empty, "status": "in_progress"}
-
-    def _build_call(self, index: int, call: ToolCall) -> Item:
-        """A finished call, in the form its tool was declared in."""
-        tool = self._tools.get(call.name)
-        kind = tool.kind if tool is not None else ToolKind.FUNCTION
-        item: Item = {"status": "completed", "call_id": call.id}
-        if kind is ToolKind.LOCAL_SHELL and (action := _build_action(call)) is not None:
-            item |= {"type": "local_shell_call", "id": self._id("lsh", index), "action": action}
-            return item
-        item["name"] = call.name
-        if tool is not None and tool.namespace is not None:
-            item["name"] = call.name.removeprefix(f"{tool.namespace}__")
-            item["namespace"] = tool.namespace
-        text = openai.unwrap_input(call) if kind is ToolKind.CUSTOM else None
-        if text is not None:
-            return {**item, "type": "custom_tool_call", "id": self._id("ctc", index), "input": text}
-        item_id = self._id("fc", index)
-        return {**item, "type": "function_call", "id": item_id, "arguments": call.arguments}
-
-    def build_all(self, response: Response) -> list[Item]:
-        """Reasoning, message and calls of a whole response, in which is a message or a call."""
-        calls = response.message.tool_calls
-        pieces = split_message(response.message)
-        if not response.message.content and not calls:
-            pieces.append(TextDelta(""))
-        status = "completed" if calls else _find_status(response)
-        return [self.build(index, piece, status) for index, piece in enumerate(pieces)]
-
-    def _message_head(self, index: int, status: str) -> Item:
-        item = {"id": self._id("msg", index), "type": "message", "status": status}
-        return {**item, "role": "assistant"}
-
-    def _id(self, prefix: str, index: int) -> str:
-        return f"{prefix}_{self._response}_{index}"
-
-
+# --------------------------------------------------------------------------- parts of an item
 def _build_part(kind: type[Piece], text: str) -> Item:
     if kind is TextDelta:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -133,34 +74,6 @@ def _build_action(call: ToolCall) -> Item | None:
 
 
 # --------------------------------------------------------------------------- response objects
-def build_response(head: Item, fields: msgspec.Raw) -> msgspec.Raw:
-    """A ``response`` object: the known fields, then those that repeat the request."""
-    whole: Item = {
-        "object": "response",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "usage": None,
-        **head,
-    }
-    return msgspec.Raw(encode(whole)[:-1] + b"," + bytes(fields)[1:])
-
-
-def build_outcome(response: Response, output: Sequence[Item]) -> Item:
-    """The fields of a finished response."""
-    status = _find_status(response)
-    details = None if status == "completed" else {"reason": "max_output_tokens"}
-    return {
-        "id": f"resp_{response.id}",
-        "created_at": response.created,
-        "model": response.model,
-        "status": status,
-        "incomplete_details": details,
-        "output": output,
-        "usage": _build_usage(response.usage),
-    }
-
-
 def build_compaction(response: Response, messages: Sequence[msgspec.Raw]) -> bytes:
     """The reply of ``/responses/compact``: the user's messages and the sealed summary."""
     summary = seal(response.message.content or response.message.reasoning or "")
@@ -219,22 +132,15 @@ class ResponseStream(Stream):
     """
 
     def __post_init__(self) -> None:
-        echo = decode_echo(self.request)
-        self._fields = echo.fields
-        self._head = {
-            "id": f"resp_{self.response_id}",
-            "created_at": self.created,
-            "model": self.request.model,
-        }
-        self._items = Items(self.response_id, self.request.tools, sealed=echo.sealed)
+        self._echo = decode_echo(self.request)
+        self._tools = {tool.name: tool for tool in self.request.tools}
         self._output: list[Item] = []
         self._sequence = 0
         self._open: _Open | None = None
 
     def start(self, usage: Usage) -> bytes:
         """``response.created`` and ``response.in_progress``."""
-        head = {**self._head, "status": "in_progress", "output": []}
-        response = build_response(head, self._fields)
+        response = self._build("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
@@ -249,36 +155,94 @@ class ResponseStream(Stream):
 
     def finish(self, responses: Sequence[Response]) -> bytes:
         """The end of the open item, then the whole response, in which is a message or a call."""
-        response = responses[0]
-        status = _find_status(response)
+        last = self._end_items(responses[0])
+        kind = f"response.{_find_status(responses[0])}"
+        return last + self._event(kind, response=self._build_end(responses[0]))
+
+    def _end_items(self, response: Response) -> bytes:
         last = b""
         has_text = self._open is not None and self._open.kind is TextDelta
         if not has_text and all(item["type"] == "reasoning" for item in self._output):
             last = self._close_item("completed") + self._open_item(TextDelta)
-        last += self._close_item(status)
-        outcome = build_outcome(response, self._output)
-        head = {**outcome, "created_at": self._head["created_at"]}
-        return last + self._event(f"response.{status}", response=build_response(head, self._fields))
+        return last + self._close_item(_find_status(response))
 
     def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event for clients that look for it, and the failed response."""
         fields = self.dialect.build_error(error)["error"]
-        head = {
-            **self._head,
-            "status": "failed",
-            "output": self._output,
-            "error": {"code": fields["code"], "message": fields["message"]},
-        }
         event = {name: fields[name] for name in ("code", "message", "param")}
-        return self._event("error", **event) + self._event(
-            "response.failed", response=build_response(head, self._fields)
-        )
+        shown = {name: fields[name] for name in ("code", "message")}
+        failed = self._build("failed", error=shown)
+        return self._event("error", **event) + self._event("response.failed", response=failed)
+
+    # ----------------------------------------------------------------------- response objects
+    def build_whole(self, response: Response) -> bytes:
+        """The response object of an answer that was not streamed."""
+        for piece in split_message(response.message):
+            self.add(piece)
+        self._end_items(response)
+        return bytes(self._build_end(response))
+
+    def _build(self, status: str, **fields: Any) -> msgspec.Raw:
+        """A ``response`` object: the known fields, then those that repeat the request."""
+        whole: Item = {
+            "object": "response",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "id": f"resp_{self.response_id}",
+            "created_at": self.created,
+            "model": self.request.model,
+            "status": status,
+            "output": self._output,
+            **fields,
+        }
+        return msgspec.Raw(encode(whole)[:-1] + b"," + bytes(self._echo.fields)[1:])
+
+    def _build_end(self, response: Response) -> msgspec.Raw:
+        status = _find_status(response)
+        details = None if status == "completed" else {"reason": "max_output_tokens"}
+        usage = _build_usage(response.usage)
+        return self._build(status, model=response.model, incomplete_details=details, usage=usage)
 
     # ----------------------------------------------------------------------- items
+    def _build_item(self, piece: Piece, status: str = "completed") -> Item:
+        """The next item, finished; `status` is that of a message."""
+        if isinstance(piece, ToolCall):
+            return self._build_call(piece)
+        part = _build_part(type(piece), piece.text)
+        if isinstance(piece, TextDelta):
+            head = {"id": self._item_id("msg"), "type": "message", "status": status}
+            return {**head, "role": "assistant", "content": [part]}
+        item: Item = {"id": self._item_id("rs"), "type": "reasoning", "summary": [part]}
+        return {**item, "encrypted_content": seal(piece.text)} if self._echo.sealed else item
+
+    def _build_call(self, call: ToolCall) -> Item:
+        """A call, in the form its tool was declared in."""
+        tool = self._tools.get(call.name)
+        kind = tool.kind if tool is not None else ToolKind.FUNCTION
+        item: Item = {"status": "completed", "call_id": call.id}
+        if kind is ToolKind.LOCAL_SHELL and (action := _build_action(call)) is not None:
+            shell = {"type": "local_shell_call", "id": self._item_id("lsh"), "action": action}
+            return item | shell
+        item["name"] = call.name
+        if tool is not None and tool.namespace is not None:
+            item["name"] = call.name.removeprefix(f"{tool.namespace}__")
+            item["namespace"] = tool.namespace
+        text = openai.unwrap_input(call) if kind is ToolKind.CUSTOM else None
+        if text is not None:
+            return {**item, "type": "custom_tool_call", "id": self._item_id("ctc"), "input": text}
+        item_id = self._item_id("fc")
+        return {**item, "type": "function_call", "id": item_id, "arguments": call.arguments}
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.response_id}_{len(self._output)}"
+
     def _open_item(self, kind: type[TextDelta | ReasoningDelta]) -> bytes:
         part, text, place_field, extra = _PART_EVENTS[kind]
         index = len(self._output)
-        item = self._items.build_open(index, kind)
+        content = "content" if kind is TextDelta else "summary"
+        item = {**self._build_item(kind("")), content: [], "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": index, place_field: 0}
         delta = f"response.{text}.delta"
         fixed = encode({"type": delta, **place, **extra})[:-1]
@@ -299,7 +263,7 @@ class ResponseStream(Stream):
         closed, self._open = self._open, None
         part, name, _, extra = _PART_EVENTS[closed.kind]
         text = "".join(closed.texts)
-        item = self._items.build(len(self._output), closed.kind(text), status)
+        item = self._build_item(closed.kind(text), status)
         done = self._event(f"response.{name}.done", **closed.place, text=text, **extra)
         built = _build_part(closed.kind, text)
         done += self._event(f"response.{part}.done", **closed.place, part=built)
@@ -307,7 +271,7 @@ class ResponseStream(Stream):
 
     def _add_call(self, call: ToolCall) -> bytes:
         index = len(self._output)
-        item = self._items.build(index, call)
+        item = self._build_call(call)
         name, kind = _CALL_EVENTS.get(item["type"], ("", ""))
         started = {**item, "status": "in_progress", **({name: ""} if name else {})}
         events = self._event("response.output_item.added", output_index=index, item=started)
