@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
-from tugline.chat.templates.base import encode_arguments, parse_dsml
+from tugline.chat.templates.base import DSML_CALL, DSML_SECTION
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
@@ -461,12 +461,17 @@ class _Held(_Collecting):
         rendering = self.parser.rendering
         stops = (at for at, token in enumerate(self._ids) if token in rendering.stop_ids)
         text = rendering.tokenizer.decode(self._ids[: next(stops, len(self._ids))])
-        for part in parse_dsml(text):
-            if isinstance(part, str):
-                self.output.write(TextDelta, part)
-            else:
-                name, arguments = part
-                self.output.add_calls([(name, encode_arguments(arguments))])
+        end = 0
+        for match in DSML_CALL.finditer(text):
+            calls = rendering.parse_calls(rendering.tokenizer.encode(match[0]), self.parser.tools)
+            if calls:
+                self._write(text[end : match.start()])
+                self.output.add_calls(calls)
+                end = match.end()
+        self._write(text[end:])
+
+    def _write(self, text: str) -> None:
+        self.output.write(TextDelta, DSML_SECTION.sub("", text))
 
     def _parse(self, end: Ids) -> None:
         rendering, tools, output = self.parser.rendering, self.parser.tools, self.output
