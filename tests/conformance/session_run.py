@@ -18,7 +18,8 @@ from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
-from tugline.testing.scripted_model import CONTEXT_WINDOW, Fault, Script, serve_scripted_model
+from tugline.testing.scripted_engine import Reply
+from tugline.testing.scripted_model import CONTEXT_WINDOW, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
 from tugline.web.serve import Message, Receive, Send
 
@@ -125,7 +126,7 @@ class Scenario:
     scripts: Mapping[str, Script]
     """The instruction is the first marker."""
     files: Mapping[str, str] = field(default_factory=dict)
-    faults: Mapping[int, Fault] = field(default_factory=dict)
+    faults: Mapping[int, Reply] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
     """Numbers of the requests whose connection breaks."""
     max_turns: int | None = None

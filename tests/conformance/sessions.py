@@ -11,7 +11,8 @@ import re
 from conformance.session_run import Scenario
 from tugline.cli.harness_check import FILES, INSTRUCTION, LAST_WORDS, Case
 from tugline.gateway.policy import CallSettings
-from tugline.testing.scripted_model import Fault, ScriptedTurn
+from tugline.testing.scripted_engine import Reply
+from tugline.testing.scripted_model import ScriptedTurn
 
 SLOW = 1
 """The turn whose first words must leave before its last are sampled."""
@@ -37,19 +38,19 @@ _SUMMARY = "Both words were read, and big.txt in parts."
 
 def plain(case: Case) -> Scenario:
     """No fault; one turn is slow."""
-    return Scenario({INSTRUCTION: case.script()}, FILES, {SLOW: Fault(token_s=_TOKEN_S)})
+    return Scenario({INSTRUCTION: case.script()}, FILES, {SLOW: Reply(delay_s=_TOKEN_S)})
 
 
 def faulty(case: Case) -> Scenario:
     """The engine refuses, dies within an answer, and then the client's connection breaks."""
-    faults = {0: Fault(refuse=503), 1: Fault(cut_after=CUT), 2: Fault(token_s=_TOKEN_S)}
+    faults = {0: Reply(status=503), 1: Reply(cut_after=CUT), 2: Reply(delay_s=_TOKEN_S)}
     return Scenario({INSTRUCTION: case.script()}, FILES, faults, broken=frozenset({2}))
 
 
 def late_error(case: Case) -> Scenario:
     """The engine fails in the second turn, when the headers of the answer have been sent."""
     tuning = CallSettings(tries=1, headers_within_s=0.0)
-    faults = {1: Fault(refuse=503)}
+    faults = {1: Reply(status=503)}
     return Scenario({INSTRUCTION: case.script()}, FILES, faults, tuning=tuning)
 
 
@@ -60,7 +61,7 @@ def budget(case: Case) -> Scenario:
 
 def slow_start(case: Case) -> Scenario:
     """The first token comes after 70 s, longer than some clients wait; then 30 s of answer."""
-    faults = {0: Fault(first_s=70.0), 1: Fault(token_s=0.5)}
+    faults = {0: Reply(first_s=70.0), 1: Reply(delay_s=0.5)}
     return Scenario({INSTRUCTION: case.script()}, FILES, faults, timeout_s=240.0)
 
 

@@ -22,7 +22,8 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, cases_of
 from tugline.errors import UsageError
 from tugline.sandbox.base import Exit
-from tugline.testing.scripted_model import Fault, ScriptedModel, ScriptedTurn, make_tokenizer
+from tugline.testing.scripted_engine import Reply
+from tugline.testing.scripted_model import ScriptedModel, ScriptedTurn, make_tokenizer
 from tugline.types import (
     Branch,
     Call,
@@ -66,7 +67,7 @@ def test_turns_are_counted_in_the_prompt() -> None:
 
 def test_an_answer_that_was_cut_is_gone_on_with() -> None:
     """A prompt that ends inside an answer is answered by the rest of it, without the fault."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Fault(cut_after=3)})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Reply(cut_after=3)})
     first = prompt((Role.USER, "Do it"))
     whole = WORDS.encode(SCRIPT[0].render())
     assert player.reply(first, "").cut_after == 3
@@ -77,7 +78,7 @@ def test_an_answer_that_was_cut_is_gone_on_with() -> None:
 
 def test_a_fault_strikes_once() -> None:
     """The retry is answered."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Fault(refuse=503)})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Reply(status=503)})
     first = prompt((Role.USER, "Do it"))
     assert [player.reply(first, "").status for _ in range(2)] == [503, None]
 

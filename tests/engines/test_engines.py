@@ -151,7 +151,7 @@ def route(served: Served, name: str) -> EngineFormat:
     if found is None:
         pytest.skip(f"{served.name} has no route {name}")
     meaning = served.report[0].logprob_meaning
-    return found.make(meaning or LogprobMeaning.PROCESSED)
+    return found(meaning or LogprobMeaning.PROCESSED)
 
 
 def gaps(served: Served, call: Call, weights: int = 0) -> Logprobs:

@@ -19,7 +19,8 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.container import Container
-from tugline.testing.scripted_model import Fault, ScriptedModel, ScriptedTurn, serve_scripted_model
+from tugline.testing.scripted_engine import Reply
+from tugline.testing.scripted_model import ScriptedModel, ScriptedTurn, serve_scripted_model
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
@@ -111,7 +112,7 @@ async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> Asyn
 async def rolled(case: Case, place: PluginSpec, folder: Path, operator: str = "+") -> Done:
     """The whole way, with a model that never answers its second turn if `operator` is empty."""
     stalls = not operator
-    faults = {1: Fault(first_s=600.0)} if stalls else {}
+    faults = {1: Reply(first_s=600.0)} if stalls else {}
     limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
     async with serve_scripted_model({INSTRUCTION: script(case, operator)}, faults) as model:
         assert model.model is not None

@@ -61,10 +61,11 @@ class Served:
 async def served(model: Qwen3ForCausalLM) -> AsyncIterator[Served]:
     """A tiny model behind a server; the byte tokenizer is a part of its vocabulary."""
     async with (
-        Engine(model, eos_ids=[EOS], max_model_len=WINDOW, threads=1, version=3) as engine,
+        Engine(model, eos_ids=[EOS], max_model_len=WINDOW, threads=1) as engine,
         serve(create_app(engine, model_name="tiny")) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
+        await engine.swap(model.state_dict(), 3)
         yield Served(engine, model, http)
 
 
@@ -75,7 +76,7 @@ def body(length: int = 20, **knobs: object) -> dict[str, Any]:
 
 
 async def test_generate_answers_in_the_shape_of_vllm(served: Served) -> None:
-    """Ids, log probabilities, versions, usage and the caller's id are where vLLM puts them."""
+    """Ids, log probabilities, versions and the caller's id are where vLLM puts them."""
     status, answer = await served.post(GENERATE, body() | {"request_id": "abc"})
     choice = answer["choices"][0]
     said = choice["logprobs"]["content"]
@@ -87,13 +88,12 @@ async def test_generate_answers_in_the_shape_of_vllm(served: Served) -> None:
     assert choice["finish_reason"] == "length"
     assert choice["stop_reason"] is None
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
-    assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
 
 
 async def test_the_stream_says_what_the_whole_answer_says(served: Served) -> None:
     """Chunks add up to the unstreamed answer, and each carries its own tokens' versions."""
     _, whole = await served.post(GENERATE, body(max_tokens=40))
-    *events, usage = await served.events(GENERATE, body(max_tokens=40))
+    events = await served.events(GENERATE, body(max_tokens=40))
     choices = [event["choices"][0] for event in events]
     ids = [token for choice in choices for token in choice["token_ids"]]
     spans = [span for choice in choices for span in choice["weight_versions"]]
@@ -102,7 +102,6 @@ async def test_the_stream_says_what_the_whole_answer_says(served: Served) -> Non
     assert choices[-1]["finish_reason"] == "length"
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
     assert spans[-1]["end"] == 40
-    assert usage["usage"]["completion_tokens"] == 40
 
 
 async def test_a_stop_id_is_part_of_the_answer(served: Served) -> None:
@@ -153,8 +152,8 @@ async def test_requests_are_aborted_by_their_id(served: Served) -> None:
         ({"sampling_params": {"max_tokens": 257}}, 400, "max_tokens", ["257", "256"]),
         ({"sampling_params": {"max_tokens": "7"}}, 400, "sampling_params.max_tokens", ["int"]),
         ({"sampling_params": {"warmth": 1}}, 400, "sampling_params.warmth", ["warmth"]),
-        ({"sampling_params": {"stop": ["x"]}}, 400, "stop", ["['x']"]),
-        ({"sampling_params": {"n": 2}}, 400, "n", ["n=2"]),
+        ({"sampling_params": {"stop": ["x"]}}, 400, "sampling_params.stop", ["`stop`"]),
+        ({"sampling_params": {"min_p": 0.5}}, 400, "sampling_params.min_p", ["min_p=0.5"]),
         ({"token_ids": [VOCAB]}, 400, "token_ids", [str(VOCAB), "vocabulary"]),
         ({"token_ids": [-1]}, 400, "token_ids[0]", [">= 0"]),
         ({"token_ids": []}, 400, "token_ids", ["at least one"]),
@@ -215,15 +214,16 @@ async def test_a_prompt_is_scored_as_a_plain_forward_pass_scores_it(served: Serv
         assert float(np.abs(np.array(values) - right).max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("change", [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize(
+    ("value", "param"), [(1, "sampling_params.prompt_logprobs"), (0, "prompt_logprobs")]
+)
 async def test_a_prompt_is_scored_by_0_and_without_streaming_only(
-    served: Served, change: dict[str, Any]
+    served: Served, value: int, param: str
 ) -> None:
     """Other requests for log probabilities of a prompt are refused by name."""
-    request = body() | {"stream": True}
-    request["sampling_params"] |= change
+    request = body(prompt_logprobs=value) | {"stream": True}
     status, answer = await served.post(GENERATE, request)
-    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+    assert (status, answer["error"]["param"]) == (400, param)
 
 
 async def test_versions_follow_a_swap_in_the_middle_of_a_stream(served: Served) -> None:

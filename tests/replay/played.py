@@ -18,8 +18,8 @@ from tugline.recording.file import Recording, Writer, read
 from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.testing.scripted_engine import Reply
 from tugline.testing.scripted_model import (
-    Fault,
     ScriptedTurn,
     ServedModel,
     make_tokenizer,
@@ -82,7 +82,7 @@ async def record(
     folder: Path,
     what: Task | None = None,
     turns: Sequence[ScriptedTurn] = TURNS,
-    faults: dict[int, Fault] | None = None,
+    faults: dict[int, Reply] | None = None,
     model: ServedModel | None = None,
 ) -> Path:
     """Run one session to its end and give its recording."""

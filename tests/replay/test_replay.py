@@ -293,8 +293,8 @@ _KILLED = """
 import asyncio, sys
 from pathlib import Path
 from replay.played import record
-from tugline.testing.scripted_model import Fault
-asyncio.run(record(Path(sys.argv[1]), faults={2: Fault(first_s=60.0)}))
+from tugline.testing.scripted_engine import Reply
+asyncio.run(record(Path(sys.argv[1]), faults={2: Reply(first_s=60.0)}))
 """
 
 

@@ -76,6 +76,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = True
     """Whether one response may hold several tool calls."""
     constraint: Constraint | None = None
+    reasoning: bool = True
+    """Whether the client wants the model's reasoning in its response."""
     thread: ThreadInfo = UNNAMED
     echo: bytes = b""
     """For the dialect alone: fields that its response repeats, or a variant of the route."""
@@ -127,6 +129,13 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string that ended it; not part of the text."""
 
 
+def split_message(message: Message) -> list[Piece]:
+    """The pieces that add up to a response: reasoning, text, calls."""
+    pieces: list[Piece] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+    pieces += [TextDelta(message.content)] if message.content else []
+    return [*pieces, *message.tool_calls]
+
+
 def join_pieces(pieces: Sequence[Piece]) -> Message | None:
     """The message that `pieces` add up to; None if they are empty."""
     text = "".join([piece.text for piece in pieces if isinstance(piece, TextDelta)])
@@ -135,6 +144,22 @@ def join_pieces(pieces: Sequence[Piece]) -> Message | None:
     if not (text or reasoning or calls):
         return None
     return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
+
+
+def sum_usage(responses: Sequence[Response]) -> Usage:
+    """The token counts of all responses to one prompt."""
+    return msgspec.structs.replace(
+        responses[0].usage,
+        sampled=sum(response.usage.sampled for response in responses),
+        reasoning=sum(response.usage.reasoning for response in responses),
+    )
+
+
+def add_turn(messages: list[Message], turn: Message) -> None:
+    """Append an assistant's message; successive ones are one turn."""
+    if messages and messages[-1].role is Role.ASSISTANT:
+        turn = join_messages(messages.pop(), turn)
+    messages.append(turn)
 
 
 def join_messages(first: Message, second: Message) -> Message:

@@ -22,11 +22,12 @@ from itertools import pairwise
 import numpy as np
 
 from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
-from tugline.chat.templates.base import encode_arguments, parse_dsml
+from tugline.chat.templates.base import DSML_CALL, DSML_SECTION
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
+Delta = type[TextDelta | ReasoningDelta]
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")
 
 
@@ -38,6 +39,10 @@ class _Output:
         guard = rendering.template.guard_text
         self.text = Detokenizer(token_bytes, stops=stops, guard=guard)
         self.reasoning = Detokenizer(token_bytes, guard=guard)
+        self.parts: dict[Delta, Detokenizer] = {
+            ReasoningDelta: self.reasoning,
+            TextDelta: self.text,
+        }
         self.reasoning_tokens = 0
         self._calls: list[ToolCall] = []
         self._call_prefix = call_prefix
@@ -48,23 +53,15 @@ class _Output:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def add_text(self, ids: list[int]) -> None:
-        """Add ids of text; those behind a stop string are ignored."""
-        if self.text.matched_stop is None:
-            self._emit(TextDelta, self.text.feed(ids))
+    def add(self, kind: Delta, ids: list[int]) -> None:
+        """Add ids of text or reasoning; those behind a stop string are ignored."""
+        if kind is ReasoningDelta:
+            self.reasoning_tokens += len(ids)
+        self._emit(kind, self.parts[kind].feed(ids))
 
-    def add_reasoning(self, ids: list[int]) -> None:
-        """Add ids of reasoning."""
-        self.reasoning_tokens += len(ids)
-        self._emit(ReasoningDelta, self.reasoning.feed(ids))
-
-    def write_text(self, text: str) -> None:
-        """Add a whole segment of text."""
-        self._emit(TextDelta, self.text.write(text))
-
-    def write_reasoning(self, text: str) -> None:
-        """Add a whole segment of reasoning."""
-        self._emit(ReasoningDelta, self.reasoning.write(text))
+    def write(self, kind: Delta, text: str) -> None:
+        """Add a whole segment of text or reasoning."""
+        self._emit(kind, self.parts[kind].write(text))
 
     def add_calls(self, calls: Sequence[tuple[str, str]]) -> None:
         """Add tool calls, by name and JSON arguments."""
@@ -75,8 +72,8 @@ class _Output:
 
     def finish_text(self) -> None:
         """End the current segment of reasoning or text."""
-        self._emit(ReasoningDelta, self.reasoning.finish_text())
-        self._emit(TextDelta, self.text.finish_text())
+        for kind, part in self.parts.items():
+            self._emit(kind, part.finish_text())
 
     def build_message(self) -> Message:
         """The whole answer."""
@@ -87,7 +84,7 @@ class _Output:
             reasoning="".join(self.reasoning.emitted) or None,
         )
 
-    def _emit(self, kind: type[TextDelta | ReasoningDelta], text: str) -> None:
+    def _emit(self, kind: Delta, text: str) -> None:
         if not text:
             return
         last = self._pieces[-1] if self._pieces else None
@@ -181,7 +178,7 @@ class StreamParser:
         if markers.channels is None:
             return state
         opened = len(end) and end[-1] == markers.channels.message
-        return _ChannelBody(self, state) if opened else _ChannelHeader(self, [])
+        return state if opened else _ChannelHeader(self, [])
 
     def _walk(self, ids: list[int], start: int) -> None:
         """Parse ids, the first of which is the sampled id number `start`."""
@@ -204,7 +201,18 @@ class StreamParser:
         if self.matched_stop is None:
             self._position = position
             hold = token == self._guard
-            self._state = self._state.hold(token) if hold else self._state.mark(token)
+            self._state = self._state.hold(token) if hold else self._mark(token)
+
+    def _mark(self, token: int) -> _State:
+        """Take a mark; in the body of a channel's message only its end means anything."""
+        channels = self.rendering.markers.channels
+        if channels is None or isinstance(self._state, _ChannelHeader):
+            return self._state.mark(token)
+        if token not in (channels.start, channels.end):
+            return self._state.add([token])
+        self._state.finish()
+        self.output.finish_text()
+        return _ChannelHeader(self, [token] if token == channels.start else [])
 
     def _split(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges of ids to parse at once: marks by themselves, and the ids between them.
@@ -248,9 +256,7 @@ class _State(ABC):
 
     def hold(self, token: int) -> _State:
         """Take the mark from which on only the whole answer can be parsed."""
-        taken = self.output.text.take_guarded()
-        self.output.finish_text()
-        return _Held(self.parser, [*self.parser.rendering.tokenizer.encode(taken), token], None)
+        return self.mark(token)
 
     def end(self, token: int) -> bool:
         """Take a stop id; returns whether the answer ends with it."""
@@ -277,15 +283,35 @@ class _Collecting(_State):
         self._ids += ids
         return self
 
+    def mark(self, token: int) -> _State:
+        return self.add([token])
 
-class _Text(_State):
-    """Text between reasoning and calls."""
 
-    at_start = False
+class _Emitting(_State):
+    """Passes ids on as they come."""
+
+    kind: Delta
 
     def add(self, ids: list[int]) -> _State:
-        self.output.add_text(ids)
+        self.output.add(self.kind, ids)
         return self
+
+    def hold(self, token: int) -> _State:
+        taken = self.output.parts[self.kind].take_guarded()
+        self.output.finish_text()
+        ids = [*self.parser.rendering.tokenizer.encode(taken), token]
+        return _Held(self.parser, ids, self.reopen())
+
+    def reopen(self) -> Ids | None:
+        """The end of a prompt whose answer begins here; None where no reasoning is open."""
+        return None
+
+
+class _Text(_Emitting):
+    """Text between reasoning and calls."""
+
+    kind: Delta = TextDelta
+    at_start = False
 
     def mark(self, token: int) -> _State:
         marks, template, parser = self.marks, self.template, self.parser
@@ -304,7 +330,7 @@ class _Text(_State):
     def add_mark(self, token: int) -> _State:
         """Take a mark that has no meaning here: it is text."""
         if token != self.marks.think_end or not self.template.reopens_reasoning:
-            self.output.add_text([token])
+            self.add([token])
         return self
 
 
@@ -348,10 +374,10 @@ class _Start(_Text):
         return self
 
 
-class _Reasoning(_State):
-    def add(self, ids: list[int]) -> _State:
-        self.output.add_reasoning(ids)
-        return self
+class _Reasoning(_Emitting):
+    """Reasoning, which a mark closes."""
+
+    kind: Delta = ReasoningDelta
 
     def mark(self, token: int) -> _State:
         marks, template = self.marks, self.template
@@ -363,14 +389,11 @@ class _Reasoning(_State):
         if token == marks.call and template.call_ends_reasoning:
             return _DraftCall(self.parser, [token])
         if token != marks.think:
-            self.output.add_reasoning([token])
+            self.add([token])
         return self
 
-    def hold(self, token: int) -> _State:
-        taken = self.output.reasoning.take_guarded()
-        self.output.finish_text()
-        ids = [*self.parser.rendering.tokenizer.encode(taken), token]
-        return _Held(self.parser, ids, np.asarray([self.marks.think], np.int32))
+    def reopen(self) -> Ids | None:
+        return np.asarray([self.marks.think], np.int32)
 
 
 class _DraftCall(_Collecting):
@@ -378,9 +401,8 @@ class _DraftCall(_Collecting):
 
     def mark(self, token: int) -> _State:
         if token != self.marks.think_end:
-            self._ids.append(token)
-            return self
-        self.output.add_reasoning([one for one in self._ids if one != self.marks.think])
+            return self.add([token])
+        self.output.add(ReasoningDelta, [one for one in self._ids if one != self.marks.think])
         self.output.finish_text()
         return _Text(self.parser)
 
@@ -406,9 +428,6 @@ class _Call(_Collecting):
             self.finish()
         return _Text(self.parser)
 
-    def hold(self, token: int) -> _State:
-        return self.mark(token)
-
     def end(self, token: int) -> bool:
         if token == self.marks.call_end:
             self.mark(token)
@@ -418,7 +437,7 @@ class _Call(_Collecting):
 
     def finish(self) -> None:
         """A call that is none is text as it was written."""
-        self.output.write_text(self.parser.rendering.tokenizer.decode(self._ids))
+        self.output.write(TextDelta, self.parser.rendering.tokenizer.decode(self._ids))
 
 
 class _Held(_Collecting):
@@ -427,12 +446,6 @@ class _Held(_Collecting):
     def __init__(self, parser: StreamParser, ids: list[int], end: Ids | None) -> None:
         super().__init__(parser, ids)
         self._end = end
-
-    def mark(self, token: int) -> _State:
-        return self.add([token])
-
-    def hold(self, token: int) -> _State:
-        return self.add([token])
 
     def end(self, token: int) -> bool:
         self._ids.append(token)
@@ -448,20 +461,25 @@ class _Held(_Collecting):
         rendering = self.parser.rendering
         stops = (at for at, token in enumerate(self._ids) if token in rendering.stop_ids)
         text = rendering.tokenizer.decode(self._ids[: next(stops, len(self._ids))])
-        for part in parse_dsml(text):
-            if isinstance(part, str):
-                self.output.write_text(part)
-            else:
-                name, arguments = part
-                self.output.add_calls([(name, encode_arguments(arguments))])
+        end = 0
+        for match in DSML_CALL.finditer(text):
+            calls = rendering.parse_calls(rendering.tokenizer.encode(match[0]), self.parser.tools)
+            if calls:
+                self._write(text[end : match.start()])
+                self.output.add_calls(calls)
+                end = match.end()
+        self._write(text[end:])
+
+    def _write(self, text: str) -> None:
+        self.output.write(TextDelta, DSML_SECTION.sub("", text))
 
     def _parse(self, end: Ids) -> None:
         rendering, tools, output = self.parser.rendering, self.parser.tools, self.output
         parsed = rendering.parse(self._ids, end, tools)
         if parsed.reasoning:
             output.reasoning_tokens += len(rendering.tokenizer.encode(parsed.reasoning))
-            output.write_reasoning(parsed.reasoning)
-        output.write_text(output.text.cut_at_stop(parsed.content))
+            output.write(ReasoningDelta, parsed.reasoning)
+        output.write(TextDelta, output.text.cut_at_stop(parsed.content))
         stop = output.text.matched_stop
         if stop is None:
             output.add_calls(parsed.calls)
@@ -481,41 +499,11 @@ class _ChannelHeader(_Collecting):
         channels = self.marks.channels
         if channels is not None and token == channels.start:
             self._ids = []
-        self._ids.append(token)
+        self.add([token])
         if channels is None or token != channels.message:
             return self
         header = self.parser.rendering.tokenizer.decode(self._ids)
         if _RECIPIENT.search(header):
-            return _ChannelBody(self.parser, _Call(self.parser, self._ids))
+            return _Call(self.parser, self._ids)
         reasons = "<|channel|>analysis" in header
-        return _ChannelBody(self.parser, _Reasoning(self.parser) if reasons else _Text(self.parser))
-
-
-class _ChannelBody(_State):
-    """The body of a message; marks but those of its end mean nothing in it."""
-
-    def __init__(self, parser: StreamParser, body: _State) -> None:
-        super().__init__(parser)
-        self._body = body
-
-    def add(self, ids: list[int]) -> _State:
-        self._body = self._body.add(ids)
-        return self
-
-    def mark(self, token: int) -> _State:
-        channels = self.marks.channels
-        if channels is None or token not in (channels.start, channels.end):
-            return self.add([token])
-        self._body.finish()
-        self.output.finish_text()
-        return _ChannelHeader(self.parser, [token] if token == channels.start else [])
-
-    def decide(self) -> _State:
-        self._body = self._body.decide()
-        return self
-
-    def end(self, token: int) -> bool:
-        return self._body.end(token)
-
-    def finish(self) -> None:
-        self._body.finish()
+        return _Reasoning(self.parser) if reasons else _Text(self.parser)

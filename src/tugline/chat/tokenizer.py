@@ -158,6 +158,8 @@ class Detokenizer:
 
     def feed(self, ids: list[int]) -> str:
         """Add ids to the segment."""
+        if self.matched_stop is not None:
+            return ""
         token_bytes = self._token_bytes
         data = b"".join([token_bytes[token] for token in ids])
         if self._bytes:

@@ -243,9 +243,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         """The format to use, for `mode` or the best. Raises `UsageError` if it does not work."""
         for name, found in self.routes.items():
             if found is mode or (mode is None and found is not Mode.TEXT):
-                route = ROUTES[self.engine][name]
-                default = route.make(LogprobMeaning.RAW).logprob_meaning
-                return route.make(self.logprob_meaning or default)
+                return ROUTES[self.engine][name](self.logprob_meaning)
         wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
         failed = [f"{one.name}: {one.detail}" for one in self.checks if one.outcome == "fail"]
         advice = "; ".join([*failed[:1], *self.advice]) or "see `tugline doctor`"

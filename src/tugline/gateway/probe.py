@@ -127,13 +127,13 @@ class _Probe:
         await self._learn_prompt(kind)
         working: dict[str, Mode] = {}
         for name, route in ROUTES[kind].items():
-            if await self._check_route(name, route.make(LogprobMeaning.RAW)):
+            if await self._check_route(name, route()):
                 working[name] = route.mode
             elif route.mode is not Mode.TEXT:
                 self._advice.append(f"{name}: {route.advice}")
         meaning = None
         if working:
-            wire = ROUTES[kind][next(iter(working))].make(LogprobMeaning.RAW)
+            wire = ROUTES[kind][next(iter(working))]()
             await self._check_overflow(wire)
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
@@ -162,7 +162,7 @@ class _Probe:
         if chat is None:
             return
         with contextlib.suppress(*_FAULTS):
-            answer = await self._sample(chat.make(LogprobMeaning.RAW), 1, stream=False)
+            answer = await self._sample(chat(), 1, stream=False)
             if answer.prompt is not None:
                 ids = msgspec.json.decode(answer.prompt, type=list[int])
                 self._prompt = np.array(ids, np.int32)

@@ -62,7 +62,7 @@ class SampledChunk(msgspec.Struct, frozen=True):
     """The id that ended the answer when `finish` is ``stop``; it is the last of `ids`."""
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, kw_only=True):
     """Counters since the start, and how many requests there are now."""
 
     running: int = 0
@@ -77,7 +77,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds spent in forward passes and sampling."""
     steps: int = 0
     """Forward passes."""
-    finished: dict[Finish, int] = {}
+    finished: dict[Finish, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Finish, 0))
     """Answers by finish reason."""
 
 

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -89,15 +90,9 @@ class Batch:
     """Running rows, waiting requests and parked KV of one model."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_model_len: int,
-        max_running: int,
-        max_parked: int,
-        version: int,
+        self, model: PreTrainedModel, *, max_model_len: int, max_running: int, max_parked: int
     ) -> None:
-        self.version = version
+        self.version = 0
         self.admission_paused = False
         """No waiting request is admitted."""
         self.running: list[Sequence] = []
@@ -111,9 +106,7 @@ class Batch:
         """By slot in `_parked_prefixes`, least recently used first."""
         self._pool = _pool_for(model)
         self._updates: dict[Sequence, None] = {}
-        self._finished = dict.fromkeys(Finish, 0)
-        self._sampled = self._prompt = self._reused = self._steps = 0
-        self._busy = 0.0
+        self._stats = EngineStats()
 
     # ----------------------------------------------------------------- between steps
     @property
@@ -130,7 +123,7 @@ class Batch:
                 one.finish = Finish.ABORT
                 self._updates[one] = None
         for one in [one for one in self.waiting if one.finish]:
-            self._finished[Finish.ABORT] += 1
+            self._stats.finished[Finish.ABORT] += 1
             self.waiting.remove(one)
         self._retire()
 
@@ -158,16 +151,12 @@ class Batch:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        return EngineStats(
+        return msgspec.structs.replace(
+            self._stats,
             running=len(self.running),
             waiting=len(self.waiting),
             parked=len(self._parked),
-            prompt_tokens=self._prompt,
-            reused_tokens=self._reused,
-            sampled_tokens=self._sampled,
-            busy_s=self._busy,
-            steps=self._steps,
-            finished=dict(self._finished),
+            finished=dict(self._stats.finished),
         )
 
     # ----------------------------------------------------------------- one step
@@ -231,8 +220,8 @@ class Batch:
                 self._pool.paste(self._parked[-1 - source], row, cached)
             self._start(one, row)
             if not one.count:
-                self._prompt += one.prompt_len
-                self._reused += cached
+                self._stats.prompt_tokens += one.prompt_len
+                self._stats.reused_tokens += cached
         self._supersede(chosen)
         width = max(len(one.context) - cached for one, _, cached in chosen)
         ids = np.zeros((len(chosen), width), np.int64)
@@ -293,9 +282,9 @@ class Batch:
         for one, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             one.push(token, logprob, self.version)
             self._updates[one] = None
-        self._sampled += len(sequences)
-        self._steps += 1
-        self._busy += time.perf_counter() - began
+        self._stats.sampled_tokens += len(sequences)
+        self._stats.steps += 1
+        self._stats.busy_s += time.perf_counter() - began
 
     def _logits(self, first: int, ids: Matrix, positions: Matrix) -> torch.Tensor:
         device, dtype = self._model.device, self._model.dtype
@@ -324,7 +313,7 @@ class Batch:
             one = self.running[row]
             if one.finish is None:
                 continue
-            self._finished[one.finish] += 1
+            self._stats.finished[one.finish] += 1
             self._park(row)
             last = len(self.running) - 1
             if row != last:

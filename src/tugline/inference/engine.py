@@ -33,10 +33,10 @@ class Engine:
     """Batched generation with KV reuse; see `tugline.inference.base.GenerationEngine`.
 
     Use as ``async with Engine(model, ...) as engine``. The model belongs to the engine from then
-    on: it is moved to `device`, put in evaluation mode and only changed by `swap`.
+    on: it stays on its device, is put in evaluation mode and only changed by `swap`.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a setting of its own
+    def __init__(
         self,
         model: PreTrainedModel,
         *,
@@ -44,8 +44,6 @@ class Engine:
         max_model_len: int,
         max_running: int = 32,
         max_parked: int = 64,
-        device: str | torch.device | None = None,
-        version: int = 0,
         threads: int | None = None,
     ) -> None:
         """`threads` is for torch on a CPU; None leaves it as it is (1 is best for tiny models)."""
@@ -54,14 +52,8 @@ class Engine:
         self.eos_ids = frozenset(eos_ids)
         self._threads = threads
         self._model = model.train(mode=False)
-        if device is not None:
-            self._model.to(device)
         self._batch = Batch(
-            self._model,
-            max_model_len=max_model_len,
-            max_running=max_running,
-            max_parked=max_parked,
-            version=version,
+            self._model, max_model_len=max_model_len, max_running=max_running, max_parked=max_parked
         )
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -26,7 +26,6 @@ class KVPool(Cache):
         self, *, layers: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(layers=[])
-        self._shape = (layers, heads, dim)
         self._data = torch.zeros(layers, 2, 1, heads, 2, dim, device=device, dtype=dtype)
         self._first = self._count = self._length = 0
         self._rows = self._positions = torch.empty(0)

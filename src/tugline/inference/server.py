@@ -9,16 +9,16 @@ Invariants: I1 (ids are never rendered again or re-tokenised on the way), I4 (an
 first byte is a plain 4xx or 5xx; a client that disconnects aborts its request). No torch here.
 """
 
-import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from tugline.chat.dialects.base import check_refusals
+from tugline.chat.dialects.base import decode
 from tugline.errors import ClientGone, EngineError, NotFound, RequestError, TuglineError
 from tugline.inference import base
 from tugline.types import Logprobs
@@ -30,55 +30,27 @@ _MAX_BODY, _BODY_S = 256 << 20, 60.0
 
 
 # --------------------------------------------------------------------------- request bodies
-T = TypeVar("T", bound=msgspec.Struct)
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of a request; None is the same as leaving a field out."""
+    """`sampling_params` of a request."""
 
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
     """0 and -1 both keep the whole vocabulary."""
-    seed: Seed | None = None
-    stop_token_ids: list[TokenId] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
-    logprobs: int | None = None
-    """Any number asks for the sampled tokens' log probabilities, and for no others."""
-    prompt_logprobs: int | None = None
+    logprobs: int = 0
+    """Accepted and ignored: the sampled tokens' log probabilities are always sent, no others."""
+    prompt_logprobs: Literal[0] | None = None
     """0 asks for the prompt's own log probabilities, for which the prompt is scored separately."""
-    # Accepted only with the value that has no effect; see `_NO_EFFECT`.
-    n: int | None = None
-    stop: str | list[str] | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_logprobs: int | None = None
-    # About text, which the engine does not produce: any value is accepted.
-    detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-
-
-_NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([], ""),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (0,),
-}
+    min_p: Annotated[float, Meta(ge=0, le=0)] = 0.0
+    """Sent by the gateway to every engine, like the next one; other values are refused."""
+    repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1.0
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -88,9 +60,23 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     model: str | None = None
     stream: bool = False
-    stream_options: Any = None
-    """Accepted and ignored: it concerns the layout of chunks only."""
     request_id: str | None = None
+
+    def build_request(self, window: int) -> base.GenerateRequest:
+        """Build the engine's request."""
+        params = self.sampling_params
+        return base.GenerateRequest(
+            prompt_ids=np.array(self.token_ids, np.int32),
+            max_tokens=window if params.max_tokens is None else params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(0, params.top_k),
+            seed=params.seed,
+            stop_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            id=self.request_id or uuid.uuid4().hex,
+            stream=self.stream,
+        )
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,38 +85,8 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str] = []
 
 
-_FIELD = re.compile(r"field `(\w+)`")
-_PATH = re.compile(r"`\$\.?([^`]*)`$")
-
-
-def parse(raw: bytes, kind: type[T]) -> T:
-    """Decode a body. Raises `RequestError` naming the field that is wrong."""
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        text = str(error)
-        path, field = _PATH.search(text), _FIELD.search(text)
-        names = [path[1]] if path and path[1] else []
-        names += [field[1]] if field else []
-        raise RequestError(f"1 validation error: {text}", param=".".join(names) or None) from error
-
-
-def to_request(body: GenerateBody, *, window: int, request_id: str) -> base.GenerateRequest:
-    """Build the engine's request. Raises `RequestError` for what this engine cannot do."""
-    params = body.sampling_params
-    check_refusals(params, _NO_EFFECT)
-    return base.GenerateRequest(
-        prompt_ids=np.array(body.token_ids, np.int32),
-        max_tokens=window if params.max_tokens is None else params.max_tokens,
-        temperature=1.0 if params.temperature is None else params.temperature,
-        top_p=1.0 if params.top_p is None else params.top_p,
-        top_k=0 if params.top_k in (None, -1) else int(params.top_k),
-        seed=params.seed,
-        stop_ids=tuple(params.stop_token_ids or ()),
-        ignore_eos=params.ignore_eos,
-        id=request_id,
-        stream=body.stream,
-    )
+_generate = msgspec.json.Decoder(GenerateBody)
+_abort = msgspec.json.Decoder(AbortBody)
 
 
 # --------------------------------------------------------------------------- routes
@@ -145,7 +101,6 @@ def create_app(
         ("GET", "/health"): routes.health,
         ("GET", "/metrics"): routes.metrics,
         ("POST", "/abort_requests"): routes.abort,
-        ("POST", "/inference/v1/abort_requests"): routes.abort,
     }
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -180,57 +135,28 @@ class _Routes:
     # ----------------------------------------------------------------- answers
     async def generate(self, http: Http) -> None:
         """Sample an answer to prompt ids; a client that hangs up aborts it."""
-        body = parse(await http.body(_MAX_BODY, _BODY_S), GenerateBody)
+        raw = await http.body(_MAX_BODY, _BODY_S)
+        body = decode(raw, _generate, "the request body")
         if body.model is not None and body.model != self._model:
             msg = f"The model `{body.model}` does not exist. Valid aliases: {self._model}."
             raise NotFound(msg, param="model")
-        if body.stream and body.sampling_params.prompt_logprobs is not None:
+        scored = body.sampling_params.prompt_logprobs is not None
+        if body.stream and scored:
             msg = "prompt_logprobs=0 is served with stream=false only"
             raise RequestError(msg, param="prompt_logprobs")
-        window = self._engine.max_model_len
-        name = body.request_id or uuid.uuid4().hex
-        generation = to_request(body, window=window, request_id=name)
-        answer = self._stream_events if body.stream else self._send_whole
+        request = body.build_request(self._engine.max_model_len)
+        head: dict[str, Any] = {"request_id": f"generate-tokens-{request.id}", "model": self._model}
         async with http.while_connected():
-            await answer(http, generation, body)
-
-    async def _send_whole(
-        self, http: Http, generation: base.GenerateRequest, body: GenerateBody
-    ) -> None:
-        params = body.sampling_params
-        scores = None
-        if params.prompt_logprobs is not None:
-            values = await self._engine.score(generation.prompt_ids, generation.temperature)
-            scores = prompt_logprobs(body.token_ids, values)
-        async with aclosing(self._engine.generate(generation)) as chunks:
-            whole = base.join([chunk async for chunk in chunks])
-        answer = self._head(generation) | {
-            "choices": [_choice(whole, with_logprobs=params.logprobs is not None)],
-            "usage": _usage(generation, len(whole.ids)),
-            "prompt_token_ids": None,
-            "prompt_logprobs": scores,
-            "output_mode": "tokens",
-        }
-        await http.reply(200, msgspec.json.encode(answer))
-
-    async def _stream_events(
-        self, http: Http, generation: base.GenerateRequest, body: GenerateBody
-    ) -> None:
-        head = self._head(generation)
-        with_logprobs = body.sampling_params.logprobs is not None
-        count = 0
-        async with aclosing(self._engine.generate(generation)) as chunks:
-            async for chunk in chunks:
-                if not http.started:
-                    await http.stream("text/event-stream")
-                count += len(chunk.ids)
-                choice = _choice(chunk, with_logprobs=with_logprobs)
-                await http.write(_event(head | {"choices": [choice]}))
-        usage = _event(head | {"choices": [], "usage": _usage(generation, count)})
-        await http.end(usage + encode_event(DONE))
-
-    def _head(self, generation: base.GenerateRequest) -> dict[str, object]:
-        return {"request_id": f"generate-tokens-{generation.id}", "model": self._model}
+            if scored:
+                values = await self._engine.score(request.prompt_ids, request.temperature)
+                head["prompt_logprobs"] = prompt_logprobs(body.token_ids, values)
+            async with aclosing(self._engine.generate(request)) as chunks:
+                if body.stream:
+                    await _stream_events(http, head, chunks)
+                else:
+                    whole = base.join([chunk async for chunk in chunks])
+                    answer = head | {"choices": [_choice(whole)]}
+                    await http.reply(200, msgspec.json.encode(answer))
 
     # ----------------------------------------------------------------- about the engine
     async def models(self, http: Http) -> None:
@@ -239,7 +165,6 @@ class _Routes:
             "id": self._model,
             "object": "model",
             "owned_by": "tugline",
-            "root": self._model,
             "max_model_len": self._engine.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "weight_version": str(self._engine.version),
@@ -257,60 +182,62 @@ class _Routes:
 
     async def abort(self, http: Http) -> None:
         """End requests by their `request_id`."""
-        body = parse(await http.body(_MAX_BODY, _BODY_S), AbortBody)
+        raw = await http.body(_MAX_BODY, _BODY_S)
+        body = decode(raw or b"{}", _abort, "the request body")
         answer = {"status": "aborted", "aborted": await self._engine.abort(body.request_ids)}
         await http.reply(200, msgspec.json.encode(answer))
 
 
-def _event(value: object) -> bytes:
-    return encode_event(msgspec.json.encode(value))
+async def _stream_events(
+    http: Http, head: dict[str, Any], chunks: AsyncGenerator[base.SampledChunk]
+) -> None:
+    async for chunk in chunks:
+        if not http.started:
+            await http.stream("text/event-stream")
+        event = head | {"choices": [_choice(chunk)]}
+        await http.write(encode_event(msgspec.json.encode(event)))
+    await http.end(encode_event(DONE))
 
 
-def _choice(chunk: base.SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
-    pairs = zip(chunk.ids.tolist(), chunk.logprobs.tolist(), strict=True)
-    content = [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
-    versions = [
-        {"version": str(span.version), "start": span.start, "end": span.end}
-        for span in chunk.versions
-    ]
+def _choice(chunk: base.SampledChunk) -> dict[str, Any]:
+    ids = chunk.ids.tolist()
+    pairs = zip(ids, chunk.logprobs.tolist(), strict=True)
     return {
         "index": 0,
         "finish_reason": chunk.finish,
         "stop_reason": chunk.stop_id,
-        "token_ids": chunk.ids.tolist(),
-        "logprobs": {"content": content} if with_logprobs else None,
-        "weight_versions": versions,
+        "token_ids": ids,
+        "logprobs": {"content": [{"token_id": one, "logprob": logprob} for one, logprob in pairs]},
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end}
+            for span in chunk.versions
+        ],
     }
 
 
-def _usage(generation: base.GenerateRequest, count: int) -> dict[str, int]:
-    prompt = len(generation.prompt_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+_METRICS = {
+    "running": "num_requests_running gauge",
+    "waiting": "num_requests_waiting gauge",
+    "parked": "num_sequences_parked gauge",
+    "prompt_tokens": "prompt_tokens_total counter",
+    "reused_tokens": "prefix_cache_hits_total counter",
+    "sampled_tokens": "generation_tokens_total counter",
+    "busy_s": "forward_seconds_total counter",
+    "steps": "forward_passes_total counter",
+}
+"""vLLM's name, where it has one, and type of each of the counters."""
 
 
 def metrics_text(stats: base.EngineStats, model: str) -> str:
-    """Render the counters as Prometheus text, with vLLM's names and the prefix ``tugline:``."""
-    label = f'model_name="{model}"'
-    rows: list[tuple[str, str, str, float]] = [
-        ("num_requests_running", "gauge", label, stats.running),
-        ("num_requests_waiting", "gauge", label, stats.waiting),
-        ("num_sequences_parked", "gauge", label, stats.parked),
-        ("prompt_tokens_total", "counter", label, stats.prompt_tokens),
-        ("prefix_cache_hits_total", "counter", label, stats.reused_tokens),
-        ("generation_tokens_total", "counter", label, stats.sampled_tokens),
-        ("forward_seconds_total", "counter", label, stats.busy_s),
-        ("forward_passes_total", "counter", label, stats.steps),
-    ]
-    rows += [
-        ("request_success_total", "counter", f'{label},finished_reason="{reason}"', count)
-        for reason, count in stats.finished.items()
-    ]
+    """Render the counters as Prometheus text, under names that begin with ``tugline:``."""
+    label, values = f'model_name="{model}"', msgspec.structs.asdict(stats)
     lines: list[str] = []
-    for name, kind, labels, value in rows:
-        header = f"# TYPE tugline:{name} {kind}"
-        if header not in lines:
-            lines.append(header)
-        lines.append(f"tugline:{name}{{{labels}}} {value:g}")
+    for field, metric in _METRICS.items():
+        name = metric.partition(" ")[0]
+        lines += [f"# TYPE tugline:{metric}", f"tugline:{name}{{{label}}} {values[field]:g}"]
+    lines.append("# TYPE tugline:request_success_total counter")
+    for reason, count in stats.finished.items():
+        lines.append(f'tugline:request_success_total{{{label},finished_reason="{reason}"}} {count}')
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,7 @@ from tugline.types import Finish, Ids, Logprobs, VersionSpan
 class Reply(msgspec.Struct, frozen=True):
     """The answer to one request, and the faults on the way."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] = ()
     """Sampled ids; end them with a stop id for finish ``stop``, else it is ``length``."""
     logprobs: Sequence[float] | None = None
     """As long as `ids`; None makes all of them 0."""
@@ -63,19 +63,14 @@ class ScriptedEngine:
         self._reply = reply
         self._eos_ids = frozenset(eos_ids)
         self._running: dict[int, tuple[GenerateRequest, asyncio.Event]] = {}
-        self._prompt = self._sampled = 0
-        self._finished = dict.fromkeys(Finish, 0)
+        self._stats = EngineStats()
 
     down = False
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters; nothing is ever reused or busy."""
-        return EngineStats(
-            running=len(self._running),
-            prompt_tokens=self._prompt,
-            sampled_tokens=self._sampled,
-            finished=dict(self._finished),
-        )
+        finished = dict(self._stats.finished)
+        return msgspec.structs.replace(self._stats, running=len(self._running), finished=finished)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Answer according to the script."""
@@ -87,7 +82,7 @@ class ScriptedEngine:
             raise EngineError(msg, status=reply.status, retry_after=reply.retry_after_s)
         aborted = asyncio.Event()
         self._running[id(request)] = (request, aborted)
-        self._prompt += len(request.prompt_ids)
+        self._stats.prompt_tokens += len(request.prompt_ids)
         finish = Finish.ABORT
         try:
             async with contextlib.aclosing(self._play(request, reply, aborted)) as chunks:
@@ -96,7 +91,7 @@ class ScriptedEngine:
                     yield chunk
         finally:
             del self._running[id(request)]
-            self._finished[finish] += 1
+            self._stats.finished[finish] += 1
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
         """Refuse: there is no model."""
@@ -130,7 +125,7 @@ class ScriptedEngine:
             if aborted.is_set():
                 yield SampledChunk(ids[:0], logprobs[:0], (), Finish.ABORT)
                 return
-            self._sampled += end - start
+            self._stats.sampled_tokens += end - start
             last = end == len(ids)
             yield SampledChunk(
                 ids=ids[start:end],

@@ -61,19 +61,6 @@ class ScriptedTurn(msgspec.Struct, frozen=True):
         return thought + "\n".join([*([self.text] if self.text else []), *calls]) + "<|im_end|>"
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """An error or a delay of one turn; only `token_s` applies to repeated requests as well."""
-
-    refuse: int | None = None
-    """HTTP status instead of an answer."""
-    cut_after: int | None = None
-    """Drop the connection after this many tokens."""
-    first_s: float = 0.0
-    """Seconds before the first token."""
-    token_s: float = 0.0
-    """Seconds before each token."""
-
-
 Script = Sequence[ScriptedTurn | Callable[[str], ScriptedTurn]]
 """Turns in order; a function gets the text of the prompt."""
 
@@ -84,14 +71,15 @@ _AFTER_END = ScriptedTurn("There is nothing left to do.")
 class ScriptedModel:
     """Answers from `scripts`, each selected by a marker in the prompt.
 
-    `faults` are of the first script, by number of the turn.
+    `faults` are of the first script, by number of the turn: replies without ids, of which only
+    `delay_s` applies to repeated requests as well.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         scripts: Mapping[str, Script],
-        faults: Mapping[int, Fault] | None = None,
+        faults: Mapping[int, Reply] | None = None,
     ) -> None:
         self._tokenizer, self._scripts = tokenizer, scripts
         self._faults = dict(faults or {})
@@ -117,17 +105,11 @@ class ScriptedModel:
         if marker:
             self.answers[marker, turn] = len(ids)
         first = bool(marker) and marker == next(iter(self._scripts))
-        fault = self._faults.get(turn, Fault()) if first else Fault()
-        if done == 0 and turn in self._failed:
-            fault = Fault(token_s=fault.token_s)
+        fault = self._faults.get(turn, Reply()) if first else Reply()
+        if done or turn in self._failed:
+            fault = Reply(delay_s=fault.delay_s)
         self._failed.add(turn)
-        return Reply(
-            ids[done:],
-            delay_s=fault.token_s,
-            first_s=fault.first_s if done == 0 else 0.0,
-            status=fault.refuse if done == 0 else None,
-            cut_after=fault.cut_after if done == 0 else None,
-        )
+        return msgspec.structs.replace(fault, ids=ids[done:])
 
     def _turn(self, marker: str, turn: int, text: str) -> ScriptedTurn:
         if not marker:
@@ -159,7 +141,7 @@ class ServedModel:
 
 @contextlib.asynccontextmanager
 async def serve_scripted_model(
-    scripts: Mapping[str, Script], faults: Mapping[int, Fault] | None = None
+    scripts: Mapping[str, Script], faults: Mapping[int, Reply] | None = None
 ) -> AsyncIterator[ServedModel]:
     """Serve a scripted model that takes token ids, which is what exact mode needs."""
     tokenizer = make_tokenizer()

@@ -3,9 +3,28 @@
 # ruff: noqa: RUF001  # the marks as the model writes them
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
-from tugline.chat.templates.base import parse_dsml
+from tiny import rendering
+from tugline.chat.model_call import Piece, TextDelta
+from tugline.chat.stream_parser import StreamParser
+from tugline.types import ToolCall
+
+
+def parse(text: str) -> list[str | tuple[str, object]]:
+    """Texts, and calls with their arguments, in their order."""
+    made = rendering("deepseek-v4")
+    end = np.asarray(made.tokenizer.encode("</think>"), np.int32)
+    parser = StreamParser(made, end, "0")
+    pieces: list[Piece] = parser.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+    return [
+        (one.name, json.loads(one.arguments)) if isinstance(one, ToolCall) else one.text
+        for one in [*pieces, *parser.finish()[0]]
+        if isinstance(one, TextDelta | ToolCall)
+    ]
 
 
 def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
@@ -20,13 +39,13 @@ def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
 def test_values_have_the_kind_that_is_written_beside_them() -> None:
     """A text stays as it is, also over lines; everything else is JSON, or text if it is none."""
     call = invoked(("s", "true", "5\n"), ("n", "false", "[1, 2.5]"), ("x", "false", "{"))
-    assert parse_dsml(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
+    assert parse(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
 
 
 def test_texts_around_calls_keep_their_place() -> None:
     """The marks of a section are not text, what stands around and behind it is."""
     section = f"<｜DSML｜tool_calls>\n{invoked()}\n{invoked(name='u')}\n</｜DSML｜tool_calls>"
-    assert parse_dsml(f"a {section} b") == ["a \n", ("t", {}), ("u", {}), "\n b"]
+    assert parse(f"a {section} b") == ["a", ("t", {}), ("u", {}), "\nb"]
 
 
 @pytest.mark.parametrize(
@@ -41,5 +60,5 @@ def test_texts_around_calls_keep_their_place() -> None:
 )
 def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
     """It is shown, not mended; a later call is still one."""
-    assert parse_dsml(broken) == [broken]
-    assert parse_dsml(f"{invoked()}{broken}") == [("t", {}), broken]
+    assert parse(broken) == [broken.strip()]
+    assert parse(f"{invoked()}{broken}") == [("t", {}), broken.strip()]

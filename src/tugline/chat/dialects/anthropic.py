@@ -29,10 +29,9 @@ from tugline.chat.model_call import (
     ThreadInfo,
     ToolChoice,
 )
-from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
+from tugline.errors import ContextOverflow, RequestError, TuglineError
 from tugline.types import Sampling, Tool, TraceKind
 
-_HIDE_THINKING = b"quiet"
 _CHOICES = {
     "auto": ChoiceMode.AUTO,
     "any": ChoiceMode.REQUIRED,
@@ -110,6 +109,8 @@ class Anthropic(base.Dialect):
     """``POST /v1/messages``, its token count, and the list of models."""
 
     name = "anthropic"
+    stream_type = anthropic_messages.MessageStream
+    unavailable = 529
     posts: ClassVar = {"/messages": base.Action.ANSWER, "/messages/count_tokens": base.Action.COUNT}
 
     def owns_models(self, request: base.HttpRequest) -> bool:
@@ -123,7 +124,7 @@ class Anthropic(base.Dialect):
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
-        body = cache.decode_body(request.body, _decoder, "messages")
+        body = cache.decode_body(request.body, _decoder)
         _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
@@ -152,33 +153,18 @@ class Anthropic(base.Dialect):
             constraint=_parse_constraint(body),
             thread=_find_thread(request.headers),
             kept_from=None if body.thread is None else 0,
-            echo=_HIDE_THINKING if body.thinking and body.thinking.type == "disabled" else b"",
+            reasoning=body.thinking is None or body.thinking.type != "disabled",
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``message`` object."""
         response = responses[0]
-        thinking = request.echo != _HIDE_THINKING
         return base.encode(
-            {
-                "id": f"msg_{response.id}",
-                "type": "message",
-                "role": "assistant",
-                "model": response.model,
-                "content": anthropic_messages.build_blocks(response.message, thinking=thinking),
-                "stop_reason": anthropic_messages.find_stop_reason(response),
-                "stop_sequence": response.stop,
-                "usage": anthropic_messages.build_usage(response.usage),
+            anthropic_messages.build_message(response.id, response.model, response.usage)
+            | {
+                "content": anthropic_messages.build_blocks(request, response.message),
+                **anthropic_messages.build_end(response),
             }
-        )
-
-    def stream(
-        self, request: Request, response_id: str, created: int
-    ) -> anthropic_messages.MessageStream:
-        """Server-sent events from ``message_start`` to ``message_stop``."""
-        thinking = request.echo != _HIDE_THINKING
-        return anthropic_messages.MessageStream(
-            request.model, response_id, lambda error: self.encode_error(error)[2], thinking=thinking
         )
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
@@ -199,24 +185,23 @@ class Anthropic(base.Dialect):
         }
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+        """The id of the request stands in the headers, too."""
+        body = self.build_error(error)
+        headers = {"request-id": body["request_id"], **base.retry_headers(error)}
+        return self.find_status(error), headers, base.encode(body)
+
+    def build_error(self, error: TuglineError) -> dict[str, Any]:
         """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
-        request_id, text = f"req_{uuid.uuid4().hex}", str(error)
-        headers = {"request-id": request_id, **base.retry_headers(error)}
-        status = 500
-        if isinstance(error, RequestError):
-            status = error.status
-        elif isinstance(error, EngineError) and not base.is_refused_by_engine(error):
-            status = 529
+        text = str(error)
         if isinstance(error, ContextOverflow):
             known = error.prompt is not None and error.window is not None
             counts = f"{error.prompt} tokens > {error.window} maximum" if known else text
             text = f"prompt is too long: {counts}"
-        fields: dict[str, Any] = {"type": _ERRORS.get(status, "invalid_request_error")}
-        fields["message"] = text
+        kind = _ERRORS.get(self.find_status(error), "invalid_request_error")
+        fields: dict[str, Any] = {"type": kind, "message": text}
         if isinstance(error, RequestError) and error.param == _PREVIOUS:
             fields["details"] = {"error_code": "thread_not_found"}  # the SDK sends it all again
-        body = {"type": "error", "error": fields, "request_id": request_id}
-        return status, headers, base.encode(body)
+        return {"type": "error", "error": fields, "request_id": f"req_{uuid.uuid4().hex}"}
 
 
 # --------------------------------------------------------------------------- the envelope

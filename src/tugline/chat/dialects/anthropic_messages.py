@@ -6,7 +6,7 @@ message again (but for white space in a tool's input).
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -16,10 +16,13 @@ from tugline.chat.model_call import (
     ContentBuilder,
     Piece,
     ReasoningDelta,
+    Request,
     Response,
     TextDelta,
     Usage,
-    join_messages,
+    add_turn,
+    join_pieces,
+    split_message,
 )
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
@@ -32,18 +35,35 @@ _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 # --------------------------------------------------------------------------- whole responses
-def build_blocks(message: Message, *, thinking: bool) -> list[dict[str, Any]]:
+def build_message(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
+    """A ``message`` object before it has content or an end."""
+    return {
+        "id": f"msg_{response_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": build_usage(usage),
+    }
+
+
+def build_blocks(request: Request, message: Message) -> list[dict[str, Any]]:
     """The blocks of one response: thinking where it is wanted, text, tool uses."""
-    blocks: list[dict[str, Any]] = []
-    if message.reasoning and thinking:
-        signature = _sign(hashlib.blake2b(message.reasoning.encode()))
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
-    if message.content:
-        blocks.append({"type": "text", "text": message.content})
-    return blocks + [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": Raw(_build_input(call))}
-        for call in message.tool_calls
-    ]
+    pieces = split_message(message)
+    wanted = [one for one in pieces if request.reasoning or not isinstance(one, ReasoningDelta)]
+    return [_build_block(piece) for piece in wanted]
+
+
+def _build_block(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, TextDelta):
+        return {"type": "text", "text": piece.text}
+    if isinstance(piece, ReasoningDelta):
+        signature = _sign(hashlib.blake2b(piece.text.encode()))
+        return {"type": "thinking", "thinking": piece.text, "signature": signature}
+    arguments = Raw(_build_input(piece))
+    return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": arguments}
 
 
 def build_usage(usage: Usage) -> dict[str, Any]:
@@ -60,13 +80,14 @@ def build_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def find_stop_reason(response: Response) -> str:
+def build_end(response: Response) -> dict[str, str | None]:
     """Why the response ended, in Anthropic's words."""
+    reason = "tool_use" if response.message.tool_calls else "end_turn"
     if response.finish is not Finish.STOP:
-        return "max_tokens"
-    if response.stop is not None:
-        return "stop_sequence"
-    return "tool_use" if response.message.tool_calls else "end_turn"
+        reason = "max_tokens"
+    elif response.stop is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": response.stop}
 
 
 def _sign(digest: hashlib.blake2b) -> str:
@@ -97,18 +118,7 @@ class MessageStream(base.Stream):
     streaming when a start event is missing; so all of the original's events are there (I4).
     """
 
-    def __init__(
-        self,
-        model: str,
-        response_id: str,
-        encode_error: Callable[[TuglineError], bytes],
-        *,
-        thinking: bool,
-    ) -> None:
-        """`encode_error` encodes the body of a failure, which is also its event."""
-        self._model, self._id = model, f"msg_{response_id}"
-        self._encode_error = encode_error
-        self._thinking = thinking
+    def __post_init__(self) -> None:
         self._index = -1
         self._kind: type[Piece] | None = None
         """Of the open block."""
@@ -118,28 +128,19 @@ class MessageStream(base.Stream):
     def start(self, usage: Usage) -> bytes:
         """``message_start`` with the true prompt count, and a ping as in the original."""
         self._started = True
-        message: dict[str, Any] = {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": build_usage(usage),
-        }
+        message = build_message(self.response_id, self.request.model, usage)
         return _event("message_start", {"message": message}) + _PING
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
         """A delta, with the start of its block where it is the first; a tool use is one block."""
         if isinstance(piece, ToolCall):
-            block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            block = {**_build_block(piece), "input": {}}
             delta = {"type": "input_json_delta", "partial_json": _build_input(piece).decode()}
             return self._open(ToolCall, block) + self._delta(delta) + self._close()
         if isinstance(piece, TextDelta):
             begin = self._open(TextDelta, {"type": "text", "text": ""})
             return begin + self._delta({"type": "text_delta", "text": piece.text})
-        if not self._thinking:
+        if not self.request.reasoning:
             return b""
         blank = {"type": "thinking", "thinking": "", "signature": ""}
         begin = self._open(ReasoningDelta, blank)
@@ -149,13 +150,13 @@ class MessageStream(base.Stream):
     def finish(self, responses: Sequence[Response]) -> bytes:
         """The stop reason with the final counts, and ``message_stop``."""
         response = responses[0]
-        delta = {"stop_reason": find_stop_reason(response), "stop_sequence": response.stop}
-        end = _event("message_delta", {"delta": delta, "usage": build_usage(response.usage)})
+        fields = {"delta": build_end(response), "usage": build_usage(response.usage)}
+        end = _event("message_delta", fields)
         return self._close() + end + _event("message_stop", {})
 
     def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event."""
-        return encode_event(self._encode_error(error), "error")
+        return encode_event(base.encode(self.dialect.build_error(error)), "error")
 
     def keep_alive(self) -> bytes:
         """A ping; a comment before ``message_start``, which must be the first event."""
@@ -197,21 +198,15 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         messages.extend([Message(Role.SYSTEM, text)] if text else [])
         return
     where = f"messages[{index - 1}]"
-    role, content, place = (
-        base.require(item, "role", str, where),
-        item.get("content"),
-        f"{where}.content",
-    )
+    role, place = base.require(item, "role", str, where), f"{where}.content"
+    content = item.get("content")
     if role == "system":
         messages.append(Message(Role.SYSTEM, _parse_system(content, place)))
     elif role == "user":
         messages.extend(_parse_user(_list_blocks(content, place), place))
     elif role == "assistant":
-        turn = _parse_assistant(_list_blocks(content, place), place)
-        if messages and messages[-1].role is Role.ASSISTANT:
-            messages[-1] = join_messages(messages[-1], turn)
-        else:
-            messages.append(turn)
+        pieces = base.parse_list(_list_blocks(content, place), place, _parse_piece)
+        add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
     else:
         raise base.invalid(role, f"{where}.role", "must be user, assistant or system")
 
@@ -290,26 +285,18 @@ def _parse_image(source: dict[str, Any], where: str) -> str:
     raise base.invalid(kind, f"{where}.type", "must be base64 or url")
 
 
-def _parse_assistant(blocks: list[Any], where: str) -> Message:
-    text: list[str] = []
-    reasoning: list[str] = []
-    calls: list[ToolCall] = []
-    for i, block in enumerate(blocks):
-        place = f"{where}[{i}]"
-        kind = base.require(block, "type", str, place)
-        if kind == "text":
-            text.append(base.require(block, "text", str, place))
-        elif kind == "thinking":
-            reasoning.append(base.require(block, "thinking", str, place))
-        elif kind == "tool_use":
-            arguments = _parse_input(base.require(block, "input", dict, place))
-            name = base.require(block, "name", str, place)
-            calls.append(ToolCall(base.require(block, "id", str, place), name, arguments))
-        else:
-            raise _unknown(block, place, "text, thinking and tool_use are what was answered here")
-    return Message(
-        Role.ASSISTANT, "".join(text), tuple(calls), reasoning="".join(reasoning) or None
-    )
+def _parse_piece(block: Any, where: str) -> Piece:
+    """A block of an assistant."""
+    kind = base.require(block, "type", str, where)
+    if kind == "text":
+        return TextDelta(base.require(block, "text", str, where))
+    if kind == "thinking":
+        return ReasoningDelta(base.require(block, "thinking", str, where))
+    if kind != "tool_use":
+        raise _unknown(block, where, "text, thinking and tool_use are what was answered here")
+    arguments = _parse_input(base.require(block, "input", dict, where))
+    name = base.require(block, "name", str, where)
+    return ToolCall(base.require(block, "id", str, where), name, arguments)
 
 
 def _unknown(block: dict[str, Any], where: str, advice: str) -> RequestError:

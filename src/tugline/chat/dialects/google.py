@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -22,10 +22,11 @@ from tugline.chat.model_call import (
     Constraint,
     ConstraintKind,
     Piece,
+    ReasoningDelta,
     Request,
     Response,
-    TextDelta,
     Usage,
+    sum_usage,
 )
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Finish, Sampling, ToolCall
@@ -33,7 +34,6 @@ from tugline.web.sse import encode_event
 
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
 _SSE = b"sse"
-_HIDE_THOUGHTS = b"quiet"
 _STATUS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -99,10 +99,71 @@ _config = msgspec.json.Decoder(_Config)
 _any = msgspec.json.Decoder()
 
 
+class ContentStream(base.Stream):
+    """One streamed response; every chunk is a whole one with the parts that are new."""
+
+    def __post_init__(self) -> None:
+        self._head = {"modelVersion": self.request.model, "responseId": self.response_id}
+        self._chunks = 0
+        self._called: set[int] = set()
+        """Responses that hold a call."""
+
+    @property
+    def content_type(self) -> str:
+        """With ``alt=sse`` events, else one JSON list that grows."""
+        return super().content_type if self._sse else "application/json"
+
+    @property
+    def _sse(self) -> bool:
+        return self.request.echo == _SSE
+
+    def start(self, usage: Usage) -> bytes:
+        """Nothing: the first chunk is the first piece."""
+        return b""
+
+    def add(self, piece: Piece, index: int = 0) -> bytes:
+        """A chunk with one part; nothing for thoughts that the client does not want."""
+        if isinstance(piece, ReasoningDelta) and not self.request.reasoning:
+            return b""
+        part = google_messages.build_part(piece, signed=index not in self._called)
+        self._called |= {index} if isinstance(piece, ToolCall) else set()
+        return self._chunk({"candidates": [_build_candidate(index, [part])], **self._head})
+
+    def finish(self, responses: Sequence[Response]) -> bytes:
+        """The chunk with finish reasons and usage; the original sends an empty text in it, too."""
+        ends = [
+            _build_candidate(index, [{"text": ""}], _find_reason(response))
+            for index, response in enumerate(responses)
+        ]
+        usage = _build_usage(responses)
+        return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
+
+    def fail(self, error: TuglineError) -> bytes:
+        """The bare error object: Gemini CLI takes one in a ``data:`` line for the end."""
+        body = self.dialect.build_error(error)
+        return base.encode(body) + b"\n\n" if self._sse else self._last_chunk(body)
+
+    def keep_alive(self) -> bytes:
+        """Nothing: Gemini CLI fails on anything that is no chunk."""
+        return b""
+
+    def _chunk(self, data: dict[str, Any]) -> bytes:
+        body = base.encode(data)
+        self._chunks += 1
+        if self._sse:
+            return encode_event(body)
+        return (b"[" if self._chunks == 1 else b",\n") + body
+
+    def _last_chunk(self, data: dict[str, Any]) -> bytes:
+        return self._chunk(data) + (b"" if self._sse else b"]")
+
+
 class Google(base.Dialect):
     """``POST /v1beta/models/{model}:generateContent`` and its siblings."""
 
     name = "google"
+    stream_type = ContentStream
+    fields: ClassVar = _FIELDS
 
     def match(self, request: base.HttpRequest) -> base.Action | None:
         """See `Dialect.match`; the model is part of the route."""
@@ -129,7 +190,7 @@ class Google(base.Dialect):
         """See `Dialect.parse`."""
         route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
-        body = cache.decode_body(request.body, _body, "contents")
+        body = cache.decode_body(request.body, _body)
         if method == "countTokens" and body.generate_content_request != base.ABSENT:
             body = base.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
@@ -144,7 +205,6 @@ class Google(base.Dialect):
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         choice = base.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
         thinking = google_messages.to_camel(config.thinking_config or {})
-        sse = _SSE if "sse" in parse_qs(request.query).get("alt", ()) else b""
         return Request(
             model=model,
             messages=messages,
@@ -163,30 +223,23 @@ class Google(base.Dialect):
             tool_choice=google_messages.parse_tool_choice(choice),
             constraint=_parse_constraint(config),
             thread=base.session_thread(request.headers),
-            echo=sse + (_HIDE_THOUGHTS if thinking.get("includeThoughts") is False else b""),
+            reasoning=thinking.get("includeThoughts") is not False,
+            echo=_SSE if "sse" in parse_qs(request.query).get("alt", ()) else b"",
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``GenerateContentResponse``."""
-        thoughts = _HIDE_THOUGHTS not in request.echo
         candidates = [
             _build_candidate(
                 index,
-                google_messages.build_parts(response.message, thoughts=thoughts),
+                google_messages.build_parts(request, response.message),
                 _find_reason(response),
             )
             for index, response in enumerate(responses)
         ]
         head = {"modelVersion": responses[0].model, "responseId": responses[0].id}
-        return base.encode(
-            {"candidates": candidates, "usageMetadata": _build_usage(responses), **head}
-        )
-
-    def stream(self, request: Request, response_id: str, created: int) -> ContentStream:
-        """``data:`` lines with ``alt=sse``, else one JSON list that grows."""
-        head = {"modelVersion": request.model, "responseId": response_id}
-        thoughts = _HIDE_THOUGHTS not in request.echo
-        return ContentStream(head, sse=_SSE in request.echo, thoughts=thoughts)
+        usage = _build_usage(responses)
+        return base.encode({"candidates": candidates, "usageMetadata": usage, **head})
 
     def encode_count(self, tokens: int) -> bytes:
         """The reply of ``countTokens``."""
@@ -208,66 +261,25 @@ class Google(base.Dialect):
             "supportedGenerationMethods": ["generateContent", "countTokens"],
         }
 
-    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def build_error(self, error: TuglineError) -> dict[str, Any]:
         """The ``error`` object with its ``google.rpc`` status."""
-        return _find_status(error), base.retry_headers(error), base.encode(_build_error(error))
-
-
-class ContentStream(base.Stream):
-    """One streamed response; every chunk is a whole one with the parts that are new."""
-
-    def __init__(self, head: dict[str, Any], *, sse: bool, thoughts: bool) -> None:
-        self.content_type = "text/event-stream" if sse else "application/json"
-        self._head, self._sse, self._thoughts = head, sse, thoughts
-        self._chunks = 0
-        self._called: set[int] = set()
-        """Responses that hold a call."""
-
-    def start(self, usage: Usage) -> bytes:
-        """Nothing: the first chunk is the first piece."""
-        return b""
-
-    def add(self, piece: Piece, index: int = 0) -> bytes:
-        """A chunk with one part; nothing for thoughts that the client does not want."""
-        if isinstance(piece, ToolCall):
-            part = google_messages.build_call(piece, first=index not in self._called)
-            self._called.add(index)
-        elif isinstance(piece, TextDelta):
-            part = {"text": piece.text}
-        elif self._thoughts:
-            part = {"text": piece.text, "thought": True}
-        else:
-            return b""
-        return self._chunk({"candidates": [_build_candidate(index, [part])], **self._head})
-
-    def finish(self, responses: Sequence[Response]) -> bytes:
-        """The chunk with finish reasons and usage; the original sends an empty text in it, too."""
-        ends = [
-            _build_candidate(index, [{"text": ""}], _find_reason(response))
-            for index, response in enumerate(responses)
-        ]
-        usage = _build_usage(responses)
-        return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
-
-    def fail(self, error: TuglineError) -> bytes:
-        """The bare error object: Gemini CLI takes one in a ``data:`` line for the end."""
-        if self._sse:
-            return base.encode(_build_error(error)) + b"\n\n"
-        return self._last_chunk(_build_error(error))
-
-    def keep_alive(self) -> bytes:
-        """Nothing: Gemini CLI fails on anything that is no chunk."""
-        return b""
-
-    def _chunk(self, data: dict[str, Any]) -> bytes:
-        body = base.encode(data)
-        self._chunks += 1
-        if self._sse:
-            return encode_event(body)
-        return (b"[" if self._chunks == 1 else b",\n") + body
-
-    def _last_chunk(self, data: dict[str, Any]) -> bytes:
-        return self._chunk(data) + (b"" if self._sse else b"]")
+        status, field = self.find_status(error), self.name_field(error)
+        text, details = str(error), []
+        if isinstance(error, ContextOverflow) and error.prompt is not None:
+            text = (
+                f"The input token count ({error.prompt}) exceeds the maximum number of tokens "
+                f"allowed ({error.window})."
+            )
+        if field is not None:
+            kind = "type.googleapis.com/google.rpc.BadRequest"
+            violations = [{"field": field, "description": text}]
+            details.append({"@type": kind, "fieldViolations": violations})
+        if isinstance(error, EngineError) and error.retry_after is not None:
+            kind = "type.googleapis.com/google.rpc.RetryInfo"
+            details.append({"@type": kind, "retryDelay": f"{error.retry_after:.3f}s"})
+        name = _STATUS.get(status, "INVALID_ARGUMENT")
+        fields = {"code": status, "message": text, "status": name}
+        return {"error": {**fields, "details": details} if details else fields}
 
 
 # --------------------------------------------------------------------------- responses
@@ -285,42 +297,14 @@ def _find_reason(response: Response) -> str:
 
 
 def _build_usage(responses: Sequence[Response]) -> dict[str, int]:
-    prompt, reused = responses[0].usage.prompt, responses[0].usage.reused
-    sampled = sum(response.usage.sampled for response in responses)
-    thoughts = sum(response.usage.reasoning for response in responses)
+    total = sum_usage(responses)
     usage = {
-        "promptTokenCount": prompt,
-        "candidatesTokenCount": sampled - thoughts,
-        "totalTokenCount": prompt + sampled,
+        "promptTokenCount": total.prompt,
+        "candidatesTokenCount": total.sampled - total.reasoning,
+        "totalTokenCount": total.prompt + total.sampled,
     }
-    optional = {"thoughtsTokenCount": thoughts, "cachedContentTokenCount": reused}
+    optional = {"thoughtsTokenCount": total.reasoning, "cachedContentTokenCount": total.reused}
     return usage | {name: count for name, count in optional.items() if count}
-
-
-def _find_status(error: TuglineError) -> int:
-    if isinstance(error, RequestError):
-        return error.status
-    return 503 if isinstance(error, EngineError) and not base.is_refused_by_engine(error) else 500
-
-
-def _build_error(error: TuglineError) -> dict[str, Any]:
-    status = _find_status(error)
-    text, details = str(error), []
-    if isinstance(error, ContextOverflow) and error.prompt is not None:
-        text = (
-            f"The input token count ({error.prompt}) exceeds the maximum number of tokens "
-            f"allowed ({error.window})."
-        )
-    if isinstance(error, RequestError) and error.param:
-        violation = {"field": _FIELDS.get(error.param, error.param), "description": text}
-        kind = "type.googleapis.com/google.rpc.BadRequest"
-        details.append({"@type": kind, "fieldViolations": [violation]})
-    if isinstance(error, EngineError) and error.retry_after is not None:
-        kind = "type.googleapis.com/google.rpc.RetryInfo"
-        details.append({"@type": kind, "retryDelay": f"{error.retry_after:.3f}s"})
-    name = _STATUS.get(status, "INVALID_ARGUMENT")
-    fields: dict[str, Any] = {"code": status, "message": text, "status": name}
-    return {"error": {**fields, "details": details} if details else fields}
 
 
 # --------------------------------------------------------------------------- requests

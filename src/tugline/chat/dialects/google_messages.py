@@ -17,7 +17,18 @@ from typing import Any
 from msgspec import Raw
 
 from tugline.chat.dialects import base
-from tugline.chat.model_call import ChoiceMode, ContentBuilder, ToolChoice, join_messages
+from tugline.chat.model_call import (
+    ChoiceMode,
+    ContentBuilder,
+    Piece,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    ToolChoice,
+    add_turn,
+    join_pieces,
+    split_message,
+)
 from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
 
@@ -51,28 +62,27 @@ def to_camel(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- responses
-def build_parts(message: Message, *, thoughts: bool) -> list[dict[str, Any]]:
+def build_parts(request: Request, message: Message) -> list[dict[str, Any]]:
     """The parts of one response: thoughts where they are wanted, text, function calls."""
-    parts: list[dict[str, Any]] = []
-    if message.reasoning and thoughts:
-        parts.append({"text": message.reasoning, "thought": True})
-    if message.content:
-        parts.append({"text": message.content})
-    return parts + [build_call(call, first=i == 0) for i, call in enumerate(message.tool_calls)]
+    pieces = split_message(message)
+    wanted = [one for one in pieces if request.reasoning or not isinstance(one, ReasoningDelta)]
+    return [build_part(piece, signed=piece in message.tool_calls[:1]) for piece in wanted]
 
 
-def build_call(call: ToolCall, *, first: bool) -> dict[str, Any]:
-    """A function call; the first one of a response carries a signature, as in the original."""
-    args = call.arguments.strip() or "{}"
+def build_part(piece: Piece, *, signed: bool) -> dict[str, Any]:
+    """A part; the first call of a response carries a signature, as in the original."""
+    if isinstance(piece, TextDelta):
+        return {"text": piece.text}
+    if isinstance(piece, ReasoningDelta):
+        return {"text": piece.text, "thought": True}
+    args = piece.arguments.strip() or "{}"
     if base.decode_object(args) is None:
-        args = base.encode({_UNPARSED: call.arguments}).decode()
-    part: dict[str, Any] = {
-        "functionCall": {"id": call.id, "name": call.name, "args": Raw(args.encode())}
-    }
-    if first:
-        digest = hashlib.blake2b((call.name + args).encode(), digest_size=24).digest()
-        part["thoughtSignature"] = base64.b64encode(digest).decode()
-    return part
+        args = base.encode({_UNPARSED: piece.arguments}).decode()
+    call = {"id": piece.id, "name": piece.name, "args": Raw(args.encode())}
+    if not signed:
+        return {"functionCall": call}
+    digest = hashlib.blake2b((piece.name + args).encode(), digest_size=24).digest()
+    return {"functionCall": call, "thoughtSignature": base64.b64encode(digest).decode()}
 
 
 # --------------------------------------------------------------------------- contents
@@ -204,24 +214,20 @@ def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -
 
 
 def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> None:
-    """Append a model's content; successive ones are one turn."""
-    before = messages.pop() if messages and messages[-1].role is Role.ASSISTANT else None
-    earlier = len(before.tool_calls) if before else 0
-    text, thoughts = "", ""
-    calls: list[ToolCall] = []
+    """Append a model's content; a call without an id gets one by its place in the turn."""
+    pieces: list[Piece] = []
+    number = len(messages[-1].tool_calls) if messages else 0
     for kind, part, where in parts:
-        if kind == "text" and part.get("thought"):
-            thoughts += base.require(part, "text", str, where)
-        elif kind == "text":
-            text += base.require(part, "text", str, where)
+        if kind == "text":
+            delta = ReasoningDelta if part.get("thought") else TextDelta
+            pieces.append(delta(base.require(part, "text", str, where)))
         elif kind == "functionCall":
             fields = to_camel(base.require(part, kind, dict, where))
-            substitute = f"call_{index}_{earlier + len(calls)}"
-            calls.append(_parse_call(fields, substitute, f"{where}.{kind}"))
+            pieces.append(_parse_call(fields, f"call_{index}_{number}", f"{where}.{kind}"))
+            number += 1
         else:
             raise _unknown(kind, where, "text and functionCall are what was answered here")
-    turn = Message(Role.ASSISTANT, text, tuple(calls), reasoning=thoughts or None)
-    messages.append(turn if before is None else join_messages(before, turn))
+    add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
 
 
 def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall:

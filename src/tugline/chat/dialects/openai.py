@@ -6,7 +6,7 @@ written, so that nothing of a response is lost on its way out and back (I1).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
@@ -58,9 +58,6 @@ _PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
 class OpenAIDialect(base.Dialect):
     """Models and errors of both APIs."""
 
-    fields: ClassVar[Mapping[str, str]] = {}
-    """This API's names of the neutral fields."""
-
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """The body of ``GET /models``."""
         data = [self.build_model(name, window, created) for name in names]
@@ -76,27 +73,23 @@ class OpenAIDialect(base.Dialect):
             "max_model_len": window,
         }
 
-    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def find_status(self, error: TuglineError) -> int:
         """Engine faults may be tried again, refusals may not."""
-        status = 500
+        if not isinstance(error, EngineError):
+            return super().find_status(error)
+        if error.status == 429:
+            return 429
+        return 503 if error.status == 503 or error.retry_after is not None else 502
+
+    def build_error(self, error: TuglineError) -> dict[str, Any]:
+        """The ``error`` object."""
+        kind = code = "server_error"
         if isinstance(error, RequestError):
-            status = error.status
-        elif isinstance(error, EngineError):
-            status = 503 if error.status == 503 or error.retry_after is not None else 502
-            status = 429 if error.status == 429 else status
-        body = base.encode({"error": build_error(error, self.fields)})
-        return status, base.retry_headers(error), body
-
-
-def build_error(error: TuglineError, names: Mapping[str, str]) -> dict[str, Any]:
-    """The ``error`` object; `names` are this API's names of the neutral fields."""
-    kind, param, code = "server_error", None, "server_error"
-    if isinstance(error, RequestError):
-        kind, code = "invalid_request_error", error.code
-        param = names.get(error.param, error.param) if error.param else None
-    elif isinstance(error, EngineError) and error.status == 429:
-        kind, code = "rate_limit_error", "rate_limit_exceeded"
-    return {"message": str(error), "type": kind, "param": param, "code": code}
+            kind, code = "invalid_request_error", error.code
+        elif self.find_status(error) == 429:
+            kind, code = "rate_limit_error", "rate_limit_exceeded"
+        param = self.name_field(error)
+        return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
 # --------------------------------------------------------------------------- requests

@@ -22,6 +22,7 @@ from tugline.chat.model_call import (
     Response,
     TextDelta,
     Usage,
+    sum_usage,
 )
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
@@ -73,10 +74,65 @@ class _ChatBody(openai.SamplingFields, kw_only=True):
 _decoder = base.decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
+class _ChatStream(base.Stream):
+    """Responses as server-sent events; what all events share is encoded once."""
+
+    def __post_init__(self) -> None:
+        head = {
+            "id": f"chatcmpl-{self.response_id}",
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.request.model,
+        }
+        self._head = b"data: " + base.encode(head)[:-1]
+        self._tail = b',"usage":null}\n\n' if self.request.usage_in_stream else b"}\n\n"
+        self._custom = _find_custom(self.request.tools)
+        self._calls = [0] * self.request.n
+
+    def start(self, usage: Usage) -> bytes:
+        start = b'{"role":"assistant","content":""}'
+        return b"".join(self._delta(start, index) for index in range(len(self._calls)))
+
+    def add(self, piece: Piece, index: int = 0) -> bytes:
+        if isinstance(piece, TextDelta):
+            return self._delta(b'{"content":' + base.encode(piece.text) + b"}", index)
+        if isinstance(piece, ReasoningDelta):
+            return self._delta(b'{"reasoning_content":' + base.encode(piece.text) + b"}", index)
+        place = self._calls[index]
+        self._calls[index] += 1
+        call = _build_call(piece, self._custom)
+        kind = call["type"]
+        field = "input" if kind == "custom" else "arguments"
+        start = {"index": place, **call, kind: {**call[kind], field: ""}}
+        rest = {"index": place, kind: {field: call[kind][field]}}
+        return b"".join(
+            self._delta(base.encode({"tool_calls": [part]}), index) for part in (start, rest)
+        )
+
+    def finish(self, responses: Sequence[Response]) -> bytes:
+        end = b"".join(
+            self._delta(b"{}", index, _find_reason(response))
+            for index, response in enumerate(responses)
+        )
+        if self.request.usage_in_stream:
+            end += self._head + b',"choices":[],"usage":' + base.encode(_build_usage(responses))
+            end += b"}\n\n"
+        return end + encode_event(DONE)
+
+    def fail(self, error: TuglineError) -> bytes:
+        return encode_event(base.encode(self.dialect.build_error(error)))
+
+    def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
+        reason = b"null" if finish is None else b'"%b"' % finish.encode()
+        choice = b',"choices":[{"index":%d,"delta":%b,"finish_reason":%b}]' % (index, delta, reason)
+        return self._head + choice + self._tail
+
+
 class OpenAIChat(openai.OpenAIDialect):
     """``POST /chat/completions``, and ``GET /models`` for clients of no other dialect."""
 
     name = "openai_chat"
+    stream_type = _ChatStream
     posts: ClassVar = {"/chat/completions": base.Action.ANSWER}
 
     def owns_models(self, request: base.HttpRequest) -> bool:
@@ -85,7 +141,7 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder, "messages")
+        body = cache.decode_body(request.body, _decoder)
         base.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
@@ -124,65 +180,6 @@ class OpenAIChat(openai.OpenAIDialect):
             }
         )
 
-    def stream(self, request: Request, response_id: str, created: int) -> _ChatStream:
-        """Server-sent ``chat.completion.chunk`` events."""
-        return _ChatStream(request, response_id, created)
-
-
-class _ChatStream(base.Stream):
-    """Responses as server-sent events; what all events share is encoded once."""
-
-    def __init__(self, request: Request, response_id: str, created: int) -> None:
-        head = {
-            "id": f"chatcmpl-{response_id}",
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": request.model,
-        }
-        self._head = b"data: " + base.encode(head)[:-1]
-        self._tail = b',"usage":null}\n\n' if request.usage_in_stream else b"}\n\n"
-        self._usage = request.usage_in_stream
-        self._custom = _find_custom(request.tools)
-        self._calls = [0] * request.n
-
-    def start(self, usage: Usage) -> bytes:
-        start = b'{"role":"assistant","content":""}'
-        return b"".join(self._delta(start, index) for index in range(len(self._calls)))
-
-    def add(self, piece: Piece, index: int = 0) -> bytes:
-        if isinstance(piece, TextDelta):
-            return self._delta(b'{"content":' + base.encode(piece.text) + b"}", index)
-        if isinstance(piece, ReasoningDelta):
-            return self._delta(b'{"reasoning_content":' + base.encode(piece.text) + b"}", index)
-        place = self._calls[index]
-        self._calls[index] += 1
-        call = _build_call(piece, self._custom)
-        kind = call["type"]
-        field = "input" if kind == "custom" else "arguments"
-        start = {"index": place, **call, kind: {**call[kind], field: ""}}
-        rest = {"index": place, kind: {field: call[kind][field]}}
-        return b"".join(
-            self._delta(base.encode({"tool_calls": [part]}), index) for part in (start, rest)
-        )
-
-    def finish(self, responses: Sequence[Response]) -> bytes:
-        end = b"".join(
-            self._delta(b"{}", index, _find_reason(response))
-            for index, response in enumerate(responses)
-        )
-        if self._usage:
-            end += self._head + b',"choices":[],"usage":' + base.encode(_build_usage(responses))
-            end += b"}\n\n"
-        return end + encode_event(DONE)
-
-    def fail(self, error: TuglineError) -> bytes:
-        return encode_event(base.encode({"error": openai.build_error(error, {})}))
-
-    def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
-        reason = b"null" if finish is None else b'"%b"' % finish.encode()
-        choice = b',"choices":[{"index":%d,"delta":%b,"finish_reason":%b}]' % (index, delta, reason)
-        return self._head + choice + self._tail
-
 
 # --------------------------------------------------------------------------- responses
 def _find_custom(tools: Sequence[Tool]) -> frozenset[str]:
@@ -217,15 +214,13 @@ def _find_reason(response: Response) -> str:
 
 
 def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
-    prompt = responses[0].usage.prompt
-    sampled = sum(response.usage.sampled for response in responses)
-    reasoning = sum(response.usage.reasoning for response in responses)
+    total = sum_usage(responses)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": responses[0].usage.reused},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "prompt_tokens": total.prompt,
+        "completion_tokens": total.sampled,
+        "total_tokens": total.prompt + total.sampled,
+        "prompt_tokens_details": {"cached_tokens": total.reused},
+        "completion_tokens_details": {"reasoning_tokens": total.reasoning},
     }
 
 

@@ -20,11 +20,8 @@ from tugline.chat.dialects import base, openai
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
 from tugline.chat.dialects.responses_output import (
     Echo,
-    Items,
     ResponseStream,
     build_compaction,
-    build_outcome,
-    build_response,
     decode_echo,
 )
 from tugline.chat.model_call import Request, Response, ThreadInfo
@@ -108,6 +105,7 @@ class OpenAIResponses(openai.OpenAIDialect):
     """``POST /responses``, ``/responses/compact`` and ``/responses/input_tokens``."""
 
     name = "openai_responses"
+    stream_type = ResponseStream
     posts: ClassVar = {
         "/responses": base.Action.ANSWER,
         "/responses/compact": base.Action.ANSWER,
@@ -121,7 +119,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder, "input")
+        body = cache.decode_body(request.body, _decoder)
         base.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
@@ -158,12 +156,8 @@ class OpenAIResponses(openai.OpenAIDialect):
         response, echo = responses[0], decode_echo(request)
         if echo.compact is not None:
             return build_compaction(response, echo.compact)
-        items = Items(response.id, request.tools, sealed=echo.sealed).build_all(response)
-        return bytes(build_response(build_outcome(response, items), echo.fields))
-
-    def stream(self, request: Request, response_id: str, created: int) -> ResponseStream:
-        """Server-sent ``response.*`` events."""
-        return ResponseStream(request, response_id, created)
+        stream = ResponseStream(self, request, response.id, response.created)
+        return stream.build_whole(response)
 
     def encode_count(self, tokens: int) -> bytes:
         """See `Dialect.encode_count`."""

@@ -6,7 +6,7 @@ model wrote (up to JSON spacing); otherwise as a plain function call, which the 
 an error that the model gets to read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,17 @@ import msgspec
 from tugline.chat.dialects import openai
 from tugline.chat.dialects.base import Stream, decode_object, encode
 from tugline.chat.dialects.responses_input import SHELL_FIELDS, seal
-from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
+from tugline.chat.model_call import (
+    Piece,
+    ReasoningDelta,
+    Request,
+    Response,
+    TextDelta,
+    Usage,
+    split_message,
+)
 from tugline.errors import TuglineError
-from tugline.types import Finish, Tool, ToolCall, ToolKind
+from tugline.types import Finish, ToolCall, ToolKind
 from tugline.web.sse import encode_event
 
 Item = dict[str, Any]
@@ -43,71 +51,10 @@ def decode_echo(request: Request) -> Echo:
     return _echo.decode(request.echo) if request.echo else Echo()
 
 
-# --------------------------------------------------------------------------- items
-class Items:
-    """Builds the output items of one response, in their order."""
-
-    def __init__(self, response_id: str, tools: Sequence[Tool], *, sealed: bool) -> None:
-        self._response, self._sealed = response_id, sealed
-        self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
-
-    def build_reasoning(self, index: int, text: str) -> Item:
-        """A finished reasoning item."""
-        summary = [_summary_part(text)] if text else []
-        item: Item = {"id": self._id("rs", index), "type": "reasoning", "summary": summary}
-        if self._sealed:
-            item["encrypted_content"] = seal(text)
-        return item
-
-    def build_message(self, index: int, text: str | None, status: str) -> Item:
-        """A message; without `text` it has no content yet."""
-        return {
-            "id": self._id("msg", index),
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [] if text is None else [_text_part(text)],
-        }
-
-    def build_call(self, index: int, call: ToolCall) -> Item:
-        """A finished call, in the form its tool was declared in."""
-        tool = self._tools.get(call.name)
-        kind = tool.kind if tool is not None else ToolKind.FUNCTION
-        item: Item = {"status": "completed", "call_id": call.id}
-        if kind is ToolKind.LOCAL_SHELL and (action := _build_action(call)) is not None:
-            item |= {"type": "local_shell_call", "id": self._id("lsh", index), "action": action}
-            return item
-        item["name"] = call.name
-        if tool is not None and tool.namespace is not None:
-            item["name"] = call.name.removeprefix(f"{tool.namespace}__")
-            item["namespace"] = tool.namespace
-        text = openai.unwrap_input(call) if kind is ToolKind.CUSTOM else None
-        if text is not None:
-            return {**item, "type": "custom_tool_call", "id": self._id("ctc", index), "input": text}
-        item_id = self._id("fc", index)
-        return {**item, "type": "function_call", "id": item_id, "arguments": call.arguments}
-
-    def build_all(self, response: Response) -> list[Item]:
-        """Reasoning, message and calls of a whole response."""
-        message, items = response.message, list[Item]()
-        if message.reasoning:
-            items.append(self.build_reasoning(0, message.reasoning))
-        if message.content or not message.tool_calls:
-            status = "completed" if message.tool_calls else _find_status(response)
-            items.append(self.build_message(len(items), message.content, status))
-        for call in message.tool_calls:
-            items.append(self.build_call(len(items), call))
-        return items
-
-    def _id(self, prefix: str, index: int) -> str:
-        return f"{prefix}_{self._response}_{index}"
-
-
-def _text_part(text: str) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _summary_part(text: str) -> Item:
+# --------------------------------------------------------------------------- parts of an item
+def _build_part(kind: type[Piece], text: str) -> Item:
+    if kind is TextDelta:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "summary_text", "text": text}
 
 
@@ -127,34 +74,6 @@ def _build_action(call: ToolCall) -> Item | None:
 
 
 # --------------------------------------------------------------------------- response objects
-def build_response(head: Item, fields: msgspec.Raw) -> msgspec.Raw:
-    """A ``response`` object: the known fields, then those that repeat the request."""
-    whole: Item = {
-        "object": "response",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "usage": None,
-        **head,
-    }
-    return msgspec.Raw(encode(whole)[:-1] + b"," + bytes(fields)[1:])
-
-
-def build_outcome(response: Response, output: Sequence[Item]) -> Item:
-    """The fields of a finished response."""
-    status = _find_status(response)
-    details = None if status == "completed" else {"reason": "max_output_tokens"}
-    return {
-        "id": f"resp_{response.id}",
-        "created_at": response.created,
-        "model": response.model,
-        "status": status,
-        "incomplete_details": details,
-        "output": output,
-        "usage": _build_usage(response.usage),
-    }
-
-
 def build_compaction(response: Response, messages: Sequence[msgspec.Raw]) -> bytes:
     """The reply of ``/responses/compact``: the user's messages and the sealed summary."""
     summary = seal(response.message.content or response.message.reasoning or "")
@@ -193,6 +112,11 @@ class _Open:
     texts: list[str] = field(default_factory=list)
 
 
+_PART_EVENTS: dict[type[Piece], tuple[str, str, str, Item]] = {
+    TextDelta: ("content_part", "output_text", "content_index", {"logprobs": []}),
+    ReasoningDelta: ("reasoning_summary_part", "reasoning_summary_text", "summary_index", {}),
+}
+"""Names of a part's events and of its text's, its index, and what else stands in the latter."""
 _CALL_EVENTS = {
     "function_call": ("arguments", "response.function_call_arguments"),
     "custom_tool_call": ("input", "response.custom_tool_call_input"),
@@ -207,19 +131,16 @@ class ResponseStream(Stream):
     encoded once.
     """
 
-    def __init__(self, request: Request, response_id: str, created: int) -> None:
-        echo = decode_echo(request)
-        self._fields = echo.fields
-        self._head = {"id": f"resp_{response_id}", "created_at": created, "model": request.model}
-        self._items = Items(response_id, request.tools, sealed=echo.sealed)
+    def __post_init__(self) -> None:
+        self._echo = decode_echo(self.request)
+        self._tools = {tool.name: tool for tool in self.request.tools}
         self._output: list[Item] = []
         self._sequence = 0
         self._open: _Open | None = None
 
     def start(self, usage: Usage) -> bytes:
         """``response.created`` and ``response.in_progress``."""
-        head = {**self._head, "status": "in_progress", "output": []}
-        response = build_response(head, self._fields)
+        response = self._build("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
@@ -234,50 +155,100 @@ class ResponseStream(Stream):
 
     def finish(self, responses: Sequence[Response]) -> bytes:
         """The end of the open item, then the whole response, in which is a message or a call."""
-        response = responses[0]
-        status = _find_status(response)
+        last = self._end_items(responses[0])
+        kind = f"response.{_find_status(responses[0])}"
+        return last + self._event(kind, response=self._build_end(responses[0]))
+
+    def _end_items(self, response: Response) -> bytes:
         last = b""
         has_text = self._open is not None and self._open.kind is TextDelta
         if not has_text and all(item["type"] == "reasoning" for item in self._output):
             last = self._close_item("completed") + self._open_item(TextDelta)
-        last += self._close_item(status)
-        outcome = build_outcome(response, self._output)
-        head = {**outcome, "created_at": self._head["created_at"]}
-        return last + self._event(f"response.{status}", response=build_response(head, self._fields))
+        return last + self._close_item(_find_status(response))
 
     def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event for clients that look for it, and the failed response."""
-        fields = openai.build_error(error, {})
-        head = {
-            **self._head,
-            "status": "failed",
-            "output": self._output,
-            "error": {"code": fields["code"], "message": fields["message"]},
-        }
+        fields = self.dialect.build_error(error)["error"]
         event = {name: fields[name] for name in ("code", "message", "param")}
-        return self._event("error", **event) + self._event(
-            "response.failed", response=build_response(head, self._fields)
-        )
+        shown = {name: fields[name] for name in ("code", "message")}
+        failed = self._build("failed", error=shown)
+        return self._event("error", **event) + self._event("response.failed", response=failed)
+
+    # ----------------------------------------------------------------------- response objects
+    def build_whole(self, response: Response) -> bytes:
+        """The response object of an answer that was not streamed."""
+        for piece in split_message(response.message):
+            self.add(piece)
+        self._end_items(response)
+        return bytes(self._build_end(response))
+
+    def _build(self, status: str, **fields: Any) -> msgspec.Raw:
+        """A ``response`` object: the known fields, then those that repeat the request."""
+        whole: Item = {
+            "object": "response",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "id": f"resp_{self.response_id}",
+            "created_at": self.created,
+            "model": self.request.model,
+            "status": status,
+            "output": self._output,
+            **fields,
+        }
+        return msgspec.Raw(encode(whole)[:-1] + b"," + bytes(self._echo.fields)[1:])
+
+    def _build_end(self, response: Response) -> msgspec.Raw:
+        status = _find_status(response)
+        details = None if status == "completed" else {"reason": "max_output_tokens"}
+        usage = _build_usage(response.usage)
+        return self._build(status, model=response.model, incomplete_details=details, usage=usage)
 
     # ----------------------------------------------------------------------- items
+    def _build_item(self, piece: Piece, status: str = "completed") -> Item:
+        """The next item, finished; `status` is that of a message."""
+        if isinstance(piece, ToolCall):
+            return self._build_call(piece)
+        part = _build_part(type(piece), piece.text)
+        if isinstance(piece, TextDelta):
+            head = {"id": self._item_id("msg"), "type": "message", "status": status}
+            return {**head, "role": "assistant", "content": [part]}
+        item: Item = {"id": self._item_id("rs"), "type": "reasoning", "summary": [part]}
+        return {**item, "encrypted_content": seal(piece.text)} if self._echo.sealed else item
+
+    def _build_call(self, call: ToolCall) -> Item:
+        """A call, in the form its tool was declared in."""
+        tool = self._tools.get(call.name)
+        kind = tool.kind if tool is not None else ToolKind.FUNCTION
+        item: Item = {"status": "completed", "call_id": call.id}
+        if kind is ToolKind.LOCAL_SHELL and (action := _build_action(call)) is not None:
+            shell = {"type": "local_shell_call", "id": self._item_id("lsh"), "action": action}
+            return item | shell
+        item["name"] = call.name
+        if tool is not None and tool.namespace is not None:
+            item["name"] = call.name.removeprefix(f"{tool.namespace}__")
+            item["namespace"] = tool.namespace
+        text = openai.unwrap_input(call) if kind is ToolKind.CUSTOM else None
+        if text is not None:
+            return {**item, "type": "custom_tool_call", "id": self._item_id("ctc"), "input": text}
+        item_id = self._item_id("fc")
+        return {**item, "type": "function_call", "id": item_id, "arguments": call.arguments}
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.response_id}_{len(self._output)}"
+
     def _open_item(self, kind: type[TextDelta | ReasoningDelta]) -> bytes:
+        part, text, place_field, extra = _PART_EVENTS[kind]
         index = len(self._output)
-        extra: dict[str, Any] = {}
-        if kind is TextDelta:
-            item = self._items.build_message(index, None, "in_progress")
-            part, about, extra = _text_part(""), {"content_index": 0}, {"logprobs": []}
-            added, delta = "response.content_part.added", "response.output_text.delta"
-        else:
-            item = {**self._items.build_reasoning(index, ""), "status": "in_progress"}
-            part, about = _summary_part(""), {"summary_index": 0}
-            added = "response.reasoning_summary_part.added"
-            delta = "response.reasoning_summary_text.delta"
-        place = {"item_id": item["id"], "output_index": index, **about}
+        content = "content" if kind is TextDelta else "summary"
+        item = {**self._build_item(kind("")), content: [], "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": index, place_field: 0}
+        delta = f"response.{text}.delta"
         fixed = encode({"type": delta, **place, **extra})[:-1]
         self._open = _Open(kind, place, b"event: %b\ndata: %b" % (delta.encode(), fixed))
-        return self._event("response.output_item.added", output_index=index, item=item) + (
-            self._event(added, **place, part=part)
-        )
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return added + self._event(f"response.{part}.added", **place, part=_build_part(kind, ""))
 
     def _delta(self, text: str) -> bytes:
         if self._open is None:
@@ -290,21 +261,17 @@ class ResponseStream(Stream):
         if self._open is None:
             return b""
         closed, self._open = self._open, None
-        text, index, place = "".join(closed.texts), len(self._output), closed.place
-        if closed.kind is TextDelta:
-            item = self._items.build_message(index, text, status)
-            events = self._event("response.output_text.done", **place, text=text, logprobs=[])
-            events += self._event("response.content_part.done", **place, part=_text_part(text))
-        else:
-            item = self._items.build_reasoning(index, text)
-            events = self._event("response.reasoning_summary_text.done", **place, text=text)
-            part = _summary_part(text)
-            events += self._event("response.reasoning_summary_part.done", **place, part=part)
-        return events + self._finish_item(item)
+        part, name, _, extra = _PART_EVENTS[closed.kind]
+        text = "".join(closed.texts)
+        item = self._build_item(closed.kind(text), status)
+        done = self._event(f"response.{name}.done", **closed.place, text=text, **extra)
+        built = _build_part(closed.kind, text)
+        done += self._event(f"response.{part}.done", **closed.place, part=built)
+        return done + self._finish_item(item)
 
     def _add_call(self, call: ToolCall) -> bytes:
         index = len(self._output)
-        item = self._items.build_call(index, call)
+        item = self._build_call(call)
         name, kind = _CALL_EVENTS.get(item["type"], ("", ""))
         started = {**item, "status": "in_progress", **({name: ""} if name else {})}
         events = self._event("response.output_item.added", output_index=index, item=started)

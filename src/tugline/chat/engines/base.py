@@ -60,7 +60,7 @@ class Post(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class CallDelta(msgspec.Struct, frozen=True):
+class CallDelta(msgspec.Struct):
     """A part of a tool call as an observed engine streams it."""
 
     index: int
@@ -131,7 +131,9 @@ class Reader(ABC, Generic[R]):
 
     decoder: msgspec.json.Decoder[R]
 
-    def __init__(self) -> None:
+    def __init__(self, missing_ids: str = "") -> None:
+        """`missing_ids` is the text of the error when required ids are missing."""
+        self.missing_ids = missing_ids
         self.count = 0
         """Tokens read so far."""
         self.deltas: list[Delta] = []
@@ -182,6 +184,12 @@ class EngineFormat(ABC):
     name: str
     """Such as ``vllm``."""
     mode: Mode
+    reader: type[Reader[Any]]
+    """Reads its replies."""
+    advice: str
+    """What opens the route where it is closed."""
+    missing_ids: str = ""
+    """Text of the error when a reply has no token ids."""
     features: frozenset[Feature] = frozenset()
     abort_path: str = ""
     """Route that ends a request; empty if there is none."""
@@ -198,9 +206,9 @@ class EngineFormat(ABC):
     def build_request(self, ask: EngineRequest) -> Post:
         """Build the HTTP request. Raises `Unsupported` for what the engine would ignore."""
 
-    @abstractmethod
     def make_reader(self) -> Reader[Any]:
         """Make a reader for one reply."""
+        return self.reader(self.missing_ids)
 
     def build_abort(self, request_id: str) -> Post | None:
         """Ask the engine to end a request and reply with what it has; None if it cannot."""

@@ -7,137 +7,19 @@ but not trained on: the ledger counts its tokens as `no_token_ids`.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from tugline.chat import model_call
 from tugline.chat.engines import base
-from tugline.chat.engines.generate import Logprobs, build_structured
+from tugline.chat.engines.generate import Choice, build_structured
 from tugline.errors import EngineError
 from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
 OPENAI_FEATURES = frozenset(
     {base.Feature.STRUCTURED, base.Feature.IMAGES, base.Feature.TOOL_CHOICE}
 )
-
-
-class ChatFormat(base.EngineFormat):
-    """Observed mode in vLLM's shape: ids and logprobs come with the text, event by event."""
-
-    mode = Mode.OBSERVED
-    reasoning_field: str | None = "reasoning"
-    """Field for the reasoning of past messages; None leaves it out."""
-    advice = "it must know `return_token_ids` (vLLM from 0.10.2 on)"
-
-    def build_request(self, ask: base.EngineRequest) -> base.Post:
-        """Build the conversation and the fields of the server's own."""
-        request, sampling = ask.request, ask.sampling
-        body: dict[str, Any] = {
-            "model": ask.model,
-            "messages": [
-                model_call.serialize_message(message, reasoning_field=self.reasoning_field)
-                for message in request.messages
-            ],
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            "seed": sampling.seed,
-            "stop": list(sampling.stop) or None,
-            "stream": request.stream,
-            "stream_options": {"include_usage": True} if request.stream else None,
-            **_build_tools(request.tools, request.tool_choice, parallel=request.parallel),
-            **self.build_fields(ask),
-        }
-        fields = {name: value for name, value in body.items() if value is not None}
-        return base.Post("/v1/chat/completions", msgspec.json.encode(fields))
-
-    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Build the fields that not every server knows."""
-        constraint = ask.request.constraint
-        return base.NEUTRAL | {
-            "logprobs": True,
-            "return_token_ids": True,
-            "request_id": ask.request_id,
-            "top_k": ask.sampling.top_k or 0,
-            "structured_outputs": None if constraint is None else build_structured(constraint),
-        }
-
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return ObservedReader(f"{self.name} sent text without token ids; {self.advice}")
-
-
-class VllmChat(ChatFormat):
-    """Observed mode; forced tool calls and structured output need the server's parsers.
-
-    Aborts work where the server has its development routes.
-    """
-
-    name = "vllm"
-    features = OPENAI_FEATURES
-    abort_path = "/abort_requests"
-    abort_id = "chatcmpl-{}"
-    default_meaning = LogprobMeaning.RAW
-
-
-class ObservedChat(ChatFormat):
-    """A server that knows `return_token_ids` but is none of those known by name."""
-
-    name = "openai"
-    features = OPENAI_FEATURES
-    advice = "run it with format `text`, or find its option for `return_token_ids`"
-    default_meaning = LogprobMeaning.RAW
-
-
-class TextChat(ChatFormat):
-    """Text mode: any server that speaks OpenAI's chat; only OpenAI's own fields are sent."""
-
-    name = "openai"
-    mode = Mode.TEXT
-    features = OPENAI_FEATURES
-    reasoning_field = None
-    default_meaning = LogprobMeaning.RAW
-
-    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Ask for structured output."""
-        return {"response_format": build_response_format(ask.request.constraint)}
-
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return TextReader()
-
-
-def _build_tools(
-    tools: Sequence[Tool], choice: model_call.ToolChoice, *, parallel: bool
-) -> dict[str, Any]:
-    """Build the tools that may be called, and whether one must be."""
-    if choice.names:
-        tools = [tool for tool in tools if tool.name in choice.names]
-    if not tools:
-        return {}
-    fields: dict[str, Any] = {"tools": [model_call.serialize_tool(tool) for tool in tools]}
-    if choice.mode is model_call.ChoiceMode.NAMED and len(tools) == 1:
-        fields["tool_choice"] = {"type": "function", "function": {"name": tools[0].name}}
-    elif choice.mode is model_call.ChoiceMode.NAMED:
-        fields["tool_choice"] = model_call.ChoiceMode.REQUIRED.value
-    elif choice.mode is not model_call.ChoiceMode.AUTO:
-        fields["tool_choice"] = choice.mode.value
-    if not parallel:
-        fields["parallel_tool_calls"] = False
-    return fields
-
-
-def build_response_format(constraint: model_call.Constraint | None) -> dict[str, Any] | None:
-    """Structured output as in the OpenAI API."""
-    if constraint is None:
-        return None
-    if constraint.kind is model_call.ConstraintKind.JSON_OBJECT:
-        return {"type": "json_object"}
-    schema = msgspec.json.decode(constraint.schema)
-    named = {"name": constraint.name or "answer", "schema": schema}
-    return {"type": "json_schema", "json_schema": named}
 
 
 # --------------------------------------------------------------------------- replies
@@ -159,15 +41,10 @@ class _ChatMessage(msgspec.Struct):
     tool_calls: list[_ChatToolCall] | None = None
 
 
-class ChatChoice(msgspec.Struct):
-    """A response, or what an event adds to it."""
-
+class _ChatChoice(Choice):
     delta: _ChatMessage | None = None
     message: _ChatMessage | None = None
-    token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
 
@@ -189,7 +66,7 @@ class _Metadata(msgspec.Struct):
 class ChatReply(base.EngineReply):
     """A reply, or one event of it; of every engine's own fields those that matter."""
 
-    choices: list[ChatChoice] = msgspec.field(default_factory=list)
+    choices: list[_ChatChoice] = msgspec.field(default_factory=list)
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     usage: _Usage | None = None
     sglext: _ChatIds | None = None
@@ -232,21 +109,16 @@ class ChatReader(base.Reader[ChatReply]):
 class ObservedReader(ChatReader):
     """Ids and logprobs come with each event."""
 
-    def __init__(self, error: str) -> None:
-        """`error` is the text of the error when ids are missing."""
-        super().__init__()
-        self._error = error
-
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Text without any token is of no use."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
             self.count += len(ids)
             delta.ids += ids
-            delta.logprobs += read_logprobs(choice)
+            delta.logprobs += choice.list_logprobs()
             delta.prompt = read_array(choice.prompt_token_ids) or delta.prompt
             if (spoke or delta.finish) and not self.count:
-                raise EngineError(self._error)
+                raise EngineError(self.missing_ids)
         delta.prompt = read_array(reply.prompt_token_ids) or delta.prompt
 
 
@@ -272,25 +144,135 @@ def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:
     return base.CallDelta(index, call.id or "", function.name or "", function.arguments or "")
 
 
-def read_logprobs(choice: ChatChoice) -> list[float]:
-    """The log probability of each sampled token."""
-    return [] if choice.logprobs is None else choice.logprobs.values()
-
-
 def read_array(value: msgspec.Raw) -> bytes | None:
     """A JSON array as it was written; None for nothing and for null."""
     data = bytes(value)
     return data if data.startswith(b"[") else None
 
 
+# --------------------------------------------------------------------------- formats
+class ChatFormat(base.EngineFormat):
+    """Observed mode in vLLM's shape: ids and logprobs come with the text, event by event."""
+
+    mode = Mode.OBSERVED
+    reasoning_field: str | None = "reasoning"
+    """Field for the reasoning of past messages; None leaves it out."""
+    reader: type[base.Reader[Any]] = ObservedReader
+
+    def build_request(self, ask: base.EngineRequest) -> base.Post:
+        """Build the conversation and the fields of the server's own."""
+        request, sampling = ask.request, ask.sampling
+        body: dict[str, Any] = {
+            "model": ask.model,
+            "messages": [
+                model_call.serialize_message(message, reasoning_field=self.reasoning_field)
+                for message in request.messages
+            ],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop) or None,
+            "stream": request.stream,
+            "stream_options": {"include_usage": True} if request.stream else None,
+            **_build_tools(request.tools, request.tool_choice, parallel=request.parallel),
+            **self.build_fields(ask),
+        }
+        fields = {name: value for name, value in body.items() if value is not None}
+        return base.Post("/v1/chat/completions", msgspec.json.encode(fields))
+
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
+        """Build the fields that not every server knows."""
+        constraint = ask.request.constraint
+        return base.NEUTRAL | {
+            "logprobs": True,
+            "return_token_ids": True,
+            "request_id": ask.request_id,
+            "top_k": ask.sampling.top_k or 0,
+            "structured_outputs": None if constraint is None else build_structured(constraint),
+        }
+
+
+class VllmChat(ChatFormat):
+    """Observed mode; forced tool calls and structured output need the server's parsers.
+
+    Aborts work where the server has its development routes.
+    """
+
+    name = "vllm"
+    advice = (
+        "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
+    )
+    missing_ids = (
+        "vllm sent text without token ids; it must know `return_token_ids` (from 0.10.2 on)"
+    )
+    features = OPENAI_FEATURES
+    abort_path = "/abort_requests"
+    abort_id = "chatcmpl-{}"
+    default_meaning = LogprobMeaning.RAW
+
+
+class ObservedChat(ChatFormat):
+    """A server that knows `return_token_ids` but is none of those known by name."""
+
+    name = "openai"
+    advice = "use an engine that knows `return_token_ids`"
+    missing_ids = (
+        "the engine sent text without token ids; run it with format `text`, or find its option "
+        "for `return_token_ids`"
+    )
+    features = OPENAI_FEATURES
+    default_meaning = LogprobMeaning.RAW
+
+
+class TextChat(ChatFormat):
+    """Text mode: any server that speaks OpenAI's chat; only OpenAI's own fields are sent."""
+
+    name = "openai"
+    mode = Mode.TEXT
+    advice = "give it a chat template"
+    reader = TextReader
+    features = OPENAI_FEATURES
+    reasoning_field = None
+    default_meaning = LogprobMeaning.RAW
+
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
+        """Ask for structured output."""
+        return {"response_format": build_response_format(ask.request.constraint)}
+
+
+def _build_tools(
+    tools: Sequence[Tool], choice: model_call.ToolChoice, *, parallel: bool
+) -> dict[str, Any]:
+    """Build the tools that may be called, and whether one must be."""
+    if choice.names:
+        tools = [tool for tool in tools if tool.name in choice.names]
+    if not tools:
+        return {}
+    fields: dict[str, Any] = {"tools": [model_call.serialize_tool(tool) for tool in tools]}
+    if choice.mode is model_call.ChoiceMode.NAMED and len(tools) == 1:
+        fields["tool_choice"] = {"type": "function", "function": {"name": tools[0].name}}
+    elif choice.mode is model_call.ChoiceMode.NAMED:
+        fields["tool_choice"] = model_call.ChoiceMode.REQUIRED.value
+    elif choice.mode is not model_call.ChoiceMode.AUTO:
+        fields["tool_choice"] = choice.mode.value
+    if not parallel:
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+def build_response_format(constraint: model_call.Constraint | None) -> dict[str, Any] | None:
+    """Structured output as in the OpenAI API."""
+    if constraint is None:
+        return None
+    if constraint.kind is model_call.ConstraintKind.JSON_OBJECT:
+        return {"type": "json_object"}
+    schema = msgspec.json.decode(constraint.schema)
+    named = {"name": constraint.name or "answer", "schema": schema}
+    return {"type": "json_schema", "json_schema": named}
+
+
 # --------------------------------------------------------------------------- tool calls
-@dataclass(slots=True)
-class _OpenCall:
-    index: int
-    name: str = ""
-    arguments: str = ""
-
-
 class ToolCallAssembler:
     """Joins the parts of tool calls that an observing engine streams.
 
@@ -300,7 +282,7 @@ class ToolCallAssembler:
     def __init__(self, id_prefix: str) -> None:
         """`id_prefix` makes the ids of tool calls unique within the session."""
         self._prefix, self._count = id_prefix, 0
-        self._open: _OpenCall | None = None
+        self._open: base.CallDelta | None = None
 
     def feed(self, delta: base.Delta) -> list[model_call.Piece]:
         """The pieces that this part of the reply completes."""
@@ -326,7 +308,7 @@ class ToolCallAssembler:
         pieces: list[model_call.Piece] = []
         if self._open is None or self._open.index != part.index:
             pieces = self.finish()
-            self._open = _OpenCall(part.index)
+            self._open = base.CallDelta(part.index)
         self._open.name += part.name
         self._open.arguments += part.arguments
         return pieces

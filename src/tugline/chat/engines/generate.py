@@ -67,12 +67,75 @@ class TokenReader(base.Reader[base.R]):
         self.count += len(ids)
 
 
-# --------------------------------------------------------------------------- /inference/v1/generate
+# --------------------------------------------------------------------------- replies
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """Of the sampled tokens, in the shape of OpenAI's chat or in that of its completions."""
+
+    content: list[_Logprob] | None = None
+    token_logprobs: list[float] = []
+
+
+class Choice(msgspec.Struct, gc=False):
+    """An answer, or what an event adds to it."""
+
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[base.ReportedSpan] | None = None
+
+    def list_logprobs(self) -> list[float]:
+        """The log probability of each token."""
+        if self.logprobs is None:
+            return []
+        content = self.logprobs.content
+        if content is None:
+            return self.logprobs.token_logprobs
+        return [item.logprob for item in content]
+
+
+class _Reply(base.EngineReply, gc=False):
+    choices: list[Choice] = msgspec.field(default_factory=list)
+
+
+class ChoiceReader(TokenReader[_Reply]):
+    """Reads versions event by event (embedded), or for the whole reply at its end (vLLM)."""
+
+    decoder = msgspec.json.Decoder(_Reply)
+
+    def add(self, reply: _Reply) -> None:
+        """Add the first choice."""
+        if not reply.choices:
+            return
+        choice = reply.choices[0]
+        ids, logprobs = choice.token_ids or [], choice.list_logprobs()
+        finish = base.parse_finish(choice.finish_reason)
+        if choice.token_ids is None and finish is not None and not self.count:
+            raise EngineError(self.missing_ids)
+        spans = base.parse_spans(choice.weight_versions)
+        start = self.count
+        if not spans:
+            self.add_tokens(ids, logprobs, finish)
+        elif spans[0].start < start:
+            self.add_tokens(ids, logprobs, finish, spans=spans)
+        else:
+            for span in spans:
+                last = span is spans[-1]
+                part = slice(span.start - start, None if last else span.end - start)
+                self.add_tokens(ids[part], logprobs[part], finish if last else None, span.version)
+
+
+# --------------------------------------------------------------------------- formats
 class Generate(TokenFormat):
     """The route ``/inference/v1/generate``; replies say their weight versions."""
 
     path = "/inference/v1/generate"
     prompt_field = b"token_ids"
+    reader = ChoiceReader
+    missing_ids = "the engine sent no token ids"
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""
@@ -83,15 +146,12 @@ class Generate(TokenFormat):
             "request_id": ask.request_id,
         }
 
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return _GenerateReader()
-
 
 class Embedded(Generate):
     """The embedded engine; its logprobs are of the distribution really sampled from."""
 
     name = "embedded"
+    advice = "this is no engine of ours"
     abort_path = "/abort_requests"
 
 
@@ -102,97 +162,13 @@ class VllmGenerate(Generate):
     """Exact mode with weight versions; the server needs ``--enable-scale-out``."""
 
     name = "vllm"
+    advice = "start vLLM with --enable-scale-out"
     features = _VLLM_FEATURES
     abort_path = "/inference/v1/abort_requests"
     abort_id = "generate-tokens-{}"
     default_meaning = LogprobMeaning.RAW
 
 
-def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    """Build the sampling settings as vLLM names them."""
-    sampling, constraint = ask.sampling, ask.request.constraint
-    params: dict[str, Any] = base.NEUTRAL | {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
-        "stop_token_ids": ask.stop_ids,
-        "logprobs": 0,
-    }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    if ask.banned:
-        params["logit_bias"] = build_bans(ask.banned)
-    if constraint is not None:
-        params["structured_outputs"] = build_structured(constraint)
-    return params
-
-
-def build_bans(banned: tuple[int, ...]) -> dict[str, float]:
-    """Build a bias under which the ids are never sampled."""
-    return {str(token): -100.0 for token in banned}
-
-
-def build_structured(constraint: Constraint) -> dict[str, Any]:
-    """Build vLLM's field for constrained decoding."""
-    if constraint.kind is ConstraintKind.JSON_OBJECT:
-        return {"json_object": True}
-    return {"json": msgspec.json.decode(constraint.schema)}
-
-
-class _Logprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class Logprobs(msgspec.Struct, gc=False):
-    """Of the sampled tokens, in OpenAI's shape."""
-
-    content: list[_Logprob] | None = None
-
-    def values(self) -> list[float]:
-        """The log probability of each token."""
-        return [item.logprob for item in self.content or ()]
-
-
-class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int] = []
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    weight_versions: list[base.ReportedSpan] | None = None
-
-
-class _Reply(base.EngineReply, gc=False):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
-
-
-class _GenerateReader(TokenReader[_Reply]):
-    """Reads versions event by event (embedded), or for the whole reply at its end (vLLM)."""
-
-    decoder = msgspec.json.Decoder(_Reply)
-
-    def add(self, reply: _Reply) -> None:
-        """Add the first choice."""
-        if not reply.choices:
-            return
-        choice = reply.choices[0]
-        logprobs = [] if choice.logprobs is None else choice.logprobs.values()
-        finish = base.parse_finish(choice.finish_reason)
-        spans = base.parse_spans(choice.weight_versions)
-        start = self.count
-        if not spans:
-            self.add_tokens(choice.token_ids, logprobs, finish)
-        elif spans[0].start < start:
-            self.add_tokens(choice.token_ids, logprobs, finish, spans=spans)
-        else:
-            for span in spans:
-                last = span is spans[-1]
-                part = slice(span.start - start, None if last else span.end - start)
-                self.add_tokens(
-                    choice.token_ids[part], logprobs[part], finish if last else None, span.version
-                )
-
-
-# --------------------------------------------------------------------------- /v1/completions
 class VllmCompletions(TokenFormat):
     """Exact mode without ``--enable-scale-out``; replies do not say their weight versions.
 
@@ -201,8 +177,11 @@ class VllmCompletions(TokenFormat):
 
     name = "vllm"
     features = _VLLM_FEATURES
+    advice = "upgrade to vLLM 0.10.2 or later"
     path = "/v1/completions"
     prompt_field = b"prompt"
+    reader = ChoiceReader
+    missing_ids = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
     abort_path = "/abort_requests"
     abort_id = "cmpl-{}-0"
     default_meaning = LogprobMeaning.RAW
@@ -217,37 +196,32 @@ class VllmCompletions(TokenFormat):
             "request_id": ask.request_id,
         }
 
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return _CompletionsReader()
+
+# --------------------------------------------------------------------------- settings
+def build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
+    """Build the sampling settings as vLLM names them."""
+    sampling, constraint = ask.sampling, ask.request.constraint
+    params: dict[str, Any] = base.NEUTRAL | {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "seed": sampling.seed,
+        "stop_token_ids": ask.stop_ids,
+        "logprobs": 0,
+        "logit_bias": build_bans(ask.banned),
+        "structured_outputs": None if constraint is None else build_structured(constraint),
+    }
+    return {name: value for name, value in params.items() if value is not None}
 
 
-class _CompletionLogprobs(msgspec.Struct):
-    token_logprobs: list[float] = []
+def build_bans(banned: tuple[int, ...]) -> dict[str, float] | None:
+    """Build a bias under which the ids are never sampled; None for no ids."""
+    return {str(token): -100.0 for token in banned} or None
 
 
-class _CompletionChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _CompletionLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class _CompletionReply(base.EngineReply):
-    choices: list[_CompletionChoice] = msgspec.field(default_factory=list)
-
-
-class _CompletionsReader(TokenReader[_CompletionReply]):
-    """Reads ids and logprobs; text and the echoed prompt are skipped."""
-
-    decoder = msgspec.json.Decoder(_CompletionReply)
-
-    def add(self, reply: _CompletionReply) -> None:
-        """Add the first choice."""
-        for choice in reply.choices[:1]:
-            ids = choice.token_ids or []
-            finish = base.parse_finish(choice.finish_reason)
-            if finish is not None and not ids and not self.count:
-                msg = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
-                raise EngineError(msg)
-            logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-            self.add_tokens(ids, logprobs, finish)
+def build_structured(constraint: Constraint) -> dict[str, Any]:
+    """Build vLLM's field for constrained decoding."""
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return {"json_object": True}
+    return {"json": msgspec.json.decode(constraint.schema)}

@@ -28,45 +28,6 @@ class _Sglang(base.EngineFormat):
 
 
 # --------------------------------------------------------------------------- ids in, ids out
-class SglangGenerate(_Sglang, TokenFormat):
-    """Exact mode; each reply says its weight versions."""
-
-    features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
-    path = "/generate"
-    prompt_field = b"input_ids"
-
-    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Build the body without its prompt."""
-        return {
-            "sampling_params": _build_sampling(ask),
-            "return_logprob": True,
-            "rid": ask.request_id,
-            "stream": ask.request.stream,
-        }
-
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return _SglangReader()
-
-
-def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
-    sampling = ask.sampling
-    params: dict[str, Any] = base.NEUTRAL | {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "stop_token_ids": list(ask.stop_ids),
-        "sampling_seed": sampling.seed,
-        "skip_special_tokens": False,
-    }
-    if ask.banned:
-        params["logit_bias"] = build_bans(ask.banned)
-    if ask.request.constraint is not None:
-        params["json_schema"] = ask.request.constraint.schema or '{"type":"object"}'
-    return {name: value for name, value in params.items() if value is not None}
-
-
 class _Pair(msgspec.Struct, array_like=True, gc=False):
     logprob: float
     id: int
@@ -124,38 +85,47 @@ class _SglangReader(TokenReader[_SglangReply]):
         )
 
 
-# --------------------------------------------------------------------------- messages in
-class SglangChat(_Sglang, chat.ChatFormat):
-    """Observed mode."""
+class SglangGenerate(_Sglang, TokenFormat):
+    """Exact mode; each reply says its weight versions."""
 
-    features = chat.OPENAI_FEATURES
-    reasoning_field = "reasoning_content"
+    features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
+    advice = "upgrade SGLang"
+    path = "/generate"
+    prompt_field = b"input_ids"
+    reader = _SglangReader
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
-        """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
-        if ask.request.tools and not ask.request.parallel:
-            msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
-            raise Unsupported(msg, param="parallel_tool_calls")
-        return base.NEUTRAL | {
-            "logprobs": True,
-            "return_input_ids_in_sglext": True,
-            "return_output_ids_in_sglext": True,
+        """Build the body without its prompt."""
+        return {
+            "sampling_params": _build_sampling(ask),
+            "return_logprob": True,
             "rid": ask.request_id,
-            "skip_special_tokens": False,  # else reasoning whose marks are special never ends
-            "top_k": ask.sampling.top_k or -1,
-            "response_format": chat.build_response_format(ask.request.constraint),
+            "stream": ask.request.stream,
         }
 
-    def make_reader(self) -> base.Reader[Any]:
-        """Make a reader."""
-        return _ChatReader()
+
+def _build_sampling(ask: base.EngineRequest) -> dict[str, Any]:
+    sampling, constraint = ask.sampling, ask.request.constraint
+    params: dict[str, Any] = base.NEUTRAL | {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": ask.stop_ids,
+        "sampling_seed": sampling.seed,
+        "skip_special_tokens": False,
+        "logit_bias": build_bans(ask.banned),
+        "json_schema": None if constraint is None else constraint.schema or '{"type":"object"}',
+    }
+    return {name: value for name, value in params.items() if value is not None}
 
 
+# --------------------------------------------------------------------------- messages in
 class _ChatReader(chat.ChatReader):
     """Passes on text as it comes; ids, logprobs and the end when the ids are reported."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, missing_ids: str) -> None:
+        super().__init__(missing_ids)
         self._logprobs: list[float] = []
         self._finish: Finish | None = None
         self._has_ids = False
@@ -163,7 +133,7 @@ class _ChatReader(chat.ChatReader):
     def add_tokens(self, reply: chat.ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Count tokens until their ids come; then take the count back."""
         for choice in reply.choices[:1]:
-            new = chat.read_logprobs(choice)
+            new = choice.list_logprobs()
             self._logprobs += new
             delta.unreported_tokens += len(new)
             self._finish, delta.finish = delta.finish or self._finish, None
@@ -185,6 +155,30 @@ class _ChatReader(chat.ChatReader):
     def _finish_without_ids(self, delta: base.Delta) -> None:
         """The reply is over. An aborted one has no ids, by SGLang's own design."""
         if self._finish is not Finish.ABORT:
-            msg = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"
-            raise EngineError(msg)
+            raise EngineError(self.missing_ids)
         delta.finish = Finish.ABORT
+
+
+class SglangChat(_Sglang, chat.ChatFormat):
+    """Observed mode."""
+
+    reader = _ChatReader
+    advice = "start it with --tool-call-parser and --reasoning-parser"
+    missing_ids = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"
+    features = chat.OPENAI_FEATURES
+    reasoning_field = "reasoning_content"
+
+    def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
+        """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
+        if ask.request.tools and not ask.request.parallel:
+            msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
+            raise Unsupported(msg, param="parallel_tool_calls")
+        return base.NEUTRAL | {
+            "logprobs": True,
+            "return_input_ids_in_sglext": True,
+            "return_output_ids_in_sglext": True,
+            "rid": ask.request_id,
+            "skip_special_tokens": False,  # else reasoning whose marks are special never ends
+            "top_k": ask.sampling.top_k or -1,
+            "response_format": chat.build_response_format(ask.request.constraint),
+        }

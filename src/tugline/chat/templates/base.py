@@ -72,7 +72,7 @@ class Markers:
     @property
     def lead(self) -> tuple[int, ...]:
         """Ids before a single call without which the library does not recognise it."""
-        return () if self.block == self.call else (self.call,)
+        return (self.call,) if self.section >= 0 and self.block != self.call else ()
 
     @property
     def ids(self) -> frozenset[int]:
@@ -215,41 +215,6 @@ def encode_arguments(arguments: Any) -> str:
 
 
 # --------------------------------------------------------------------------- DSML
-_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
-_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"]*)">\n(.*?)</｜DSML｜invoke>', re.DOTALL)
-_PARAMETER = re.compile(
-    r'<｜DSML｜parameter name="(.*?)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
-)
-
-Invocation = tuple[str, dict[str, Any]]
-"""Name and arguments."""
-
-
-def parse_dsml(text: str) -> list[str | Invocation]:
-    """Split into calls and the texts around them, in order; a malformed call stays text."""
-    parts: list[str | Invocation] = []
-    end = 0
-    for match in _INVOKE.finditer(text):
-        arguments = _parse_parameters(match[2])
-        if arguments is not None and match[1] and match[1].isprintable():
-            parts += [_SECTION.sub("", text[end : match.start()]), (match[1], arguments)]
-            end = match.end()
-    parts.append(_SECTION.sub("", text[end:]))
-    return [part for part in parts if not isinstance(part, str) or part.strip()]
-
-
-def _parse_parameters(body: str) -> dict[str, Any] | None:
-    """Each parameter once, with nothing but lines between them; a value that is no JSON is text."""
-    arguments: dict[str, Any] = {}
-    for name, is_text, value in _PARAMETER.findall(body):
-        if name in arguments:
-            return None
-        arguments[name] = value if is_text == "true" else _parse_value(value)
-    return arguments if not _PARAMETER.sub("", body).strip("\n") else None
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+DSML_CALL = re.compile(r'<｜DSML｜invoke name="[^"]*">\n.*?</｜DSML｜invoke>', re.DOTALL)
+DSML_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
+"""Opens or closes a section of calls."""
