@@ -2,7 +2,7 @@
 
 A `TokenSequence` is a length in buffers that it shares with what extends it, so forty turns over
 the same sixteen thousand ids hold them once (I7), as numbers and as JSON digits; adding to them
-costs what is added.
+costs what is added. `BodyItems` tells how much of a request an earlier one has as well.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -113,18 +114,6 @@ def count_shared(
     return next((at for at, (a, b) in pairs if not same(a, b)), min(len(first), len(second)))
 
 
-def count_shared_bytes(first: bytes, second: bytes) -> int:
-    """How many leading bytes two texts have in common."""
-    view, low, high = memoryview(first), 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if second.startswith(view[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 _ESCAPE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
@@ -139,3 +128,40 @@ def mend_surrogates(body: bytes, start: int) -> bytes:
         return body
     mended = body[:start] + _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body[start:])
     return body if mended == body else mended
+
+
+@dataclass(slots=True, eq=False)
+class BodyItems:
+    """A request's JSON, and where the items of its conversation lie in it."""
+
+    data: bytes
+    start: int = 0
+    """Where the first item begins."""
+    ends: list[int] = field(default_factory=list)
+    items: list[msgspec.Raw] = field(default_factory=list)
+
+    def count_shared(self, data: bytes) -> int:
+        """How many leading items `data` has in the same places, and others behind them."""
+        view, at, low, middle, high = memoryview(self.data), 0, 0, len(self.ends), len(self.ends)
+        while low < high:
+            end = self.ends[middle - 1]
+            if data.startswith(view[at:end], at):
+                low, at = middle, end
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low if data[at : at + 1] == b"," else max(low - 1, 0)
+
+    def add(self, items: Sequence[msgspec.Raw], text: bytes, shift: int) -> None:
+        """Add items that lie in `text`, which lies `shift` bytes later in the body."""
+        for item in items:
+            self.ends.append(offset(item, text) + len(memoryview(item)) + shift)
+            self.items.append(msgspec.Raw(bytes(item)))
+
+
+def offset(item: msgspec.Raw, text: bytes) -> int:
+    """Where in `text` an item begins that was decoded from it, and so is a view of it."""
+    item_at, text_at = (
+        np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in (item, text)
+    )
+    return int(item_at - text_at)

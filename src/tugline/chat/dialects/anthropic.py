@@ -124,7 +124,7 @@ class Anthropic(base.Dialect):
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
-        body = cache.decode_body(request.body, _decoder)
+        body = cache.decode_body(request.body, _decoder, "messages")
         _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 
 from tugline.chat.model_call import Piece, Request, Response, ThreadInfo, Usage
-from tugline.chat.tokens import count_shared, count_shared_bytes
+from tugline.chat.tokens import BodyItems, count_shared, offset
 from tugline.errors import EngineError, RequestError, TuglineError, Unsupported
 from tugline.types import Message, Tool, TraceKind
 
@@ -205,7 +205,7 @@ Step = Callable[[list[Message], Any, int], None]
 
 It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
 """
-_CACHED, _MAX_ITEMS = 4, 10_000
+_CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
 _ANY = msgspec.json.Decoder()
 
 
@@ -213,15 +213,15 @@ _ANY = msgspec.json.Decoder()
 class _Parsed:
     """One parsed request: its raw items and, after each item, the state of the messages."""
 
-    body: bytes
     items: list[msgspec.Raw]
     messages: list[Message]
     ends: list[tuple[int, Message | None]]
     """After each item: the number of messages, and the last of them."""
 
-    def count_shared(self, items: list[msgspec.Raw]) -> int:
-        whole = len(self.items)
-        return whole if self.items == items[:whole] else count_shared(self.items, items)
+    def count_shared(self, items: Sequence[msgspec.Raw]) -> int:
+        if self.items == items[: len(self.items)]:  # compares no content of the same objects
+            return len(self.items)
+        return count_shared(self.items, items)
 
 
 class ParseCache:
@@ -232,8 +232,9 @@ class ParseCache:
 
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
-        self._body = b""
-        """Of the request that is parsed."""
+        self._bodies: list[BodyItems] = []
+        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(b""), 0
+        """The last body that was compared, the one most alike, and the items in common."""
         self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
@@ -246,16 +247,41 @@ class ParseCache:
         return kept
 
     def known_bytes(self, data: bytes) -> int:
-        """How many leading bytes an earlier body has as well, up to the beginning of an object."""
-        shared = max((count_shared_bytes(one.body, data) for one in self._requests), default=0)
-        return max(0, data.rfind(b"{", 0, shared))
+        """How many leading bytes an earlier body has as well, up to the end of an item."""
+        if self._nearest[0] is not data:
+            counts = [(known.count_shared(data), known) for known in self._bodies]
+            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems(b"")))
+            self._nearest = data, best, count
+        return self._nearest[1].ends[self._nearest[2] - 1] if self._nearest[2] else 0
 
-    def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-        """Decode a request, whose conversation is then folded. Raises `RequestError`."""
-        self._body = data
-        return decode(data, decoder, "the request body")
+    def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[S], name: str) -> S:
+        """Decode a request whose list `name` is its conversation: only what is new is scanned.
 
-    def fold(self, items: list[msgspec.Raw], step: Step) -> tuple[Message, ...]:
+        Items that it shares with an earlier request are the same objects. Raises `RequestError`.
+        """
+        end = self.known_bytes(data)
+        _, best, count = self._nearest
+        made = BodyItems(data, best.start, best.ends[:count], best.items[:count])
+        body = None
+        if count:
+            text, shift = data[: best.start] + data[end + 1 :], end + 1 - best.start
+            with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
+                body = decoder.decode(text)
+        new = getattr(body, name, None) or [ABSENT]
+        if body is None or text[best.start : offset(new[0], text)].strip():
+            body, text, shift = decode(data, decoder, "the request body"), data, 0
+            new = getattr(body, name)
+            if not isinstance(new, list) or not new:
+                return body
+            made = BodyItems(data, offset(new[0], data))
+        made.add(new, text, shift)
+        setattr(body, name, list(made.items))
+        gone = best if count and best.ends[-1] - end < _NEARBY else None
+        self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
+        self._nearest = data, made, count
+        return body
+
+    def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
         """Fold raw JSON `items` into messages, beginning where they differ from a known request.
 
         The messages of the shared prefix are the same objects as before.
@@ -266,8 +292,9 @@ class ParseCache:
         shared, best = max(counts, key=itemgetter(0), default=(0, None))
         messages: list[Message] = []
         ends: list[tuple[int, Message | None]] = []
+        prefix: list[msgspec.Raw] = []
         if best is not None and shared:
-            ends = best.ends[:shared]
+            prefix, ends = best.items[:shared], best.ends[:shared]
             count, last = ends[-1]
             messages = best.messages[:count]
             if last is not None:
@@ -275,10 +302,10 @@ class ParseCache:
         for index in range(shared, len(items)):
             step(messages, decode(items[index], _ANY, f"message {index} of the request"), index)
             ends.append((len(messages), messages[-1] if messages else None))
+        new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
         if best is not None and shared == len(best.items):
             self._requests.remove(best)
-        made = _Parsed(self._body, items, messages, ends)
-        self._requests = [made, *self._requests][:_CACHED]
+        self._requests = [_Parsed([*prefix, *new], messages, ends), *self._requests][:_CACHED]
         return tuple(messages)
 
     def parse_tools(

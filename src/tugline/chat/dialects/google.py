@@ -190,7 +190,7 @@ class Google(base.Dialect):
         """See `Dialect.parse`."""
         route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
-        body = cache.decode_body(request.body, _body)
+        body = cache.decode_body(request.body, _body, "contents")
         if method == "countTokens" and body.generate_content_request != base.ABSENT:
             body = base.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:

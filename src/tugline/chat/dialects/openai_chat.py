@@ -141,7 +141,7 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder)
+        body = cache.decode_body(request.body, _decoder, "messages")
         base.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens

@@ -119,7 +119,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder)
+        body = cache.decode_body(request.body, _decoder, "input")
         base.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
