@@ -271,7 +271,7 @@ async def test_libraries_are_put_beside_what_lies_there(
 
     monkeypatch.setattr(install, "_find_needed", find_needed)
     monkeypatch.setattr(install, "run_installer", take)
-    await install.bundle_libraries(program, tmp_path / "python")
+    await install.bundle_libraries(program, tmp_path / "python", [])
     assert asked == [str(program), str(tmp_path / "python/lib" / library.name)]
     assert (tmp_path / "python/lib" / library.name).read_bytes() == b"ELF"
 

@@ -119,10 +119,6 @@ def fits_argument(instruction: str) -> bool:
 
 
 # --------------------------------------------------------------------- MCP servers and skills
-ServerName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,40}$")]
-"""A name of an MCP server."""
-
-
 class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An MCP server: a `command` that speaks over stdin and stdout, or a `url` (HTTP)."""
 
@@ -155,8 +151,11 @@ class ExtensiblePreset(Preset):
 def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
     """The option `mcp`: servers by name. Raises `ConfigError`."""
     source = f"harness {harness!r}"
-    servers = decode(option or {}, dict[ServerName, McpServer], source=source, name="mcp")
+    servers = decode(option or {}, dict[str, McpServer], source=source, name="mcp")
     for name, server in servers.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            msg = f"{source}: mcp.{name}: a name has letters, digits, '_' and '-' only, at most 40"
+            raise ConfigError(msg)
         if (server.command is None) == (server.url is None):
             msg = f"{source}: mcp.{name} must have either command (and args, env) or url"
             raise ConfigError(msg)
