@@ -64,13 +64,13 @@ class ContainerEngine:
             msg = f"runtime 'container': engine is {wanted!r}, not podman, docker or unix:///PATH"
             raise ConfigError(msg)
         self._wanted = wanted
-        self._found: FoundEngine | None = None
+        self._engine: FoundEngine | None = None
 
     def find(self) -> FoundEngine:
         """Return the engine that answers. Blocks the first time. Raises `SandboxError`."""
-        if self._found is None:
-            self._found = self._search()
-        return self._found
+        if self._engine is None:
+            self._engine = self._search()
+        return self._engine
 
     @contextlib.asynccontextmanager
     async def client(
