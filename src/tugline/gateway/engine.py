@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.chat.dialects.base import ParseCache
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from tugline.chat.dialects.base import decode
+from tugline.chat.dialects.decoding import decode
 from tugline.errors import ClientGone, EngineError, NotFound, RequestError, TuglineError
 from tugline.inference import base
 from tugline.types import Logprobs

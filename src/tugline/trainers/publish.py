@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import decode_object
+from tugline.chat.dialects.decoding import decode_object
 from tugline.client.api import Client
 from tugline.errors import EngineError, UsageError
 from tugline.protocol import Barrier, PauseMode

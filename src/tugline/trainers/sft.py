@@ -24,7 +24,8 @@ import torch
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tugline.chat.dialects.base import HttpRequest, ParseCache
+from tugline.chat.dialects.base import HttpRequest
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer

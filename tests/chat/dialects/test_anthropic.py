@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.dialects.base import ParseCache
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, ThreadInfo, Usage
 from tugline.types import Image, Message, Role, Sampling, Tool, ToolCall
 

@@ -23,7 +23,8 @@ from chat.dialects.wires import (
     sse,
 )
 from tugline.chat.dialects import DIALECTS
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.base import Action, HttpRequest
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.model_call import (
     ChoiceMode,

@@ -10,7 +10,7 @@ from openai.types.responses import CompactedResponse
 from openai.types.responses import Response as SdkResponse
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.dialects.base import ParseCache
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.responses_input import seal
 from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
 from tugline.errors import EngineError, RequestError

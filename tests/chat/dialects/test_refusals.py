@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from chat.dialects.wires import WIRES, Wire
-from tugline.chat.dialects.base import ParseCache
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.model_call import Request
 from tugline.errors import RequestError
 

@@ -15,7 +15,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tugline.chat.dialects.anthropic import Anthropic
-from tugline.chat.dialects.base import Dialect, HttpRequest, ParseCache
+from tugline.chat.dialects.base import Dialect, HttpRequest
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.google import Google
 from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.dialects.openai_responses import OpenAIResponses

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects import anthropic_messages, base
+from tugline.chat.dialects import anthropic_messages, base, decoding
 from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
@@ -58,7 +58,7 @@ class _ToolChoiceBody(msgspec.Struct):
 
 class _Format(msgspec.Struct):
     type: str
-    schema: Raw = base.ABSENT
+    schema: Raw = decoding.ABSENT
 
 
 class _Thinking(msgspec.Struct):
@@ -85,8 +85,8 @@ class _MessagesBody(msgspec.Struct):
 
     model: str
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    system: Raw = base.ABSENT
-    tools: Raw = base.ABSENT
+    system: Raw = decoding.ABSENT
+    tools: Raw = decoding.ABSENT
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
@@ -121,7 +121,7 @@ class Anthropic(base.Dialect):
         """``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or base.bearer(headers)
 
-    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
         body = cache.decode_body(request.body, _decoder, "messages")
@@ -207,7 +207,7 @@ class Anthropic(base.Dialect):
 # --------------------------------------------------------------------------- the envelope
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        raise base.unsupported(
+        raise decoding.unsupported(
             body.mcp_servers, "mcp_servers", ": no servers are called; leave it out"
         )
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
@@ -215,7 +215,7 @@ def _check(body: _MessagesBody) -> None:
         if not (re.match("clear_thinking_", str(kind)) and keep == "all"):
             place = f"context_management.edits[{index}]"
             advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
-            raise base.unsupported(edit, place, advice)
+            raise decoding.unsupported(edit, place, advice)
 
 
 def _parse_constraint(body: _MessagesBody) -> Constraint | None:
@@ -232,12 +232,14 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
 def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        raise base.invalid(choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}")
+        raise decoding.invalid(
+            choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}"
+        )
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 
 def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
-    name = base.require(item, "name", str, where)
+    name = decoding.require(item, "name", str, where)
     kind = item.get("type")
     strict = item.get("strict") is True
     if isinstance(kind, str) and kind.rpartition("_")[0] in base.CLIENT_TOOLS:
@@ -245,9 +247,9 @@ def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
         return (msgspec.structs.replace(tool, name=name, strict=strict),)
     if kind is not None and kind != "custom":
         advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
-        raise base.unsupported(kind, f"{where}.type", advice)
-    schema = base.require(item, "input_schema", dict, where)
-    return (Tool(name, base.optional_text(item, "description") or "", schema, strict=strict),)
+        raise decoding.unsupported(kind, f"{where}.type", advice)
+    schema = decoding.require(item, "input_schema", dict, where)
+    return (Tool(name, decoding.optional_text(item, "description") or "", schema, strict=strict),)
 
 
 def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:

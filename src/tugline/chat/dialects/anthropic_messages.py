@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects import base
+from tugline.chat.dialects import base, decoding
 from tugline.chat.model_call import (
     ContentBuilder,
     Piece,
@@ -98,7 +98,7 @@ def _sign(digest: hashlib.blake2b) -> str:
 def _build_input(call: ToolCall) -> bytes:
     """The arguments as the JSON object that clients rely on, in the model's own spelling."""
     arguments = call.arguments.strip() or "{}"
-    if base.decode_object(arguments) is not None:
+    if decoding.decode_object(arguments) is not None:
         return arguments.encode()
     return base.encode({_UNPARSED: {"raw": call.arguments, "len": len(call.arguments)}})
 
@@ -198,17 +198,17 @@ def fold_message(messages: list[Message], item: Any, index: int) -> None:
         messages.extend([Message(Role.SYSTEM, text)] if text else [])
         return
     where = f"messages[{index - 1}]"
-    role, place = base.require(item, "role", str, where), f"{where}.content"
+    role, place = decoding.require(item, "role", str, where), f"{where}.content"
     content = item.get("content")
     if role == "system":
         messages.append(Message(Role.SYSTEM, _parse_system(content, place)))
     elif role == "user":
         messages.extend(_parse_user(_list_blocks(content, place), place))
     elif role == "assistant":
-        pieces = base.parse_list(_list_blocks(content, place), place, _parse_piece)
+        pieces = decoding.parse_list(_list_blocks(content, place), place, _parse_piece)
         add_turn(messages, join_pieces(pieces) or Message(Role.ASSISTANT))
     else:
-        raise base.invalid(role, f"{where}.role", "must be user, assistant or system")
+        raise decoding.invalid(role, f"{where}.role", "must be user, assistant or system")
 
 
 def _list_blocks(content: Any, where: str) -> list[Any]:
@@ -216,7 +216,7 @@ def _list_blocks(content: Any, where: str) -> list[Any]:
         return [{"type": "text", "text": content}]
     if isinstance(content, list):
         return content
-    raise base.invalid(content, where, "must be text or a list of blocks")
+    raise decoding.invalid(content, where, "must be text or a list of blocks")
 
 
 def _parse_system(content: Any, where: str) -> str:
@@ -224,9 +224,9 @@ def _parse_system(content: Any, where: str) -> str:
     builder = ContentBuilder()
     for i, block in enumerate(_list_blocks(content, where)):
         place = f"{where}[{i}]"
-        if base.require(block, "type", str, place) != "text":
+        if decoding.require(block, "type", str, place) != "text":
             raise _unknown(block, place, "only text blocks stand in a system prompt")
-        text = base.require(block, "text", str, place)
+        text = decoding.require(block, "text", str, place)
         if not text.startswith(_BILLING):
             builder.add_text(text)
     return builder.text
@@ -237,7 +237,7 @@ def _parse_user(blocks: list[Any], where: str) -> Iterator[Message]:
     builder = ContentBuilder()
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
-        if base.require(block, "type", str, place) == "tool_result":
+        if decoding.require(block, "type", str, place) == "tool_result":
             if not builder.empty:
                 yield builder.build(Role.USER)
                 builder = ContentBuilder()
@@ -253,50 +253,50 @@ def _parse_result(block: dict[str, Any], where: str) -> Message:
     place = f"{where}.content"
     for i, part in enumerate(_list_blocks(block.get("content") or [], place)):
         _add_block(builder, part, f"{place}[{i}]")
-    call_id = base.require(block, "tool_use_id", str, where)
+    call_id = decoding.require(block, "tool_use_id", str, where)
     return builder.build(Role.TOOL, call_id, failed=block.get("is_error") is True)
 
 
 def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
     """Add a block of a user, or of a tool result."""
-    kind = base.require(block, "type", str, where)
+    kind = decoding.require(block, "type", str, where)
     source = block.get("source")
     if kind == "text":
-        builder.add_text(base.require(block, "text", str, where))
+        builder.add_text(decoding.require(block, "text", str, where))
     elif kind == "image":
         builder.add_image(
-            _parse_image(base.require(block, "source", dict, where), f"{where}.source")
+            _parse_image(decoding.require(block, "source", dict, where), f"{where}.source")
         )
     elif kind == "tool_reference":  # Claude Code's search for tools it did not declare at first
-        builder.add_text(f"Tool found: {base.require(block, 'tool_name', str, where)}")
+        builder.add_text(f"Tool found: {decoding.require(block, 'tool_name', str, where)}")
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        builder.add_text(base.require(source, "data", str, f"{where}.source"))
+        builder.add_text(decoding.require(source, "data", str, f"{where}.source"))
     else:
         raise _unknown(block, where, "text, images and plain-text documents are understood")
 
 
 def _parse_image(source: dict[str, Any], where: str) -> str:
-    kind = base.require(source, "type", str, where)
+    kind = decoding.require(source, "type", str, where)
     if kind == "base64":
-        media_type = base.require(source, "media_type", str, where)
-        return f"data:{media_type};base64,{base.require(source, 'data', str, where)}"
+        media_type = decoding.require(source, "media_type", str, where)
+        return f"data:{media_type};base64,{decoding.require(source, 'data', str, where)}"
     if kind == "url":
-        return base.require(source, "url", str, where)
-    raise base.invalid(kind, f"{where}.type", "must be base64 or url")
+        return decoding.require(source, "url", str, where)
+    raise decoding.invalid(kind, f"{where}.type", "must be base64 or url")
 
 
 def _parse_piece(block: Any, where: str) -> Piece:
     """A block of an assistant."""
-    kind = base.require(block, "type", str, where)
+    kind = decoding.require(block, "type", str, where)
     if kind == "text":
-        return TextDelta(base.require(block, "text", str, where))
+        return TextDelta(decoding.require(block, "text", str, where))
     if kind == "thinking":
-        return ReasoningDelta(base.require(block, "thinking", str, where))
+        return ReasoningDelta(decoding.require(block, "thinking", str, where))
     if kind != "tool_use":
         raise _unknown(block, where, "text, thinking and tool_use are what was answered here")
-    arguments = _parse_input(base.require(block, "input", dict, where))
-    name = base.require(block, "name", str, where)
-    return ToolCall(base.require(block, "id", str, where), name, arguments)
+    arguments = _parse_input(decoding.require(block, "input", dict, where))
+    name = decoding.require(block, "name", str, where)
+    return ToolCall(decoding.require(block, "id", str, where), name, arguments)
 
 
 def _unknown(block: dict[str, Any], where: str, advice: str) -> RequestError:

@@ -9,31 +9,21 @@ dialect's name. A field that changes the response and cannot be honoured is refu
 
 from __future__ import annotations
 
-import contextlib
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from importlib import resources
-from operator import itemgetter
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.model_call import Piece, Request, Response, ThreadInfo, Usage
-from tugline.chat.tokens import BodyItems, count_shared, offset
-from tugline.errors import EngineError, RequestError, TuglineError, Unsupported
-from tugline.types import Message, Tool, TraceKind
+from tugline.errors import EngineError, RequestError, TuglineError
+from tugline.types import Tool, TraceKind
 
 T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
-ABSENT = msgspec.Raw(b"null")
-"""A field that is left out, or null."""
-_PLACE = re.compile(r" - at `\$\.?(.*)`$")
-_NAMED = re.compile(r"(?:required|unknown) field `(.+?)`")
-_STEPS = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
 CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
     (resources.files(__package__) / "client_tools.json").read_bytes(), type=dict[str, Tool]
 )
@@ -197,229 +187,6 @@ def retry_headers(error: TuglineError) -> dict[str, str]:
     if isinstance(error, EngineError) and error.retry_after is not None:
         return {"retry-after": f"{error.retry_after:.0f}"}
     return {}
-
-
-# --------------------------------------------------------------------------- incremental parsing
-Step = Callable[[list[Message], Any, int], None]
-"""Append the messages of one decoded item, or replace the last message that it extends.
-
-It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
-"""
-_CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
-_ANY = msgspec.json.Decoder()
-
-
-@dataclass(slots=True, eq=False)
-class _Parsed:
-    """One parsed request: its raw items and, after each item, the state of the messages."""
-
-    items: list[msgspec.Raw]
-    messages: list[Message]
-    ends: list[tuple[int, Message | None]]
-    """After each item: the number of messages, and the last of them."""
-
-    def count_shared(self, items: Sequence[msgspec.Raw]) -> int:
-        if self.items == items[: len(self.items)]:  # compares no content of the same objects
-            return len(self.items)
-        return count_shared(self.items, items)
-
-
-class ParseCache:
-    """Caches the last requests of one session, so that parsing costs what is new in each (I7).
-
-    Several are kept, for agents that take turns. Bodies and items are compared byte for byte.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[_Parsed] = []
-        self._bodies: list[BodyItems] = []
-        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(b""), 0
-        """The last body that was compared, the one most alike, and the items in common."""
-        self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
-        self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
-        """Conversations that requests may refer to, by the response they end in; with tools."""
-
-    def recall(self, name: str, place: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-        """The kept conversation of an id such as ``resp_s1-4``. Raises `RequestError`."""
-        kept = self.conversations.get(name.partition("_")[2])
-        if kept is None:
-            raise invalid(name, place, "is not kept by this session; send the whole conversation")
-        return kept
-
-    def known_bytes(self, data: bytes) -> int:
-        """How many leading bytes an earlier body has as well, up to the end of an item."""
-        if self._nearest[0] is not data:
-            counts = [(known.count_shared(data), known) for known in self._bodies]
-            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems(b"")))
-            self._nearest = data, best, count
-        return self._nearest[1].ends[self._nearest[2] - 1] if self._nearest[2] else 0
-
-    def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[S], name: str) -> S:
-        """Decode a request whose list `name` is its conversation: only what is new is scanned.
-
-        Items that it shares with an earlier request are the same objects. Raises `RequestError`.
-        """
-        end = self.known_bytes(data)
-        _, best, count = self._nearest
-        made = BodyItems(data, best.start, best.ends[:count], best.items[:count])
-        body = None
-        if count:
-            text, shift = data[: best.start] + data[end + 1 :], end + 1 - best.start
-            with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
-                body = decoder.decode(text)
-        new = getattr(body, name, None) or [ABSENT]
-        if body is None or text[best.start : offset(new[0], text)].strip():
-            body, text, shift = decode(data, decoder, "the request body"), data, 0
-            new = getattr(body, name)
-            if not isinstance(new, list) or not new:
-                return body
-            made = BodyItems(data, offset(new[0], data))
-        made.add(new, text, shift)
-        setattr(body, name, list(made.items))
-        gone = best if count and best.ends[-1] - end < _NEARBY else None
-        self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
-        self._nearest = data, made, count
-        return body
-
-    def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
-        """Fold raw JSON `items` into messages, beginning where they differ from a known request.
-
-        The messages of the shared prefix are the same objects as before.
-        """
-        if len(items) > _MAX_ITEMS:
-            raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
-        counts = [(known.count_shared(items), known) for known in self._requests]
-        shared, best = max(counts, key=itemgetter(0), default=(0, None))
-        messages: list[Message] = []
-        ends: list[tuple[int, Message | None]] = []
-        prefix: list[msgspec.Raw] = []
-        if best is not None and shared:
-            prefix, ends = best.items[:shared], best.ends[:shared]
-            count, last = ends[-1]
-            messages = best.messages[:count]
-            if last is not None:
-                messages[-1] = last
-        for index in range(shared, len(items)):
-            step(messages, decode(items[index], _ANY, f"message {index} of the request"), index)
-            ends.append((len(messages), messages[-1] if messages else None))
-        new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
-        if best is not None and shared == len(best.items):
-            self._requests.remove(best)
-        self._requests = [_Parsed([*prefix, *new], messages, ends), *self._requests][:_CACHED]
-        return tuple(messages)
-
-    def parse_tools(
-        self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
-    ) -> tuple[Tool, ...]:
-        """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
-        raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
-        known = self._tools.get(raw)
-        if known is None:
-            groups = parse_list(decode(raw, _ANY, "the list of tools"), "tools", parse)
-            known = tuple(tool for group in groups for tool in group)
-            if len(self._tools) >= _CACHED:
-                self._tools.clear()
-            self._tools[raw] = known
-        return known
-
-
-# --------------------------------------------------------------------------- refusals
-def invalid(value: object, place: str, problem: str) -> RequestError:
-    """The error for a value that is wrong; `problem` goes on from ``place=value``."""
-    return RequestError(f"{place}={value!r:.60} {problem}", param=place)
-
-
-def unsupported(value: object, place: str, advice: str, *, param: str | None = None) -> Unsupported:
-    """The error for a value that is well-formed and cannot be honoured."""
-    msg = f"{place}={value!r:.60} cannot be honoured here{advice}"
-    return Unsupported(msg, param=param or place)
-
-
-def decoder_with_refusals(
-    body: type[S], refusals: Mapping[str, tuple[Any, ...]]
-) -> msgspec.json.Decoder[S]:
-    """A decoder of `body` that also reads the fields that `check_refusals` looks at."""
-    fields = [(name, Any, None) for name in refusals]
-    made = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
-    return cast("msgspec.json.Decoder[S]", msgspec.json.Decoder(made))
-
-
-def check_refusals(body: msgspec.Struct, refusals: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `Unsupported` for a field with a value other than those that change nothing."""
-    for field, harmless in refusals.items():
-        value = getattr(body, field)
-        if value is not None and value not in harmless:
-            right = " or ".join(msgspec.json.encode(one).decode() for one in harmless)
-            raise unsupported(value, field, f"; it must be {right or 'left out'}")
-
-
-# --------------------------------------------------------------------------- decoding
-def decode(
-    data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], where: str, prefix: str = ""
-) -> T:
-    """Decode `data`. Errors call the whole `where`, and a field by `prefix` and its path."""
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        raise _name_field(str(error), data, where, prefix) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"{where} is not valid JSON: {error}") from error
-
-
-def _name_field(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
-    match, named = _PLACE.search(text), _NAMED.search(text)
-    if match is None:
-        return RequestError(f"{where}: {text}", param=named[1] if named else None)
-    place, problem = prefix + match[1], text[: match.start()]
-    if named:
-        return RequestError(f"{place}: {problem}", param=f"{place}.{named[1]}")
-    value: Any = None
-    try:
-        value = msgspec.json.decode(data)
-        for name, index in _STEPS.findall(match[1]):
-            value = value[int(index)] if index else value[name]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return RequestError(f"{place}: {problem}", param=place)
-    return RequestError(f"{place}={value!r:.60}: {problem}", param=place)
-
-
-def decode_object(text: str) -> dict[str, Any] | None:
-    """Decode a JSON object; None for anything else."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
-        value = msgspec.json.decode(text)
-        return value if isinstance(value, dict) else None
-    return None
-
-
-def require(item: Any, field: str, kind: type[T], where: str) -> T:
-    """``item[field]``, which must be there and of this kind."""
-    value = require_object(item, where).get(field)
-    if isinstance(value, kind) and (not isinstance(value, bool) or kind is bool):
-        return value
-    place = f"{where}.{field}".lstrip(".")
-    raise invalid(value, place, f"must be {_KINDS.get(kind, kind.__name__)}")
-
-
-def require_object(value: Any, where: str) -> dict[str, Any]:
-    """`value`, which must be a JSON object."""
-    if not isinstance(value, dict):
-        raise invalid(value, where, "must be an object")
-    return value
-
-
-def optional_text(item: Mapping[str, Any], field: str) -> str | None:
-    """``item[field]`` if it is text."""
-    value = item.get(field)
-    return value if isinstance(value, str) else None
-
-
-def parse_list(value: Any, where: str, parse: Callable[[Any, str], T]) -> tuple[T, ...]:
-    """Parse each item of a list; `parse` gets the item and its place."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise invalid(value, where, "must be a list")
-    return tuple(parse(item, f"{where}[{index}]") for index, item in enumerate(value))
 
 
 # --------------------------------------------------------------------------- headers

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects import base, google_messages
+from tugline.chat.dialects import base, decoding, google_messages
 from tugline.chat.model_call import (
     Constraint,
     ConstraintKind,
@@ -64,16 +64,16 @@ class _GenerateContentBody(msgspec.Struct, rename="camel"):
     """The envelope; fields that it does not name are accepted and change nothing."""
 
     contents: list[Raw] = []
-    system_instruction: Raw = base.ABSENT
-    tools: Raw = base.ABSENT
-    generation_config: Raw = base.ABSENT
-    tool_config: Raw = base.ABSENT
+    system_instruction: Raw = decoding.ABSENT
+    tools: Raw = decoding.ABSENT
+    generation_config: Raw = decoding.ABSENT
+    tool_config: Raw = decoding.ABSENT
     cached_content: str | None = None
-    generate_content_request: Raw = base.ABSENT
+    generate_content_request: Raw = decoding.ABSENT
     """The whole request, in the longer of the two forms of a count."""
-    system_snake: Raw = msgspec.field(default=base.ABSENT, name="system_instruction")
-    generation_snake: Raw = msgspec.field(default=base.ABSENT, name="generation_config")
-    choice_snake: Raw = msgspec.field(default=base.ABSENT, name="tool_config")
+    system_snake: Raw = msgspec.field(default=decoding.ABSENT, name="system_instruction")
+    generation_snake: Raw = msgspec.field(default=decoding.ABSENT, name="generation_config")
+    choice_snake: Raw = msgspec.field(default=decoding.ABSENT, name="tool_config")
     cached_snake: str | None = msgspec.field(default=None, name="cached_content")
 
 
@@ -186,24 +186,24 @@ class Google(base.Dialect):
     def _find_key(self, headers: Mapping[str, str], query: str) -> str | None:
         return headers.get("x-goog-api-key") or parse_qs(query).get("key", [None])[0]
 
-    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
         body = cache.decode_body(request.body, _body, "contents")
-        if method == "countTokens" and body.generate_content_request != base.ABSENT:
-            body = base.decode(body.generate_content_request, _body, "generateContentRequest")
+        if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
+            body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
             raise RequestError("contents=[] must hold at least one content", param="contents")
         if body.cached_content or body.cached_snake:
             advice = ": nothing is cached here; send the whole prompt"
-            raise base.unsupported(
+            raise decoding.unsupported(
                 body.cached_content or body.cached_snake, "cachedContent", advice
             )
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], google_messages.fold_content)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
-        choice = base.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
+        choice = decoding.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
         thinking = google_messages.to_camel(config.thinking_config or {})
         return Request(
             model=model,
@@ -309,21 +309,21 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, int]:
 
 # --------------------------------------------------------------------------- requests
 def _either(camel: Raw, snake: Raw) -> Raw:
-    return snake if camel == base.ABSENT else camel
+    return snake if camel == decoding.ABSENT else camel
 
 
 def _parse_config(raw: Raw) -> _Config:
     """The generation config. Raises `Unsupported` for fields that cannot be honoured."""
-    given = base.decode(raw, _any, _CONFIG)
+    given = decoding.decode(raw, _any, _CONFIG)
     if given is None:
         return _Config()
-    fields = google_messages.to_camel(base.require_object(given, _CONFIG))
-    config = base.decode(base.encode(fields), _config, _CONFIG, f"{_CONFIG}.")
+    fields = google_messages.to_camel(decoding.require_object(given, _CONFIG))
+    config = decoding.decode(base.encode(fields), _config, _CONFIG, f"{_CONFIG}.")
     modalities = [one for one in config.response_modalities or () if one != "TEXT"]
     refused = {name: fields.get(name) for name in _REFUSED} | {"responseModalities": modalities}
     for name, value in refused.items():
         if value:
-            raise base.unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
+            raise decoding.unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
     return config
 
 
@@ -339,5 +339,5 @@ def _parse_constraint(config: _Config) -> Constraint | None:
         return Constraint(ConstraintKind.JSON_SCHEMA, base.encode(schema).decode())
     if media != "text/plain" or schema is not None:
         right = "must be 'text/plain', or 'application/json' (which a response schema needs)"
-        raise base.invalid(media, f"{_CONFIG}.responseMimeType", right)
+        raise decoding.invalid(media, f"{_CONFIG}.responseMimeType", right)
     return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects import base
+from tugline.chat.dialects import base, decoding
 from tugline.chat.model_call import (
     ChoiceMode,
     ContentBuilder,
@@ -76,7 +76,7 @@ def build_part(piece: Piece, *, signed: bool) -> dict[str, Any]:
     if isinstance(piece, ReasoningDelta):
         return {"text": piece.text, "thought": True}
     args = piece.arguments.strip() or "{}"
-    if base.decode_object(args) is None:
+    if decoding.decode_object(args) is None:
         args = base.encode({_UNPARSED: piece.arguments}).decode()
     call = {"id": piece.id, "name": piece.name, "args": Raw(args.encode())}
     if not signed:
@@ -99,8 +99,10 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
     where = f"contents[{index - 1}]"
     role = item.get("role") or "user" if isinstance(item, dict) else None
     if role not in ("user", "model", "function"):  # it may be a list, which has no hash
-        raise base.invalid(role, f"{where}.role", "must be user, model or function")
-    parts = base.parse_list(base.require(item, "parts", list, where), f"{where}.parts", _parse_part)
+        raise decoding.invalid(role, f"{where}.role", "must be user, model or function")
+    parts = decoding.parse_list(
+        decoding.require(item, "parts", list, where), f"{where}.parts", _parse_part
+    )
     if role == "model":
         _add_answer(messages, parts, index)
     else:
@@ -110,12 +112,12 @@ def fold_content(messages: list[Message], item: Any, index: int) -> None:
 def _parse_parts(item: Any, where: str) -> tuple[_Part, ...]:
     """The parts of a content; one alone may stand without a list around it."""
     alone = isinstance(item, dict) and isinstance(item.get("parts"), dict)
-    parts = [item["parts"]] if alone else base.require(item, "parts", list, where)
-    return base.parse_list(parts, f"{where}.parts", _parse_part)
+    parts = [item["parts"]] if alone else decoding.require(item, "parts", list, where)
+    return decoding.parse_list(parts, f"{where}.parts", _parse_part)
 
 
 def _parse_part(part: Any, where: str) -> _Part:
-    fields = to_camel(base.require_object(part, where))
+    fields = to_camel(decoding.require_object(part, where))
     kinds = [name for name, value in fields.items() if name not in _ASIDE and value is not None]
     if len(kinds) > 1:
         msg = f"{where} must hold one of {', '.join(sorted(kinds))}, not all"
@@ -134,7 +136,7 @@ def _parse_system(item: Any) -> str:
     for kind, fields, place in _parse_parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
             raise _unknown(kind, place, "only text stands in a system prompt")
-        builder.add_text(base.require(fields, "text", str, place))
+        builder.add_text(decoding.require(fields, "text", str, place))
     return builder.text
 
 
@@ -155,29 +157,31 @@ def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
 
 def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
     if kind == "text":
-        builder.add_text(base.require(part, "text", str, where))
+        builder.add_text(decoding.require(part, "text", str, where))
         return
     if kind not in {"inlineData", "fileData"}:
         raise _unknown(kind, where, "a user's parts are text, images or functionResponse")
-    data = to_camel(base.require(part, kind, dict, where))
+    data = to_camel(decoding.require(part, kind, dict, where))
     media = str(data.get("mimeType") or "")
     where = f"{where}.{kind}"
     if not media.startswith("image/") and not (media == "" and kind == "fileData"):
         msg = f"{where}.mimeType={media!r} cannot be honoured; only images are understood"
         raise RequestError(msg, param=f"{where}.mimeType")
     if kind == "inlineData":
-        builder.add_image(f"data:{media};base64,{base.require(data, 'data', str, where)}")
+        builder.add_image(f"data:{media};base64,{decoding.require(data, 'data', str, where)}")
         return
-    uri = base.require(data, "fileUri", str, where)
+    uri = decoding.require(data, "fileUri", str, where)
     if not uri.startswith(("https://", "http://")):
         problem = "must be an https address; uploaded files are not kept"
-        raise base.invalid(uri, f"{where}.fileUri", problem)
+        raise decoding.invalid(uri, f"{where}.fileUri", problem)
     builder.add_image(uri)
 
 
 def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Message:
-    name = base.require(value, "name", str, where)
-    response = {} if value.get("response") is None else base.require(value, "response", dict, where)
+    name = decoding.require(value, "name", str, where)
+    response = (
+        {} if value.get("response") is None else decoding.require(value, "response", dict, where)
+    )
     builder = ContentBuilder()
     builder.add_text(_find_output(response))
     for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
@@ -220,9 +224,9 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
     for kind, part, where in parts:
         if kind == "text":
             delta = ReasoningDelta if part.get("thought") else TextDelta
-            pieces.append(delta(base.require(part, "text", str, where)))
+            pieces.append(delta(decoding.require(part, "text", str, where)))
         elif kind == "functionCall":
-            fields = to_camel(base.require(part, kind, dict, where))
+            fields = to_camel(decoding.require(part, kind, dict, where))
             pieces.append(_parse_call(fields, f"call_{index}_{number}", f"{where}.{kind}"))
             number += 1
         else:
@@ -231,11 +235,11 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
 
 
 def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall:
-    args = base.require(fields, "args", dict, where) if fields.get("args") is not None else {}
+    args = decoding.require(fields, "args", dict, where) if fields.get("args") is not None else {}
     return ToolCall(
-        base.optional_text(fields, "id") or substitute,
-        base.require(fields, "name", str, where),
-        base.optional_text(args, _UNPARSED) or base.encode(args).decode(),
+        decoding.optional_text(fields, "id") or substitute,
+        decoding.require(fields, "name", str, where),
+        decoding.optional_text(args, _UNPARSED) or base.encode(args).decode(),
     )
 
 
@@ -247,24 +251,24 @@ def _unknown(kind: str, where: str, advice: str) -> RequestError:
 # --------------------------------------------------------------------------- tools
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     """The functions that one item declares; tools that run on Google's servers are refused."""
-    fields = to_camel(base.require_object(item, where))
+    fields = to_camel(decoding.require_object(item, where))
     for name in sorted(fields):
         if fields[name] is not None and name != "functionDeclarations":
             advice = ": Google's own servers run it; only functionDeclarations are understood"
-            raise base.unsupported(fields[name], f"{where}.{name}", advice)
+            raise decoding.unsupported(fields[name], f"{where}.{name}", advice)
     declared = fields.get("functionDeclarations")
-    return base.parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
+    return decoding.parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
 
 
 def _parse_tool(item: Any, where: str) -> Tool:
-    name = base.require(item, "name", str, where)
+    name = decoding.require(item, "name", str, where)
     fields = to_camel(item)
     schema = fields.get("parametersJsonSchema")
     if schema is not None:
-        base.require_object(schema, f"{where}.parametersJsonSchema")
+        decoding.require_object(schema, f"{where}.parametersJsonSchema")
     elif fields.get("parameters") is not None:
-        schema = to_json_schema(base.require(fields, "parameters", dict, where))
-    return Tool(name, base.optional_text(fields, "description") or "", schema or {})
+        schema = to_json_schema(decoding.require(fields, "parameters", dict, where))
+    return Tool(name, decoding.optional_text(fields, "description") or "", schema or {})
 
 
 def to_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -298,14 +302,14 @@ def parse_tool_choice(config: Any) -> ToolChoice:
     calling = to_camel(config).get("functionCallingConfig") if isinstance(config, dict) else None
     if calling is None:
         return ToolChoice()
-    fields = to_camel(base.require_object(calling, where))
+    fields = to_camel(decoding.require_object(calling, where))
     mode = _MODES.get(str(fields.get("mode") or "AUTO").upper())
     if mode is None:
-        raise base.invalid(
+        raise decoding.invalid(
             fields.get("mode"), f"{where}.mode", f"must be one of {', '.join(_MODES)}"
         )
     place = f"{where}.allowedFunctionNames"
-    names = base.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
+    names = decoding.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
     for name in names:
         if not isinstance(name, str):
             raise RequestError(f"{place} has {name!r:.60}; it must hold names", param=place)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects import base
+from tugline.chat.dialects import base, decoding
 from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
@@ -116,7 +116,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 def find_thread(headers: Mapping[str, str]) -> ThreadInfo:
     """The thread, and the one that waits for it, as codex, opencode and pi name them."""
-    metadata = base.decode_object(headers.get("x-codex-turn-metadata", "")) or {}
+    metadata = decoding.decode_object(headers.get("x-codex-turn-metadata", "")) or {}
     about = {name: value for name, value in metadata.items() if isinstance(value, str) and value}
     thread = headers.get("thread-id") or about.get("thread_id") or _first(headers, _THREADS)
     parent = about.get("parent_thread_id") or _first(headers, _PARENTS)
@@ -146,16 +146,16 @@ def parse_content(
         builder.add_text(content)
         return builder
     if not isinstance(content, list):
-        raise base.invalid(content, where, "must be text or a list of parts")
+        raise decoding.invalid(content, where, "must be text or a list of parts")
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        kind = base.require(part, "type", str, place)
+        kind = decoding.require(part, "type", str, place)
         if kind in texts:
-            builder.add_text(base.require(part, texts[kind], str, place))
+            builder.add_text(decoding.require(part, texts[kind], str, place))
         elif kind == image:
             builder.add_image(*_parse_image(part, place))
         else:
-            raise base.unsupported(kind, f"{place}.type", f"; it must be {advice}")
+            raise decoding.unsupported(kind, f"{place}.type", f"; it must be {advice}")
     return builder
 
 
@@ -163,16 +163,16 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
     """URL and detail, which stand beside each other in the part or in an object of its own."""
     image = part.get("image_url")
     if image is None:
-        raise base.invalid(image, f"{where}.image_url", "must be a URL")
+        raise decoding.invalid(image, f"{where}.image_url", "must be a URL")
     if isinstance(image, str):
-        return image, base.optional_text(part, "detail")
-    url = base.require(image, "url", str, f"{where}.image_url")
-    return url, base.optional_text(image, "detail")
+        return image, decoding.optional_text(part, "detail")
+    url = decoding.require(image, "url", str, f"{where}.image_url")
+    return url, decoding.optional_text(image, "detail")
 
 
 def parse_function(item: Any, where: str) -> Tool:
     """A function as both APIs describe it; `item` holds its name."""
-    parameters = base.require(item, "parameters", dict, where) if item.get("parameters") else {}
+    parameters = decoding.require(item, "parameters", dict, where) if item.get("parameters") else {}
     return Tool(
         _parse_name(item, where),
         _parse_description(item, where),
@@ -184,16 +184,16 @@ def parse_function(item: Any, where: str) -> Tool:
 def parse_custom(item: Any, where: str) -> Tool:
     """A tool that takes free text; a grammar for it cannot be enforced inside a response."""
     form = item.get("format") or {"type": "text"}
-    kind = base.require(form, "type", str, f"{where}.format")
+    kind = decoding.require(form, "type", str, f"{where}.format")
     if kind != "text":
         advice = ": a grammar cannot be enforced inside an answer; it must be 'text'"
-        raise base.unsupported(kind, f"{where}.format.type", advice)
+        raise decoding.unsupported(kind, f"{where}.format.type", advice)
     description = _parse_description(item, where)
     return Tool(_parse_name(item, where), description, CUSTOM_INPUT, ToolKind.CUSTOM)
 
 
 def _parse_name(item: Any, where: str) -> str:
-    name = base.require(item, "name", str, where)
+    name = decoding.require(item, "name", str, where)
     if not name:
         raise RequestError(f"{where}.name must not be empty", param=f"{where}.name")
     return name
@@ -202,7 +202,7 @@ def _parse_name(item: Any, where: str) -> str:
 def _parse_description(item: Any, where: str) -> str:
     if item.get("description") is None:
         return ""
-    return base.require(item, "description", str, where)
+    return decoding.require(item, "description", str, where)
 
 
 def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
@@ -211,32 +211,34 @@ def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice()
     if isinstance(choice, str):
         if choice not in {"none", "auto", "required"}:
-            raise base.invalid(choice, "tool_choice", "must be none, auto, required or an object")
+            raise decoding.invalid(
+                choice, "tool_choice", "must be none, auto, required or an object"
+            )
         return ToolChoice(ChoiceMode(choice))
-    kind = base.require(choice, "type", str, "tool_choice")
+    kind = decoding.require(choice, "type", str, "tool_choice")
     if kind == "allowed_tools":
         return _parse_allowed(choice.get("allowed_tools") or choice, tools)
     if kind not in {"function", "custom", "local_shell"}:
         advice = "; it must be function, custom, local_shell or allowed_tools"
-        raise base.unsupported(kind, "tool_choice.type", advice)
+        raise decoding.unsupported(kind, "tool_choice.type", advice)
     return ToolChoice(ChoiceMode.NAMED, (_find_name(choice, "tool_choice"),))
 
 
 def _find_name(item: Any, where: str) -> str:
-    kind = base.require(item, "type", str, where)
+    kind = decoding.require(item, "type", str, where)
     if kind == "local_shell":
         return kind
     inner = item.get(kind)
-    name = base.require(inner if isinstance(inner, dict) else item, "name", str, where)
+    name = decoding.require(inner if isinstance(inner, dict) else item, "name", str, where)
     namespace = item.get("namespace")
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
 def _parse_allowed(item: Any, tools: Sequence[Tool]) -> ToolChoice:
-    mode = base.require(item, "mode", str, "tool_choice")
+    mode = decoding.require(item, "mode", str, "tool_choice")
     if mode not in {"auto", "required"}:
-        raise base.invalid(mode, "tool_choice.mode", "must be auto or required")
-    allowed = base.require(item, "tools", list, "tool_choice")
+        raise decoding.invalid(mode, "tool_choice.mode", "must be auto or required")
+    allowed = decoding.require(item, "tools", list, "tool_choice")
     names = tuple(_find_name(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(allowed))
     if {tool.name for tool in tools} <= set(names):
         return ToolChoice(ChoiceMode(mode))
@@ -265,7 +267,9 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
     if form.type == "json_object":
         return Constraint(ConstraintKind.JSON_OBJECT)
     if form.type != "json_schema":
-        raise base.invalid(form.type, f"{field}.type", "must be text, json_object or json_schema")
+        raise decoding.invalid(
+            form.type, f"{field}.type", "must be text, json_object or json_schema"
+        )
     named = form.json_schema or form
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):
@@ -282,7 +286,7 @@ def wrap_input(text: str) -> str:
 
 def unwrap_input(call: ToolCall) -> str | None:
     """The text of a call to a custom tool; None if the model did not keep to that form."""
-    arguments = base.decode_object(call.arguments)
+    arguments = decoding.decode_object(call.arguments)
     if arguments is None or arguments.keys() != {"input"}:
         return None
-    return base.optional_text(arguments, "input")
+    return decoding.optional_text(arguments, "input")

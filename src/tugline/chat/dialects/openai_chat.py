@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects import base, openai
+from tugline.chat.dialects import base, decoding, openai
 from tugline.chat.model_call import (
     ContentBuilder,
     Piece,
@@ -59,7 +59,7 @@ class _StreamOptions(msgspec.Struct):
 class _ChatBody(openai.SamplingFields, kw_only=True):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     model: str = ""
-    tools: Raw = base.ABSENT
+    tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -71,7 +71,7 @@ class _ChatBody(openai.SamplingFields, kw_only=True):
     response_format: openai.ResponseFormat | None = None
 
 
-_decoder = base.decoder_with_refusals(_ChatBody, _REFUSALS)
+_decoder = decoding.decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
 class _ChatStream(base.Stream):
@@ -139,10 +139,10 @@ class OpenAIChat(openai.OpenAIDialect):
         """All that the other dialects leave."""
         return True
 
-    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         body = cache.decode_body(request.body, _decoder, "messages")
-        base.check_refusals(body, _REFUSALS)
+        decoding.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
         return Request(
@@ -227,22 +227,22 @@ def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- requests
 def _fold_message(messages: list[Message], item: Any, index: int) -> None:
     where = f"messages[{index}]"
-    name = base.require(item, "role", str, where)
+    name = decoding.require(item, "role", str, where)
     if name not in _ROLES:
-        raise base.invalid(name, f"{where}.role", f"must be one of {', '.join(Role)}")
+        raise decoding.invalid(name, f"{where}.role", f"must be one of {', '.join(Role)}")
     role = Role(name)
     for field in ("function_call", "audio"):
         if item.get(field) is not None:
             msg = f"{where}.{field} is not supported here; use text and tool_calls"
             raise Unsupported(msg, param=f"{where}.{field}")
     content = _parse_content(item.get("content"), f"{where}.content")
-    calls = base.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
+    calls = decoding.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
     messages.append(
         Message(
             role=role,
             content=content.text,
-            tool_calls=base.parse_list(calls, f"{where}.tool_calls", _parse_call),
-            tool_call_id=base.require(item, "tool_call_id", str, where)
+            tool_calls=decoding.parse_list(calls, f"{where}.tool_calls", _parse_call),
+            tool_call_id=decoding.require(item, "tool_call_id", str, where)
             if role is Role.TOOL
             else None,
             reasoning=_find_reasoning(item) if role is Role.ASSISTANT else None,
@@ -264,24 +264,26 @@ def _find_reasoning(item: Any) -> str | None:
 
 def _parse_call(call: Any, where: str) -> ToolCall:
     typed = isinstance(call, dict) and call.get("type") is not None
-    kind = base.require(call, "type", str, where) if typed else "function"
+    kind = decoding.require(call, "type", str, where) if typed else "function"
     if kind not in {"function", "custom"}:
-        raise base.invalid(kind, f"{where}.type", "must be function or custom")
-    inner, place = base.require(call, kind, dict, where), f"{where}.{kind}"
-    name = base.require(inner, "name", str, place)
+        raise decoding.invalid(kind, f"{where}.type", "must be function or custom")
+    inner, place = decoding.require(call, kind, dict, where), f"{where}.{kind}"
+    name = decoding.require(inner, "name", str, place)
     if kind == "custom":
-        arguments = openai.wrap_input(base.require(inner, "input", str, place))
+        arguments = openai.wrap_input(decoding.require(inner, "input", str, place))
     elif inner.get("arguments") is None:
         arguments = ""
     else:
-        arguments = base.require(inner, "arguments", str, place)
+        arguments = decoding.require(inner, "arguments", str, place)
     return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
 def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
-    kind = base.require(item, "type", str, where)
+    kind = decoding.require(item, "type", str, where)
     if kind == "function":
-        return (openai.parse_function(base.require(item, kind, dict, where), f"{where}.{kind}"),)
+        return (
+            openai.parse_function(decoding.require(item, kind, dict, where), f"{where}.{kind}"),
+        )
     if kind == "custom":
-        return (openai.parse_custom(base.require(item, kind, dict, where), f"{where}.{kind}"),)
-    raise base.unsupported(kind, f"{where}.type", "; it must be function or custom")
+        return (openai.parse_custom(decoding.require(item, kind, dict, where), f"{where}.{kind}"),)
+    raise decoding.unsupported(kind, f"{where}.type", "; it must be function or custom")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Raw
 
-from tugline.chat.dialects import base, openai
+from tugline.chat.dialects import base, decoding, openai
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
 from tugline.chat.dialects.responses_output import (
     Echo,
@@ -54,17 +54,17 @@ class _ResponsesBody(openai.SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Raw = base.ABSENT
+    tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: int | None = None
     stop: str | list[str] | None = None
-    text: Raw = base.ABSENT
+    text: Raw = decoding.ABSENT
     include: list[str] | None = None
-    reasoning: Raw = base.ABSENT
-    metadata: Raw = base.ABSENT
+    reasoning: Raw = decoding.ABSENT
+    metadata: Raw = decoding.ABSENT
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -96,7 +96,7 @@ class _Message(msgspec.Struct):
     content: Any = None
 
 
-_decoder = base.decoder_with_refusals(_ResponsesBody, _REFUSALS)
+_decoder = decoding.decoder_with_refusals(_ResponsesBody, _REFUSALS)
 _text = msgspec.json.Decoder(_TextConfig | None)
 _message = msgspec.json.Decoder(_Message)
 
@@ -117,18 +117,20 @@ class OpenAIResponses(openai.OpenAIDialect):
         "max_tokens": "max_output_tokens",
     }
 
-    def parse(self, request: base.HttpRequest, cache: base.ParseCache) -> Request:
+    def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         body = cache.decode_body(request.body, _decoder, "input")
-        base.check_refusals(body, _REFUSALS)
+        decoding.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
-                raise base.unsupported(name, f"include[{index}]", "; leave it out", param="include")
+                raise decoding.unsupported(
+                    name, f"include[{index}]", "; leave it out", param="include"
+                )
         compact = request.path == "/responses/compact"
         items, first = _list_items(body, compact=compact)
         all_tools = list_tools(body.tools, items, request.body)
         tools = () if compact else cache.parse_tools(all_tools, parse_tools)
-        text = base.decode(body.text, _text, "text", "text.")
+        text = decoding.decode(body.text, _text, "text", "text.")
         thread = openai.find_thread(request.headers)
         if compact:
             thread = ThreadInfo(thread.id, thread.parent, TraceKind.COMPACTION)
@@ -183,12 +185,12 @@ def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
     if compacted is not None:
         return base.encode(Echo(compact=_find_user_items(compacted)))
     fields = {name: getattr(body, name) for name in _ECHOED} | {
-        "metadata": {} if body.metadata == base.ABSENT else body.metadata,
+        "metadata": {} if body.metadata == decoding.ABSENT else body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "store": body.store is not False,
-        "text": {"format": {"type": "text"}} if body.text == base.ABSENT else body.text,
+        "text": {"format": {"type": "text"}} if body.text == decoding.ABSENT else body.text,
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [] if body.tools == base.ABSENT else body.tools,
+        "tools": [] if body.tools == decoding.ABSENT else body.tools,
         "top_logprobs": 0,
         "truncation": "disabled",
     }

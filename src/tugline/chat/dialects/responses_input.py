@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.dialects import base, openai
+from tugline.chat.dialects import base, decoding, openai
 from tugline.chat.model_call import ContentBuilder, decode_arguments, join_messages
 from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall
@@ -59,23 +59,25 @@ class ItemFolder:
     of a response or, if they leave reasoning out, to those whose meaning counts.
     """
 
-    def __init__(self, items: Sequence[msgspec.Raw], first: int, cache: base.ParseCache) -> None:
+    def __init__(
+        self, items: Sequence[msgspec.Raw], first: int, cache: decoding.ParseCache
+    ) -> None:
         """`first` is the index of ``input[0]`` among the items."""
         self._items, self._first, self._cache = items, first, cache
 
     def __call__(self, messages: list[Message], item: Any, index: int) -> None:
         """Append the item's message, or extend the response that it is a part of."""
         where = f"input[{index - self._first}]"
-        kind = base.require_object(item, where).get("type") or "message"
+        kind = decoding.require_object(item, where).get("type") or "message"
         if kind == "item_reference":
-            response = base.require(item, "id", str, where).rpartition("_")[0]
+            response = decoding.require(item, "id", str, where).rpartition("_")[0]
             answer = self._cache.recall(response, f"{where}.id")[0][-1]
             messages += [] if messages and messages[-1] is answer else [answer]
             return
         parse = _PARSERS.get(kind) if isinstance(kind, str) else None
         if parse is None:
             advice = f"; it must be one of {', '.join(sorted(_PARSERS))}"
-            raise base.unsupported(kind, f"{where}.type", advice)
+            raise decoding.unsupported(kind, f"{where}.type", advice)
         if kind == "local_shell_call_output" and "call_id" not in item:
             item = {**item, "call_id": self._find_call_id(item, index)}
         message = parse(item, where)
@@ -130,10 +132,10 @@ def _is_of_response(item: Any) -> bool:
 
 
 def _parse_message(item: Any, where: str) -> Message:
-    name = base.require(item, "role", str, where)
+    name = decoding.require(item, "role", str, where)
     role = _ROLES.get(name)
     if role is None:
-        raise base.invalid(name, f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        raise decoding.invalid(name, f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     return _parse_content(item.get("content"), f"{where}.content").build(role)
 
 
@@ -166,35 +168,35 @@ def _foreign(where: str) -> Unsupported:
 
 
 def _parse_function_call(item: Any, where: str) -> Message:
-    arguments = base.require(item, "arguments", str, where)
+    arguments = decoding.require(item, "arguments", str, where)
     return _build_call(item, where, _find_name(item, where), arguments)
 
 
 def _parse_custom_call(item: Any, where: str) -> Message:
-    arguments = openai.wrap_input(base.require(item, "input", str, where))
+    arguments = openai.wrap_input(decoding.require(item, "input", str, where))
     return _build_call(item, where, _find_name(item, where), arguments)
 
 
 def _parse_shell_call(item: Any, where: str) -> Message:
-    action = base.require(item, "action", dict, where)
+    action = decoding.require(item, "action", dict, where)
     fields = {name: value for name, value in action.items() if name in SHELL_FIELDS and value}
     return _build_call(item, where, _SHELL.name, base.encode(fields).decode())
 
 
 def _build_call(item: Any, where: str, name: str, arguments: str) -> Message:
-    call = ToolCall(base.require(item, "call_id", str, where), name, arguments)
+    call = ToolCall(decoding.require(item, "call_id", str, where), name, arguments)
     return Message(Role.ASSISTANT, tool_calls=(call,))
 
 
 def _find_name(item: Any, where: str) -> str:
-    name = base.require(item, "name", str, where)
+    name = decoding.require(item, "name", str, where)
     namespace = item.get("namespace")
     return f"{namespace}__{name}" if namespace else name
 
 
 def _parse_output(item: Any, where: str) -> Message:
     content = _parse_content(item.get("output"), f"{where}.output")
-    return content.build(Role.TOOL, base.require(item, "call_id", str, where))
+    return content.build(Role.TOOL, decoding.require(item, "call_id", str, where))
 
 
 def _parse_content(content: Any, where: str) -> ContentBuilder:
@@ -234,17 +236,17 @@ def list_tools(tools: msgspec.Raw, items: Sequence[msgspec.Raw], body: bytes) ->
     """The JSON list of all tools: those of the request, and those that its items add."""
     if b'"additional_tools"' not in body:
         return tools
-    lists = [base.decode(tools, _list, "tools", "tools") or []]
+    lists = [decoding.decode(tools, _list, "tools", "tools") or []]
     for raw in items:
         if b'"additional_tools"' in bytes(raw):
-            item = base.decode(raw, _additional, "additional_tools", "additional_tools.")
+            item = decoding.decode(raw, _additional, "additional_tools", "additional_tools.")
             lists += [item.tools] if item.type == "additional_tools" else []
     return b"[" + b",".join(tool for tools in lists for tool in tools) + b"]"
 
 
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     """The tools that one item declares, as the model sees them."""
-    kind = base.require(item, "type", str, where)
+    kind = decoding.require(item, "type", str, where)
     if kind == "function":
         return (openai.parse_function(item, where),)
     if kind == "custom":
@@ -258,14 +260,14 @@ def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
         f": it runs at OpenAI; switch it off in the client{off}; function, custom, local_shell and "
         "namespace tools are served"
     )
-    raise base.unsupported(kind, f"{where}.type", advice)
+    raise decoding.unsupported(kind, f"{where}.type", advice)
 
 
 def _parse_namespace(item: Any, where: str) -> tuple[Tool, ...]:
-    name = base.require(item, "name", str, where)
+    name = decoding.require(item, "name", str, where)
     about = item.get("description")
     tools: list[Tool] = []
-    for index, inner in enumerate(base.require(item, "tools", list, where)):
+    for index, inner in enumerate(decoding.require(item, "tools", list, where)):
         for tool in parse_tools(inner, f"{where}.tools[{index}]"):
             text = f"{about}\n\n{tool.description}" if about else tool.description
             named = {"name": f"{name}__{tool.name}", "description": text, "namespace": name}

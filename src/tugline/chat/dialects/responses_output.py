@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Stream, decode_object, encode
+from tugline.chat.dialects.base import Stream, encode
+from tugline.chat.dialects.decoding import decode_object
 from tugline.chat.dialects.responses_input import SHELL_FIELDS, seal
 from tugline.chat.model_call import (
     Piece,
