@@ -52,7 +52,6 @@ def _call(sampled: list[int]) -> Call:
         finish=Finish.STOP,
         engine="embedded",
         timings=Timings(received=1.0),
-        request=b'{"model":"m"}',
     )
 
 

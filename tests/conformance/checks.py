@@ -44,7 +44,8 @@ def streaming(_: Case, run: SessionRun) -> str | None:
     if len(run.calls) <= SLOW:
         return f"only {len(run.calls)} turns"
     call = run.calls[SLOW]
-    parts = next((r.chunks for r in run.requests if r.request == call.request), [])
+    came = [each for each in run.requests if each.at <= call.timings.received]
+    parts = came[-1].chunks if came else []
     if len(parts) == 1:
         return "the answer came whole"
     early = sum(at < (call.timings.last_token or 0.0) for at, _ in parts)

@@ -35,7 +35,7 @@ class WireRecord:
 
     path: str
     at: float
-    request: bytes = b""
+    """Unix seconds when it came."""
     status: int = 0
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
     """Unix seconds and bytes of each part of the answer's body."""
@@ -60,11 +60,6 @@ class RecordingGateway(Gateway):
         lost = len(self.requests) in self.broken
         self.requests.append(record)
 
-        async def receive_recorded() -> Message:
-            message = await receive()
-            record.request += message.get("body", b"")
-            return message
-
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -73,12 +68,12 @@ class RecordingGateway(Gateway):
             await send(message)
 
         await (
-            self._lose(receive_recorded, send_recorded, scope)
+            self._lose(receive, send_recorded, scope)
             if lost
-            else super().app(scope, receive_recorded, send_recorded)
+            else super().app(scope, receive, send_recorded)
         )
 
-    async def _lose(self, receive_recorded: Receive, send_recorded: Send, scope: Message) -> None:
+    async def _lose(self, receive: Receive, send_recorded: Send, scope: Message) -> None:
         """Disconnect as if the line broke behind a proxy; the client gets 502."""
         whole = asyncio.Event()
 
@@ -86,7 +81,7 @@ class RecordingGateway(Gateway):
             if whole.is_set():
                 await asyncio.sleep(_LEAVES_AFTER_S)
                 return {"type": "http.disconnect"}
-            message = await receive_recorded()
+            message = await receive()
             if not message.get("more_body"):
                 whole.set()
             return message
