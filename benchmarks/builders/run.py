@@ -5,7 +5,8 @@ trainer forwards every token of every trace that trains something, one that pack
 of the tree; what is trained is the same with each builder. `docs/benchmarks.md` says what each
 figure means.
 
-    python benchmarks/builders/run.py [--json] [--sessions FOLDER | --train [--scale S]]
+    python benchmarks/builders/run.py [--json] [--sessions FOLDER]
+    python benchmarks/builders/run.py [--json] --train [--scale S] [--model FOLDER]
 """
 
 # ruff: noqa: INP001 - a program, not a package
@@ -279,13 +280,13 @@ def _forests(groups: Sequence[Group]) -> Table:
     return table
 
 
-def show_training(scale: float, *, as_json: bool) -> None:
+def show_training(scale: float, folder: Path | None, *, as_json: bool) -> None:
     """One step of training with each builder."""
-    from step_cost import train  # noqa: PLC0415 - brings torch, which counting does not need
+    from step_cost import device, train  # noqa: PLC0415 - brings torch, which counting does not need
 
-    rows = train(scale)
+    rows = train(scale, folder)
     if as_json:
-        sys.stdout.write(json.dumps({"scale": scale, "rows": rows}) + "\n")
+        sys.stdout.write(json.dumps({"scale": scale, "device": device(), "rows": rows}) + "\n")
         return
     table = Table(*rows[0], box=None, padding=(0, 1))
     for row in rows:
@@ -302,9 +303,10 @@ def main() -> None:
     parser.add_argument("--sessions", type=Path, help="folder with recorded sessions")
     parser.add_argument("--train", action="store_true", help="train on made-up sessions instead")
     parser.add_argument("--scale", type=float, default=0.1, help="of their tokens (--train)")
+    parser.add_argument("--model", type=Path, help="folder of the model to train (--train)")
     options = parser.parse_args()
     if options.train:
-        show_training(options.scale, as_json=options.json)
+        show_training(options.scale, options.model, as_json=options.json)
         return
     try:
         if options.sessions is not None:

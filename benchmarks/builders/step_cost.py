@@ -1,8 +1,9 @@
-"""What training costs with each builder: optimizer updates, tokens and CPU time of one step.
+"""What training costs with each builder: optimizer updates, tokens and time of one step.
 
-Groups of made-up sessions go through the real builders and the real trainer, with a small model on
-one thread. Updates are batched as published (so many traces make an update, as in the reference's
-trainer) and as Tugline does it (so many sessions, with all of their traces).
+Groups of made-up sessions go through the real builders and the real trainer, with a tiny model on
+one thread of a CPU, or on a GPU in bfloat16 with any model. Updates are batched as published (so
+many traces make an update, as in the reference's trainer) and as Tugline does it (so many sessions,
+with all of their traces).
 """
 
 # ruff: noqa: INP001 - a program, not a package
@@ -12,11 +13,12 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tugline.plugins import find
 from tugline.trainers.grpo.batch import Row
@@ -42,6 +44,8 @@ SESSIONS_PER_UPDATE = 2
 TURNS = 50
 BASE, SAMPLED, ADDED = 8000, 300, 1550
 """Tokens of system prompt and tools, of an answer, and of what comes back for it."""
+GPU_TOKENS = 131_072
+"""Most tokens of a forward pass of a model that was given."""
 TEAM, TEAM_TURNS = 6, 6
 """Sub-agents of a session in a team, and turns of each; they have the same system prompt."""
 ROWS = (
@@ -110,38 +114,59 @@ def make_group(shape: str, scale: float) -> list[tuple[Call, ...]]:
     return group
 
 
-def train(scale: float) -> list[dict[str, Any]]:
-    """One step of each builder on each shape; figures of each."""
+def train(scale: float, folder: Path | None) -> list[dict[str, Any]]:
+    """One step of each builder on each shape; figures of each. `folder` is a model's."""
     torch.set_num_threads(1)
     rows = []
     for shape in ("alone", "team"):
         group = make_group(shape, scale)
         for builder, batching, tree in ROWS:
             sys.stderr.write(f"training: {shape}, {builder}, batches {batching}\n")
-            rows.append({"shape": shape, **_step(group, builder, batching, tree=tree)})
+            rows.append({"shape": shape, **_step(group, builder, batching, folder, tree=tree)})
         slowest = rows[-len(ROWS)]
         for row in rows[-len(ROWS) :]:
-            row["times_as_fast"] = round(slowest["cpu_s"] / row["cpu_s"], 2)
+            row["times_as_fast"] = round(slowest["seconds"] / row["seconds"], 2)
             row["times_fewer_updates"] = round(slowest["updates"] / row["updates"], 2)
     return rows
 
 
-def _step(
-    group: Sequence[Sequence[Call]], builder: str, batching: str, *, tree: bool
-) -> dict[str, Any]:
+def device() -> str:
+    """The GPU, if there is one, else one thread of the CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "one thread of the CPU"
+
+
+def _load(folder: Path | None) -> PreTrainedModel:
+    """The model of a folder with weights in float32, or a tiny one."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=1 << 18,
+    if folder is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=32,
+                max_position_embeddings=1 << 18,
+            )
         )
-    )
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def _now() -> float:
+    """Seconds of the GPU once it has done all its work, or of this process's CPU time."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _step(
+    group: Sequence[Sequence[Call]], builder: str, batching: str, folder: Path | None, *, tree: bool
+) -> dict[str, Any]:
     trajectories = []
     for number, calls in enumerate(group):
         built = find("builder", builder)().build(calls)
@@ -156,9 +181,15 @@ def _step(
                 reward=Reward(float(number % 2)),
             )
         )
-    config = GrpoConfig(sessions_per_update=SESSIONS_PER_UPDATE, tree_packing=tree)
-    trainer = (PublishedBatching if batching == "published" else Grpo)(model, config)
-    began = time.process_time()
+    config = GrpoConfig(
+        sessions_per_update=SESSIONS_PER_UPDATE,
+        tree_packing=tree,
+        autocast="bfloat16" if torch.cuda.is_available() else None,
+        gradient_checkpointing=folder is not None,
+        micro_tokens=16_384 if folder is None else GPU_TOKENS,
+    )
+    trainer = (PublishedBatching if batching == "published" else Grpo)(_load(folder), config)
+    began = _now()
     report = trainer.step(trajectories, version=0)
     return {
         "builder": builder,
@@ -167,5 +198,5 @@ def _step(
         "updates": report.updates,
         "tokens_forwarded": report.tokens_forwarded,
         "tokens_trained": report.tokens_trained,
-        "cpu_s": round(time.process_time() - began, 2),
+        "seconds": round(_now() - began, 2),
     }

@@ -1,0 +1,163 @@
+"""What only a GPU runs: attention over ragged paths, and engine and trainer side by side."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from trainers import ranks
+from trainers.sessions import VERSION, tiny
+from tugline.inference.base import GenerateRequest, join
+from tugline.inference.engine import Engine
+from tugline.trainers.grpo.batch import Row, pack
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.distributed import shard
+from tugline.trainers.grpo.forward import PolicyModel, make_probe
+from tugline.types import Ids, Sample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+VOCABULARY = 512
+BFLOAT16_LOGPROB = 0.1
+"""Nats that one token may differ by between two attention kernels in bfloat16."""
+
+
+def small() -> Qwen3ForCausalLM:
+    """Random weights with grouped heads, on the GPU in float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.1,  # sharp enough that a wrong context shows
+    )
+    return Qwen3ForCausalLM(config).cuda().eval()
+
+
+def forked() -> list[Sample]:
+    """Eight rows that share 900 ids; of four pairs, the first begins the second."""
+    rng = np.random.default_rng(0)
+
+    def text(length: int) -> Ids:
+        return rng.integers(0, VOCABULARY, length).astype(np.int32)
+
+    prompt, samples = text(900), []
+    for number in range(4):
+        first = np.concatenate([prompt, text(50 + 37 * number)])
+        for ids in (first, np.concatenate([first, text(130)])):
+            mask = (np.arange(len(ids)) >= 900) & (rng.random(len(ids)) < 0.5)
+            samples.append(
+                Sample(
+                    input_ids=ids,
+                    loss_mask=mask,
+                    logprobs=np.zeros(len(ids), np.float32),
+                    versions=np.full(len(ids), VERSION, np.int32),
+                    advantages=np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32),
+                    temperatures=np.ones(len(ids), np.float32),
+                    group="g",
+                    session=f"s{len(samples)}",
+                )
+            )
+    return samples
+
+
+def run(config: GrpoConfig) -> tuple[int, np.ndarray, torch.Tensor]:
+    """Tokens computed, log probabilities by sample, and the gradient of a sum of them."""
+    model = small()
+    policy = PolicyModel(model, config)
+    samples = forked()
+    tokens, parts = 0, {}
+    rows = [Row(one, weight=1.0) for one in samples]
+    for micro in pack(
+        rows, micro_tokens=config.micro_tokens, tree=config.tree_packing, device=policy.device
+    ):
+        tokens += micro.computed - micro.padding
+        new = policy.logprobs(micro)
+        (new * micro.weight * micro.advantage).sum().backward()
+        counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
+        for row, part in zip(micro.rows, new.detach().split(counts), strict=True):
+            parts[row.sample.session] = part.cpu().numpy()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return tokens, np.concatenate([parts[one.session] for one in samples]), gradient
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_tree_gives_what_each_trace_gives_alone(
+    autocast: str | None, *, checkpointed: bool
+) -> None:
+    """In float32 attention runs by run, in bfloat16 over all paths at once by `varlen_attn`."""
+    options = {"autocast": autocast, "gradient_checkpointing": checkpointed}
+    plain_tokens, plain, gradient = run(GrpoConfig(tree_packing=False, **options))
+    tokens, packed, other = run(GrpoConfig(tree_packing=True, **options))
+    assert tokens < plain_tokens / 3
+    difference = np.abs(plain - packed)
+    cosine = torch.nn.functional.cosine_similarity(gradient.double(), other.double(), dim=0).item()
+    ratio = (other.norm() / gradient.norm()).item()
+    print(  # noqa: T201 - figures for docs/training.md, shown with -s
+        f"{autocast}: {plain_tokens} -> {tokens} tokens, max {difference.max():.1e} mean"
+        f" {difference.mean():.1e} nats, gradient cosine {cosine:.7f} ratio {ratio:.6f}"
+    )
+    if autocast is None:
+        assert difference.max() < 1e-4
+        assert (gradient - other).abs().max().item() < 1e-4 * gradient.abs().max().item()
+    else:
+        assert difference.max() < BFLOAT16_LOGPROB
+        assert cosine > 0.999
+        assert abs(ratio - 1) < 0.01
+
+
+async def test_the_engine_says_the_log_probabilities_that_the_trainer_computes() -> None:
+    """Answers of a batch of different lengths, with a common beginning, in float32."""
+    model = small()
+    rng = np.random.default_rng(1)
+    shared = rng.integers(3, VOCABULARY, 300).astype(np.int32)
+    engine = Engine(model, eos_ids=[2], max_model_len=2048, max_running=8)
+    worst, rows = 0.0, []
+    async with engine:
+        for number in range(6):
+            tail = rng.integers(3, VOCABULARY, 10 + 40 * number).astype(np.int32)
+            prompt = np.concatenate([shared, tail])
+            request = GenerateRequest(prompt_ids=prompt, max_tokens=64, ignore_eos=True)
+            async with contextlib.aclosing(engine.generate(request)) as chunks:
+                rows.append((prompt, join([chunk async for chunk in chunks])))
+    policy = PolicyModel(model, GrpoConfig())
+    for prompt, said in rows:
+        row = Row(make_probe(np.concatenate([prompt, said.ids])))
+        for micro in pack([row], micro_tokens=4096, tree=True, device=policy.device):
+            with torch.no_grad():
+                new = policy.logprobs(micro).cpu().numpy()[-len(said.ids) :]
+        worst = max(worst, float(np.abs(new - said.logprobs).max()))
+    print(f"engine against trainer: {worst:.1e} nats")  # noqa: T201 - as above
+    assert worst < 1e-4
+
+
+def test_a_model_sharded_over_nccl_learns_what_one_without_learns(tmp_path: Path) -> None:
+    """Five steps, one of them with a session that is not finite, in a group of one process."""
+    plain = tiny().cuda()
+    reports = ranks.train(plain, ranks.CONFIG, slice(None))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1
+    )
+    try:
+        sharded = tiny().cuda()
+        shard(sharded)
+        others = ranks.train(sharded, ranks.CONFIG, slice(None))
+        difference = (ranks.weights(plain) - ranks.weights(sharded)).abs().max().item()
+    finally:
+        dist.destroy_process_group()
+    print(f"weights after five steps: {difference:.1e} apart")  # noqa: T201 - as above
+    assert difference < 1e-5
+    pairs = zip(reports, others, strict=True)
+    assert max(abs(one.loss - other.loss) for one, other in pairs) < 1e-5
+    assert [one.updates_skipped for one in reports] == [one.updates_skipped for one in others]
