@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -133,7 +132,7 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
 
 @each_wire
 def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
-    """What was parsed in an earlier request is the same objects, and 64 kB cost next to nothing."""
+    """What was parsed in an earlier request is the same objects."""
     cache = ParseCache()
     said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
     for i in range(40):
@@ -148,12 +147,6 @@ def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
     assert second == wire.parse(body)
     assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
     assert second.tools is first.tools
-    took = []
-    for _ in range(20):
-        start = time.process_time()
-        wire.dialect.parse(request, cache)
-        took.append(time.process_time() - start)
-    assert min(took) < 0.001
 
 
 TURNS = st.sampled_from(

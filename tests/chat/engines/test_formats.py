@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -374,30 +373,3 @@ def test_an_abort_names_the_request_as_its_route_does() -> None:
         SglangChat: {"rid": "r-1"},
         Embedded: {"request_ids": ["r-1"]},
     }
-
-
-# --------------------------------------------------------------------------- cost
-def test_reading_is_quick() -> None:
-    """512 tokens of a token-in reply, and 16,000 prompt ids that nobody looks at one by one."""
-    entry = {"token_id": 7, "logprob": -0.0005794276366941631, "rank": 1}
-    choice = {
-        "token_ids": [7] * 512,
-        "logprobs": {"content": [{**entry, "top_logprobs": [entry]}] * 512},
-        "finish_reason": "stop",
-        "weight_versions": [{"version": "1", "start": 0, "end": 512}],
-    }
-    reply = msgspec.json.encode({"choices": [choice]})
-    chat = {"prompt_token_ids": list(range(16_000)), "choices": [{"delta": {"content": ""}}]}
-    opening = msgspec.json.encode(chat)
-    wires = (
-        (VllmGenerate(), lambda reader: reader.read_body(reply)),
-        (VllmChat(), lambda reader: reader.read_events([opening])),
-    )
-    for wire, read in wires:
-        best = 1.0
-        for _ in range(30):
-            reader = wire.make_reader()
-            started = time.process_time()
-            read(reader)
-            best = min(best, time.process_time() - started)
-        assert best < 0.0015, f"{type(wire).__name__} took {best * 1e3:.2f} ms"
