@@ -195,8 +195,9 @@ def test_a_tree_holds_each_token_once(one: Drawn, two: Drawn, limit: int | None)
     tree = build_tree(traces)
     _holds_contexts(tree, {"s": one, "z": other})
     _is_smallest(tree)
-    assert tree.flat_length == sum(len(t.ids) for each in traces.values() for t in each)
-    assert len(tree.ids) <= tree.flat_length
+    flat = sum(branch.length for branch in tree.branches)
+    assert flat == sum(len(t.ids) for each in traces.values() for t in each)
+    assert len(tree.ids) <= flat
     everything = [trace for name in ("s", "z") for trace in traces[name]]
     assert tree.mask.sum() == sum(trace.mask.sum() for trace in everything)
     for branch, trace in zip(tree.branches, everything, strict=True):

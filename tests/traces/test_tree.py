@@ -28,7 +28,7 @@ def test_a_fork_shares_what_comes_before_it() -> None:
     ]
     assert tree.mask.tolist() == [False, False, True, True, False, False, True]
     assert tree.positions().tolist() == [0, 1, 2, 3, 3, 4, 5]
-    assert (len(tree.ids), tree.flat_length) == (7, 10)
+    assert (len(tree.ids), sum(branch.length for branch in tree.branches)) == (7, 10)
     paths = [
         np.concatenate([tree.ids[part] for part in tree.path(branch.node)]).tolist()
         for branch in tree.branches
@@ -62,7 +62,7 @@ def test_a_group_shares_its_prompt() -> None:
         for number, name in enumerate("abc")
     }
     tree = build_tree(sessions)
-    assert (len(tree.ids), tree.flat_length) == (6, 12)
+    assert (len(tree.ids), sum(branch.length for branch in tree.branches)) == (6, 12)
     assert [tree.branches[source.branch].session for source in tree.sources] == ["a", "b", "c"]
 
 

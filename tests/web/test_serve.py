@@ -67,7 +67,7 @@ async def test_cycles_that_outlived_two_collections_are_found_once_all_is_idle()
     """Collections stay short because they leave such objects out; they do not leak."""
     gone, idle = asyncio.Event(), False
     callbacks = len(gc.callbacks)
-    async with managed_gc(lambda: idle, every_s=0.001):
+    async with managed_gc(lambda: idle, every_s=0.001, full=1):
         ring = Ring()
         found = weakref.ref(ring, lambda _: gone.set())
         gc.collect(1)

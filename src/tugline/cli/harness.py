@@ -129,7 +129,8 @@ def install(
         raise UsageError("give the names of harnesses, or --all")
     if version is not None and len(names or ()) != 1:
         raise UsageError(f"--version {version} is for one harness; give its name alone")
-    for program in [_find_preset(name, version) for name in names or _list_presets()]:
+    known = [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]
+    for program in [_find_preset(name, version) for name in names or known]:
         _install(program)
         print(f"{program.name} {program.version} is installed")
 
@@ -167,11 +168,6 @@ def _find_preset(name: str, version: str | None = None) -> Preset:
         msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
         raise UsageError(msg)
     return kind(**({"version": version} if version else {}))
-
-
-def _list_presets() -> Sequence[str]:
-    """Names of the harnesses that can be installed."""
-    return [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]
 
 
 @harness.command

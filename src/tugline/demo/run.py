@@ -61,7 +61,7 @@ class DemoSettings(Config, frozen=True):
     """Groups in one step."""
     samples: Annotated[int, Meta(ge=2)] = 8
     """Sessions in one group."""
-    heldout: PositiveInt = 92
+    heldout: PositiveInt = 64
     """Held-out tasks, each attempted once before and once after training."""
     minutes: PositiveFloat = 9.5
     """Training ends early if the run would otherwise take longer than this."""

@@ -160,7 +160,8 @@ class SweBenchEvaluator(Evaluator):
             )
             data = await runner.read_log(_LOG, head=self.max_log - self.log_end, tail=self.log_end)
             log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
-            run = _ScriptRun(end, _restore_marks(log, token), runner.refused)
+            log = log.replace(_MARK, ">>>").replace(token, _MARK)
+            run = _ScriptRun(end, log, runner.refused)
             if run.stopped:  # tests that were stopped have no result
                 return run
             return run._replace(report=await _grade(spec, run.log, self.parse_s))
@@ -249,10 +250,6 @@ def _randomize_marks(script: str, token: str) -> str:
     for mark in _MARKS:
         script = script.replace(mark, mark.replace(_MARK, token))
     return script
-
-
-def _restore_marks(log: str, token: str) -> str:
-    return log.replace(_MARK, ">>>").replace(token, _MARK)
 
 
 def _import_swebench(name: str) -> Any:

@@ -7,10 +7,13 @@ or an engine is imported here, so a killed server is back in a second.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import ipaddress
+import itertools
 import secrets
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -238,25 +241,32 @@ def freeze_gc(young: int = 20_000, middle: int = 20) -> None:
 
 
 @contextlib.asynccontextmanager
-async def managed_gc(is_idle: Callable[[], bool], every_s: float = 300.0) -> AsyncIterator[None]:
+async def managed_gc(
+    is_idle: Callable[[], bool], every_s: float = 10.0, full: int = 30
+) -> AsyncIterator[None]:
     """Keep garbage collections to a few milliseconds while the block lasts.
 
     What survives two of them, such as the state of open sessions, is not scanned again: it has next
-    to no cycles. The few that die later are found every `every_s` if `is_idle` says so.
+    to no cycles. Every `full` times the few cycles that died later are found if `is_idle` says so,
+    and `every_s` glibc returns the pages that large requests left free, which it keeps otherwise,
+    since smaller blocks of open sessions lie among them: a third of what 500 sessions take.
     """
 
     def exclude(phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 1:
             gc.freeze()
 
-    async def collect_all() -> None:
-        while True:
-            if is_idle():
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", time.sleep)  # other libraries do by themselves
+
+    async def tidy() -> None:
+        for times in itertools.count():
+            if times % full == 0 and is_idle():
                 freeze_gc(young=1_000, middle=3)
             await asyncio.sleep(every_s)
+            await asyncio.to_thread(trim, 0)
 
     gc.callbacks.append(exclude)
-    task = asyncio.create_task(collect_all(), name="collect-garbage")
+    task = asyncio.create_task(tidy(), name="collect-garbage")
     try:
         yield
     finally:

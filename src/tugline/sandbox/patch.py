@@ -119,7 +119,8 @@ class ChangeCollector:
             self.note(path, f"past {self.limits.total_bytes} bytes in all, change left out")
             return
         self._changed[path] = change
-        if len(self._changed) > self.limits.files and self._count_new() > self.limits.files:
+        new = (each is not None for each in self._changed.values())
+        if len(self._changed) > self.limits.files and sum(new) > self.limits.files:
             raise _TooManyError
 
     def list_folder(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -164,9 +165,6 @@ class ChangeCollector:
         notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
         return Patch(removed | self._changed, (*notes[:_MAX_NOTES], *more))
-
-    def _count_new(self) -> int:
-        return sum(change is not None for change in self._changed.values())
 
 
 def unusable_name(path: str) -> str | None:

@@ -116,11 +116,6 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[TreeSource, ...]
     branches: tuple[TreeBranch, ...]
 
-    @property
-    def flat_length(self) -> int:
-        """Tokens of the same traces one by one, to compare with ``len(ids)``."""
-        return sum(branch.length for branch in self.branches)
-
     def positions(self) -> Ids:
         """Return each token's distance from its root; shape ``(n,)``."""
         parts = [np.arange(n.end - n.start, dtype=np.int32) + n.depth for n in self.nodes]

@@ -114,13 +114,14 @@ def evaluate(
         for name, value in tags.get(task, {}).items():
             groups.setdefault(f"{name}={value}", []).append(count)
     rates = {size: _rates(counts.values(), size) for size in _sizes(k)}
+    lost = [one.failure for one in known if one.failure]
     return Evaluation(
         pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
         reward=sum(rewards) / len(rewards) if rewards else None,
         attempts=len(rewards),
         unrewarded=len(known) - len(rewards),
         by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
-        failures=dict(Counter(_cause(one.failure) for one in known if one.failure)),
+        failures=dict(Counter(str(one.cause or one.boundary) for one in lost)),
     )
 
 
@@ -202,10 +203,6 @@ def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
 def _rates(counts: Iterable[_Count], k: int) -> Rates:
     usable = [one for one in counts if one.attempts >= k]
     return np.array([pass_at_k(one.attempts, one.passed, k) for one in usable], np.float64)
-
-
-def _cause(failure: Failure) -> str:
-    return str(failure.cause or failure.boundary)
 
 
 def format_estimate(mean: Estimate) -> str:

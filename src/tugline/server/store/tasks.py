@@ -53,7 +53,8 @@ def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
 
     Raises `Conflict` if a different task has the id of one of them.
     """
-    known = _read_digests(tx, [packed.task.id for packed in batch])
+    ids = [packed.task.id for packed in batch]
+    known: dict[str, str] = dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
     fresh: dict[str, Packed] = {}
     for n, packed in enumerate(batch):
         digest = known.get(packed.task.id)
@@ -80,10 +81,6 @@ def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
 def session_ids(task: Task) -> Iterator[str]:
     """Ids of its sessions, by sample."""
     return (f"{task.id}-{n}" for n in range(task.samples))
-
-
-def _read_digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
-    return dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:

@@ -156,7 +156,9 @@ class PolicyModel:
 
     def _agree(self, first: torch.Tensor, other: torch.Tensor) -> bool:
         exact = next(self.model.parameters()).dtype == torch.float32 and not self._autocast
-        return torch.allclose(first, other, rtol=0, atol=1e-4 if exact else 5e-2)
+        # attention kernels of an H100 differed by 3e-4 nats in float32, for a model of 135M weights
+        within = (5e-3 if self.device.type == "cuda" else 1e-4) if exact else 5e-2
+        return torch.allclose(first, other, rtol=0, atol=within)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
