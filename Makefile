@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 SPREAD := -n auto --maxprocesses 8 --dist loadfile
+# Tests of `make test` wait for processes nearly half of the time, so two share a core.
+SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
@@ -23,7 +25,7 @@ demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS=
 test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, browser, podman or cluster
 	@$(MAKE) --no-print-directory -j2 lint types layers dependencies
 	@$(BIN)/python tools/bubblewrap.py
-	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
+	@$(BIN)/pytest $(SHARED) -m "not slow and not harness and not engines and not browser and not podman and not cluster" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 

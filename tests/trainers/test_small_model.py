@@ -1,0 +1,68 @@
+"""The example with a real small model, on a CPU: converted, fine-tuned, and sampled exactly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tugline.sandbox.cache import cache_folder
+from tugline.trainers.sinks import METRICS, read_lines
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sys.executable
+TUGLINE = str(Path(PYTHON).with_name("tugline"))
+EXAMPLE = Path("examples", "small_model")
+
+
+def run(folder: Path, *line: str, **env: str) -> str:
+    """Output of a command that must succeed."""
+    done = subprocess.run(
+        line, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def fetch_model(scratch: Path) -> Path:
+    """The folder that `fetch_model.py` makes, kept for later runs."""
+    model = cache_folder() / "models" / "smollm2-135m"
+    if not model.exists():
+        pip = (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--target")
+        run(scratch, *pip, str(scratch / "gguf"), "gguf>=0.17")
+        script, draft = str(ROOT / EXAMPLE / "fetch_model.py"), scratch / "made"
+        run(scratch, PYTHON, script, str(draft), PYTHONPATH=str(scratch / "gguf"))
+        model.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(draft, model)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_model_is_fine_tuned_and_takes_a_step_of_grpo(tmp_path: Path) -> None:
+    """The files are those of the example; the second run is only shorter."""
+    shutil.copytree(ROOT / EXAMPLE, tmp_path / EXAMPLE)
+    (tmp_path / EXAMPLE / "model").symlink_to(fetch_model(tmp_path))
+    run(tmp_path, PYTHON, str(EXAMPLE / "make_tasks.py"))
+    run(tmp_path, TUGLINE, "sft", str(EXAMPLE / "sft.yaml"), "--out", "runs/small-sft")
+    losses = [line["sft/heldout_loss"] for line in read_lines(tmp_path / "runs/small-sft" / METRICS)
+              if "sft/heldout_loss" in line]  # fmt: skip
+    assert losses[-1] < losses[0] / 3
+
+    config = yaml.safe_load((tmp_path / EXAMPLE / "train.yaml").read_text())
+    config["schedule"] |= {"steps": 1, "tasks_per_step": 10, "samples": 2}
+    config["heldout"]["select"] = {"limit": 10}
+    config["node"]["slots"] = 8
+    (tmp_path / EXAMPLE / "train.yaml").write_text(yaml.safe_dump(config))
+    run(tmp_path, TUGLINE, "train", str(EXAMPLE / "train.yaml"), "--out", "runs/small")
+    lines = read_lines(tmp_path / "runs/small" / METRICS)
+    merged = {key: value for line in lines for key, value in line.items()}
+    assert (merged["rollout/sessions"], merged["rollout/failed"]) == (20, 0)
+    assert merged["heldout/attempts"] == 10
+    assert merged["publish/max_abs_dlogprob"] < 2e-4
