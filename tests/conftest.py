@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hypothesis import settings
 from house import House
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts what runs in the background with this signal ignored, and so would its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tugline", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("tugline")
