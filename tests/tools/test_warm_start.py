@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import rebuild
 import torch
-from demo_tokenizer import END_OF_TURN, harness_phrases
-from scripted_turns import FIXED, ToolTurn, write_script
+from demo_tokenizer import END_OF_TURN, common_blocks, harness_phrases
+from scripted_turns import CLAUDE_CODE, CODEX, FIXED, PI, QWEN_CODE, Tools, ToolTurn, write_script
 from training_phases import (
     Example,
+    Opening,
     Phase,
     learn,
     new_tokenizer,
+    prompted_conversations,
+    recorded_sessions,
     relocate,
-    relocated_sessions,
     render_session,
     solved_conversations,
     tiny_model,
@@ -30,9 +32,9 @@ from training_phases import (
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.tasks import generate
+from tugline.demo.tasks import RepairProblem, generate
 from tugline.inference.load import load
-from tugline.types import Tool, Trace
+from tugline.types import Message, Role, Tool, Trace
 
 SYSTEM = (
     "You mend small repositories with the tools below.\n"
@@ -46,13 +48,25 @@ TOOLS = (Tool("read", "Read the contents of a file.", SCHEMA),)
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """One tokenizer for all tests: training it takes seconds."""
-    return new_tokenizer([SYSTEM], harness_phrases(SYSTEM, TOOLS))
+    return new_tokenizer([SYSTEM], harness_phrases(SYSTEM, TOOLS), [PI], 1400)
 
 
 @pytest.fixture(scope="module")
 def rendering(tokenizer: Tokenizer) -> Rendering:
     """The template that the gateway uses for the demo."""
     return Rendering(tokenizer, "qwen3", thinking_retention="all")
+
+
+def opening(problem: RepairProblem) -> Opening:
+    """What a harness with `SYSTEM` sends of a problem."""
+    messages = (Message(Role.SYSTEM, SYSTEM), Message(Role.USER, problem.instruction))
+    return Opening((), messages, TOOLS, problem)
+
+
+def solved(rendering: Rendering, problem: RepairProblem, tools: Tools = PI) -> Example:
+    """A session that solves a problem."""
+    script = write_script(problem, tools, random.Random(0))
+    return render_session(rendering, opening(problem).messages, TOOLS, script)
 
 
 def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
@@ -83,9 +97,7 @@ def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
 def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> None:
     """Two tool calls and the final text, each with its end of turn, and nothing else."""
     problem = next(generate("train", 2))
-    example = render_session(
-        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
-    )
+    example = solved(rendering, problem)
     output = rendering.tokenizer.decode(example.ids[example.mask].tolist())
     answers = output.split("<|im_end|>")
     assert len(example.ids) == len(example.mask)
@@ -98,9 +110,7 @@ def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> N
 def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(rendering: Rendering) -> None:
     """Directories are imaginary, answers and everything after the first of them stay."""
     problem = next(generate("train", 2))
-    example = render_session(
-        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
-    )
+    example = solved(rendering, problem)
     other = relocate(example, rendering.tokenizer, random.Random(1))
     text = rendering.tokenizer.decode(other.ids.tolist())
     assert "/opt/agent/" not in text
@@ -115,21 +125,31 @@ def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(rendering:
 
 def test_a_move_to_the_same_place_changes_no_id(rendering: Rendering) -> None:
     """Decoding a prompt and encoding it again is exact, or moving would distort it."""
-    problem = next(generate("train", 2))
-    ids = render_session(
-        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
-    ).ids
+    ids = solved(rendering, next(generate("train", 2))).ids
     assert rendering.tokenizer.encode(rendering.tokenizer.decode(ids.tolist())) == ids.tolist()
 
 
 def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> None:
     """The last phase never runs dry and never sees the same directory twice."""
-    example = next(solved_conversations(rendering, 4, SYSTEM, TOOLS))
+    example = solved(rendering, next(generate("train", 4)))
     zeros = np.zeros(len(example.ids), np.float32)
     trace = Trace(ids=example.ids, mask=example.mask, logprobs=zeros, spans=())
-    first, second = islice(relocated_sessions([trace], rendering.tokenizer, seed=0), 2)
+    first, second = islice(recorded_sessions([trace], rendering.tokenizer, 0, move=True), 2)
     assert first.ids.tolist() != second.ids.tolist()
     assert first.mask.sum() == second.mask.sum() == example.mask.sum()
+    here = next(recorded_sessions([trace], rendering.tokenizer, 0, move=False))
+    np.testing.assert_array_equal(here.ids, example.ids)
+
+
+def test_a_recorded_prompt_is_used_for_other_problems(rendering: Rendering) -> None:
+    """Nothing of the recorded problem is left in it; all of the harness's own prompt is."""
+    first = next(generate("train", 2))
+    found = prompted_conversations(rendering, 9, PI, opening(first), move=False)
+    for problem, example in zip(islice(generate("train", 9), 5), found, strict=False):
+        text = rendering.tokenizer.decode(example.ids.tolist())
+        assert SYSTEM in text
+        assert problem.instruction in text
+        assert first.instruction not in text
 
 
 def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> None:
@@ -139,7 +159,7 @@ def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> N
 
     def losses() -> Iterator[float]:
         model = tiny_model(rendering.tokenizer.size, seed=0)
-        return learn(model, solved_conversations(rendering, 1), phase)
+        return learn(model, solved_conversations(rendering, 1, PI), phase)
 
     whole = list(losses())
     assert list(islice(losses(), 4)) == whole[:4]
@@ -161,7 +181,7 @@ def test_a_batch_ignores_its_padding(rendering: Rendering) -> None:
 def test_a_right_script_reads_edits_and_stops() -> None:
     """A script with probability 1 is the solution, call by call."""
     problem = next(generate("train", 3))
-    read, edit, text = write_script(problem, random.Random(0), p_right=1.0)
+    read, edit, text = write_script(problem, PI, random.Random(0), p_right=1.0)
     assert isinstance(read, ToolTurn)
     assert isinstance(edit, ToolTurn)
     assert (read.name, json.loads(read.arguments)) == ("read", {"path": problem.module})
@@ -174,7 +194,7 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
     """With probability 0 no script holds the solution on the text that is in the file."""
     rng = random.Random(0)
     for problem in islice(generate("train", 3), 300):
-        for turn in write_script(problem, rng, p_right=0.0):
+        for turn in write_script(problem, PI, rng, p_right=0.0):
             if isinstance(turn, ToolTurn) and turn.name == "edit":
                 edit = json.loads(turn.arguments)["edits"][0]
                 assert (edit["oldText"], edit["newText"]) != (
@@ -183,15 +203,59 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
                 )
 
 
+@pytest.mark.parametrize("tools", [CODEX, CLAUDE_CODE])
+def test_a_change_by_shell_is_the_change_of_the_script(tools: Tools, tmp_path: Path) -> None:
+    """The real `cat` and `sed` read and change the file as a script means it, also `*` and `[`."""
+    for problem in islice(generate("train", 5), 36):
+        module = tmp_path / problem.module
+        for edit in (problem.solution, *problem.wrong):
+            module.write_text(problem.files[problem.module])
+            read, change = tools.read(problem), tools.edit(problem, edit)
+            (seen,), (command,) = (json.loads(one.arguments).values() for one in (read, change))
+            shown = subprocess.run(seen, shell=True, cwd=tmp_path, capture_output=True, check=True)  # noqa: S602
+            assert shown.stdout.decode().rstrip() in read.result
+            subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602
+            expected = problem.files[problem.module].replace(edit.old, edit.new)
+            assert module.read_text() == expected
+
+
+def test_each_harness_has_tools_of_its_own() -> None:
+    """A policy tells by the prompt which ones to use."""
+    problem = next(generate("train", 3))
+    names = [(one.read(problem).name, one.edit(problem, problem.solution).name) for one in
+             (PI, QWEN_CODE, CODEX, CLAUDE_CODE)]  # fmt: skip
+    shell = [("exec_command",) * 2, ("Bash",) * 2]
+    assert names == [("read", "edit"), ("read_file", "edit"), *shell]
+
+
+def test_what_two_sessions_share_becomes_few_tokens() -> None:
+    """Blocks end where the sessions differ and at the marks of the chat format."""
+    fixed = "You mend small repositories with the tools below, and say what was wrong. " * 20
+    one, other = (
+        f"<|im_start|>system\n{fixed}<|im_end|>\n<|im_start|>user\nFix {name}.<|im_end|>\n"
+        for name in ("billing.py", "orders.py")
+    )
+    blocks = common_blocks(one, other)
+    assert blocks == [f"system\n{fixed}".strip()]
+    tokenizer = new_tokenizer([one], blocks, [PI], 1400 + len(blocks))
+    assert len(tokenizer.encode(one)) < 20
+    assert tokenizer.decode(tokenizer.encode(other)) == other
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "harness", ["shell", pytest.param("pi", marks=(pytest.mark.pi, pytest.mark.slow))]
+    "options",
+    [
+        ("--harness", "shell"),
+        pytest.param(("--harness", "pi"), marks=pytest.mark.pi),
+        pytest.param(("--blocks", "--harness", "pi"), marks=pytest.mark.pi),
+    ],
 )
-def test_the_start_policy_can_be_made_again(harness: str, tmp_path: Path) -> None:
+def test_the_start_policy_can_be_made_again(options: Sequence[str], tmp_path: Path) -> None:
     """The whole command, with the real harness and a few steps a phase, leaves a usable model."""
     out = tmp_path / "model"
-    amounts = ["--harness", harness, "--sessions", "2", "--steps", "2", "1", "1"]
+    amounts = [*options, "--sessions", "2", "--steps", "2", "1", "1"]
     subprocess.run([sys.executable, rebuild.__file__, out, *amounts], check=True)
     model, tokenizer, eos_ids = load(out, dtype=torch.float32)
     text = "Fixed the bug in billing.py"

@@ -8,6 +8,7 @@ so a prompt of 6 KB is some 600 ids. Other wordings still work: they become ordi
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -48,6 +49,24 @@ def _descriptions(schema: object) -> Iterable[str]:
                 yield value
             else:
                 yield from _descriptions(value)
+
+
+def common_blocks(one: str, other: str) -> list[str]:
+    """What the rendered prompts of two sessions of one harness share, in pieces as long as can be.
+
+    As single tokens they make a prompt of 70 KB some 200 ids. Unlike the lines of a prompt they
+    only fit where the harness, its version and the paths in its prompt are the same.
+    """
+    words, others = _WORDS.findall(one), _WORDS.findall(other)
+    matches = difflib.SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
+    shared = ("".join(words[at : at + size]) for at, _, size in matches)
+    pieces = (piece.strip() for text in shared for piece in _MARKS.split(text))
+    return sorted({piece for piece in pieces if len(piece) >= SHORTEST_BLOCK})
+
+
+_MARKS = re.compile("|".join(map(re.escape, SPECIAL)))
+_WORDS = re.compile(rf"{_MARKS.pattern}|[^\s<]+|\s|<")
+SHORTEST_BLOCK = 40
 
 
 def train_tokenizer(texts: Iterable[str], phrases: Sequence[str], size: int = 1400) -> Tokenizer:

@@ -1,9 +1,12 @@
 """Make the policy that the demo starts from: ``python tools/warm_start/rebuild.py [OUT]``.
 
-One scripted session per harness records its prompt, the tokenizer is made from that, short
+Scripted sessions of each harness record its prompt, the tokenizer is made from that, short
 conversations teach the language of the tasks, and scripted sessions recorded through the gateway
 with the real harness teach the rest. Seeded throughout; between machines only the last digit of a
 float may differ.
+
+With ``--blocks`` it is made for any of four harnesses instead, with their prompts as a few hundred
+tokens each: ``tugline bench learn`` trains that one.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import scripted_turns as scripts
 import torch
 import training_phases as phases
-from demo_tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
-from scripted_turns import NOT_FOUND, Turn, write_script
+from demo_tokenizer import END_OF_TURN, common_blocks, harness_phrases, train_tokenizer
+from scripted_turns import NOT_FOUND, Tools, Turn, write_script
 from session_rig import ProgressLines, make_task, rendering, rig
 from transformers import Qwen3ForCausalLM
 
@@ -32,38 +36,55 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.run import WARM_START, DemoSettings
 from tugline.demo.tasks import RepairProblem, generate
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Role, Tool, Trace, Trajectory
+from tugline.types import Call, Ids, Role, Trace, Trajectory
 
 SEED = 0
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
-BYTES_WINDOW = 65_536
+BYTES_WINDOW = 262_144
 """Window for a prompt of which every byte is a token."""
+VOCABULARY = 1400
+"""Ids of the tokenizer; whole blocks of prompts come on top."""
 THREADS = 1
 REPORT_EVERY = 25
 """Steps between two lines about the loss."""
+
+
+class Recorded(NamedTuple):
+    """A harness whose sessions are recorded."""
+
+    settings: DemoSettings
+    tools: Tools
+    share: float = 1.0
+    """Its number of sessions relative to the others'."""
+
+
 HARNESSES = {
-    "pi": (DemoSettings(), 1.0),
-    "shell": (DemoSettings(harness="shell", command=f"python3 {AGENT}"), 0.25),
+    "pi": Recorded(DemoSettings(), scripts.PI),
+    "shell": Recorded(DemoSettings(harness="shell", command=f"python3 {AGENT}"), scripts.PI, 0.25),
 }
-"""Recorded harnesses, and their number of sessions relative to pi's."""
+"""Those of the demo."""
+MANY = {
+    "codex": Recorded(DemoSettings(harness="codex"), scripts.CODEX),
+    "claude_code": Recorded(DemoSettings(harness="claude_code"), scripts.CLAUDE_CODE),
+    "qwen_code": Recorded(DemoSettings(harness="qwen_code"), scripts.QWEN_CODE),
+    "pi": Recorded(DemoSettings(), scripts.PI),
+}
+"""Those of ``--blocks``."""
 PHASES = (phases.LANGUAGE, phases.HARNESS_PROMPTS, phases.HABITS)
 
 
 class Plan(NamedTuple):
     """How much is recorded and trained; tests take less of everything."""
 
-    harnesses: dict[str, tuple[DemoSettings, float]]
+    harnesses: dict[str, Recorded]
     sessions: int
     phases: Sequence[phases.Phase]
+    blocks: bool
 
-
-class Opening(NamedTuple):
-    """What a harness sends before its agent has done anything."""
-
-    prompt: str
-    """All of it, as it is rendered."""
-    system: str
-    tools: tuple[Tool, ...]
+    @property
+    def runtime(self) -> str:
+        """What sandbox is used: one in which each session sees the same paths suits blocks."""
+        return "bubblewrap" if self.blocks else "local"
 
 
 def main() -> None:
@@ -72,7 +93,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=WARM_START)
     parser.add_argument(
         "--harness",
-        choices=HARNESSES,
+        choices=sorted(HARNESSES | MANY),
         action="append",
         help="record only this one; may be repeated",
     )
@@ -86,11 +107,18 @@ def main() -> None:
         default=[phase.steps for phase in PHASES],
         help="steps of the three phases: language, prompts, habits",
     )
+    parser.add_argument(
+        "--blocks", action="store_true", help="several harnesses, their prompts as few tokens"
+    )
     options = parser.parse_args()
+    known = MANY if options.blocks else HARNESSES
+    if unknown := set(options.harness or ()) - set(known):
+        parser.error(f"--harness {' '.join(unknown)}: must be one of {', '.join(known)}")
     plan = Plan(
-        {name: HARNESSES[name] for name in options.harness or HARNESSES},
+        {name: known[name] for name in options.harness or known},
         options.sessions,
         [replace(phase, steps=n) for phase, n in zip(PHASES, options.steps, strict=True)],
+        options.blocks,
     )
     with tempfile.TemporaryDirectory(prefix="tugline-") as scratch:
         make_policy(plan, Path(scratch), options.out, ProgressLines())
@@ -105,11 +133,20 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) ->
     template = rendering(tokenizer)
     model = phases.tiny_model(tokenizer.size, SEED)
     live.phase("teaching the language of the tasks")
-    teach(model, phases.solved_conversations(template, SEED + 1), language, live)
+    kinds = {one.tools: name for name, one in reversed(plan.harnesses.items())}
+    conversations = {
+        name: phases.solved_conversations(
+            template, SEED + 1, tools, name if len(kinds) > 1 else None
+        )
+        for tools, name in kinds.items()
+    }
+    teach(model, mix_by_share(plan, conversations), language, live)
     live.phase("teaching the prompts of the harnesses")
     prompts = {
-        name: phases.solved_conversations(template, SEED + 2, one.system, one.tools)
-        for name, one in openings.items()
+        name: phases.prompted_conversations(
+            template, SEED + 2, plan.harnesses[name].tools, opening, move=not plan.blocks
+        )
+        for name, opening in openings.items()
     }
     teach(model, mix_by_share(plan, prompts), harness_prompts, live)
     traces = {
@@ -117,7 +154,7 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) ->
     }
     live.phase("teaching habits, good and bad")
     sessions = {
-        name: phases.relocated_sessions(recorded, tokenizer, SEED)
+        name: phases.recorded_sessions(recorded, tokenizer, SEED, move=not plan.blocks)
         for name, recorded in traces.items()
     }
     teach(model, mix_by_share(plan, sessions), habits, live)
@@ -129,44 +166,67 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) ->
 
 def record_openings(
     plan: Plan, scratch: Path, live: ProgressLines
-) -> tuple[Tokenizer, dict[str, Opening]]:
+) -> tuple[Tokenizer, dict[str, phases.Opening]]:
     """Record what every harness sends first, and make a tokenizer for it."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
-    openings: dict[str, Opening] = {}
-    problem = next(generate("train", SEED))
-    for name, (settings, _) in plan.harnesses.items():
-        script: list[tuple[RepairProblem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
+    openings: dict[str, phases.Opening] = {}
+    # Neighbours differ in everything that is not the harness's own.
+    problems = list(islice(generate("train", SEED), 2 if plan.blocks else 1))
+    for name, harness in plan.harnesses.items():
+        script: list[tuple[RepairProblem, Sequence[Turn]]] = [
+            (one, [NOT_FOUND]) for one in problems
+        ]
         (scratch / name).mkdir(parents=True)
-        roomy = msgspec.structs.replace(settings, window=BYTES_WINDOW)
-        _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
-        (call,) = next(iter(calls.values()))
-        prompt = bytes_only.decode(call.prompt_ids.tolist())
-        system = "\n".join(one.content for one in call.messages if one.role is Role.SYSTEM)
-        openings[name] = Opening(prompt, system, call.tools)
-    texts = {text for one in openings.values() for text in harness_phrases(one.system, one.tools)}
-    prompts = [one.prompt for one in openings.values()]
-    return phases.new_tokenizer(prompts, sorted(texts)), openings
+        roomy = harness._replace(
+            settings=msgspec.structs.replace(harness.settings, window=BYTES_WINDOW)
+        )
+        _, calls = asyncio.run(
+            record(script, bytes_only, scratch / name, roomy, plan.runtime, live)
+        )
+        first = [calls[session][0] for session in sorted(calls)]
+        prompts = tuple(bytes_only.decode(call.prompt_ids.tolist()) for call in first)
+        openings[name] = phases.Opening(prompts, first[0].messages, first[0].tools, problems[0])
+    if plan.blocks:
+        texts = {text for one in openings.values() for text in common_blocks(*one.prompts)}
+    else:
+        texts = {text for one in openings.values() for text in _phrases(one)}
+    prompts = [one.prompts[0] for one in openings.values()]
+    size = VOCABULARY + (len(texts) if plan.blocks else 0)
+    tools = list(dict.fromkeys(one.tools for one in plan.harnesses.values()))
+    tokenizer = phases.new_tokenizer(prompts, sorted(texts), tools, size)
+    for name, one in openings.items():
+        ids = len(tokenizer.encode(one.prompts[0]))
+        live.phase(f"  {name}: a prompt of {len(one.prompts[0]):,} characters is {ids:,} tokens")
+    return tokenizer, openings
+
+
+def _phrases(opening: phases.Opening) -> list[str]:
+    system = "\n".join(one.content for one in opening.messages if one.role is Role.SYSTEM)
+    return harness_phrases(system, opening.schemas)
 
 
 def record_traces(
     plan: Plan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressLines
 ) -> list[Trace]:
     """Record scripted sessions of one harness, and build their traces."""
-    settings, share = plan.harnesses[name]
+    harness = plan.harnesses[name]
     live.phase(f"recording scripted sessions of {name}")
     scratch.mkdir(parents=True)
     rng = random.Random(f"{SEED}/{name}")
-    problems = islice(generate("train", SEED + 3), math.ceil(share * plan.sessions))
-    scripts = [(problem, write_script(problem, rng, phases.P_RIGHT)) for problem in problems]
-    trajectories, _ = asyncio.run(record(scripts, tokenizer, scratch, settings, live))
+    problems = islice(generate("train", SEED + 3), math.ceil(harness.share * plan.sessions))
+    script = [
+        (problem, write_script(problem, harness.tools, rng, phases.P_RIGHT)) for problem in problems
+    ]
+    trajectories, _ = asyncio.run(record(script, tokenizer, scratch, harness, plan.runtime, live))
     return [trace for one in trajectories for trace in one.traces]
 
 
 async def record(
-    scripts: Sequence[tuple[RepairProblem, Sequence[Turn]]],
+    script: Sequence[tuple[RepairProblem, Sequence[Turn]]],
     tokenizer: Tokenizer,
     folder: Path,
-    settings: DemoSettings,
+    harness: Recorded,
+    runtime: str,
     live: ProgressLines,
 ) -> tuple[list[Trajectory], dict[str, tuple[Call, ...]]]:
     """Play each script in a session of its own; returns trajectories and recorded calls.
@@ -174,17 +234,18 @@ async def record(
     The script takes the policy's place (a `ScriptedEngine`) and the real harness executes it, so
     the recordings have the harness's own system prompt, tool schemas and tool results.
     """
+    settings = harness.settings
     tasks = [
-        make_task(settings, f"script-{i:04d}", problem, samples=1)
-        for i, (problem, _) in enumerate(scripts)
+        make_task(settings, f"script-{i:04d}", problem, runtime)
+        for i, (problem, _) in enumerate(script)
     ]
-    turns = {f"{task.id}-0": script for task, (_, script) in zip(tasks, scripts, strict=True)}
+    turns = {f"{task.id}-0": said for task, (_, said) in zip(tasks, script, strict=True)}
 
     def reply(_prompt: Ids, request_id: str) -> Reply:
         # The gateway names a request <kind>-<session>-<number of the call>.
         session, _, number = request_id.partition("-")[2].rpartition("-")
-        script = turns.get(session)
-        turn = script[int(number)] if script is not None else NOT_FOUND  # a probe has no session
+        said = turns.get(session)
+        turn = said[int(number)] if said is not None else NOT_FOUND  # a probe has no session
         return Reply(phases.encode_turn(turn, tokenizer).tolist())
 
     engine = ScriptedEngine(
@@ -200,7 +261,7 @@ def mix_by_share(
 ) -> Iterator[phases.Example]:
     """Examples of every harness, in proportion to its share."""
     rng = random.Random(SEED)
-    weights = [plan.harnesses[name][1] for name in examples]
+    weights = [plan.harnesses[name].share for name in examples]
     while True:
         (name,) = rng.choices(list(examples), weights)
         yield next(examples[name])

@@ -96,26 +96,23 @@ async def rig(
         yield Rig(cluster)
 
 
-def make_task(settings: DemoSettings, name: str, problem: RepairProblem, *, samples: int) -> Task:
-    """Make a task; the seed of a single sample ignores the part of `name` before the dash."""
-    seed_name = name.partition("-")[2] if samples == 1 else name
+def make_task(settings: DemoSettings, name: str, problem: RepairProblem, runtime: str) -> Task:
+    """Make a task of one session; its seed ignores the part of `name` before the dash."""
     return Task(
         id=name,
         instruction=problem.instruction,
         harness=harness_spec(settings),
         evaluator=PluginSpec("tests"),
-        # The start policy was trained on the paths that this runtime shows.
-        runtime=PluginSpec("local"),
+        runtime=PluginSpec(runtime),
         builder=PluginSpec(settings.builder),
         files=problem.files,
-        samples=samples,
         limits=Limits(agent_s=settings.agent_s, max_turns=settings.max_turns),
         group=Group(attempts=20),
         sampling=Sampling(
             temperature=1.0,
             top_p=1.0,
             max_tokens=settings.max_answer,
-            seed=zlib.crc32(f"{settings.seed}/{seed_name}".encode()),
+            seed=zlib.crc32(f"{settings.seed}/{name.partition('-')[2]}".encode()),
         ),
         tags=problem.tags,
     )

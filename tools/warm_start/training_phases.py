@@ -11,7 +11,6 @@ Everything is a function of its arguments and a seed.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
-from scripted_turns import ToolTurn, Turn, write_script
+from msgspec.structs import replace
+from scripted_turns import Tools, ToolTurn, Turn, write_script
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
@@ -66,6 +66,16 @@ FINAL_LR = 0.05
 """The learning rate falls linearly to this share."""
 
 
+class Opening(NamedTuple):
+    """What a harness sends of a problem before its agent has done anything."""
+
+    prompts: tuple[str, ...]
+    """All of it as it is rendered, for this problem and perhaps for another one."""
+    messages: tuple[Message, ...]
+    schemas: tuple[Tool, ...]
+    problem: RepairProblem
+
+
 class Example(NamedTuple):
     """A conversation and which of its ids are the policy's; both of shape ``(n,)``."""
 
@@ -100,18 +110,20 @@ def tiny_model(vocabulary: int, seed: int) -> Qwen3ForCausalLM:
 
 
 # --------------------------------------------------------------------------- examples
-def new_tokenizer(prompts: Sequence[str], phrases: Sequence[str]) -> Tokenizer:
+def new_tokenizer(
+    prompts: Sequence[str], phrases: Sequence[str], tools: Sequence[Tools], size: int
+) -> Tokenizer:
     """A tokenizer for the task family and for `prompts`, the harness's text as it is rendered."""
-    return Tokenizer(train_tokenizer(_corpus(prompts), phrases), "tugline-demo")
+    return Tokenizer(train_tokenizer(_corpus(prompts, tools), phrases, size), "tugline-demo")
 
 
-def _corpus(prompts: Sequence[str]) -> Iterator[str]:
+def _corpus(prompts: Sequence[str], tools: Sequence[Tools]) -> Iterator[str]:
     rng = random.Random(0)
-    for problem in islice(generate("train", 0), 4000):
-        turns = write_script(problem, rng, 0.6)
+    for number, problem in enumerate(islice(generate("train", 0), 4000)):
+        turns = write_script(problem, tools[number % len(tools)], rng, 0.6)
         yield f"user\n{problem.instruction}\n{problem.files[problem.module]}"
         yield from (turn_text(turn) for turn in turns)
-        yield from (tool_result(problem, turn) for turn in turns if isinstance(turn, ToolTurn))
+        yield from (turn.result for turn in turns if isinstance(turn, ToolTurn))
     for _ in range(40):
         yield from prompts
 
@@ -129,65 +141,68 @@ def encode_turn(turn: Turn, tokenizer: Tokenizer) -> Ids:
     return np.array(tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def tool_result(problem: RepairProblem, turn: ToolTurn) -> str:
-    """What the agent's tools answer to a scripted turn on the untouched repository."""
-    arguments = json.loads(turn.arguments)
-    path = arguments["path"]
-    if turn.name == "read":
-        return problem.files[path]
-    if arguments["edits"][0]["oldText"] in problem.files[path]:
-        return f"Successfully replaced 1 block(s) in {path}."
-    return (
-        f"Could not find the exact text in {path}. "
-        "The old text must match exactly including all whitespace and newlines."
-    )
-
-
 def solved_conversations(
-    rendering: Rendering, seed: int, system: str = "", tools: Sequence[Tool] = ()
+    rendering: Rendering, seed: int, tools: Tools, name: str | None = None
 ) -> Iterator[Example]:
-    """Endless solved conversations, with or without a harness's own prompt."""
+    """Endless solved conversations without a harness's own prompt; `name` stands for it."""
     rng = random.Random(seed)
+    system = [Message(Role.SYSTEM, name)] if name else []
     for problem in generate("train", seed):
-        script = write_script(problem, rng)
-        example = render_session(rendering, problem, script, system, tools)
-        yield relocate(example, rendering.tokenizer, rng) if system else example
+        script = write_script(problem, tools, rng)
+        opening = [*system, Message(Role.USER, problem.instruction)]
+        yield render_session(rendering, opening, (), script)
+
+
+def prompted_conversations(
+    rendering: Rendering, seed: int, tools: Tools, opening: Opening, *, move: bool
+) -> Iterator[Example]:
+    """Endless solved conversations with a harness's own prompt, moved to other folders or not."""
+    rng = random.Random(seed)
+    then = opening.problem
+    for problem in generate("train", seed):
+        script = write_script(problem, tools, rng)
+        messages = [
+            replace(
+                one,
+                content=one.content.replace(then.instruction, problem.instruction).replace(
+                    then.module, problem.module
+                ),
+            )
+            for one in opening.messages
+        ]
+        example = render_session(rendering, messages, opening.schemas, script)
+        yield relocate(example, rendering.tokenizer, rng) if move else example
 
 
 def render_session(
-    rendering: Rendering,
-    problem: RepairProblem,
-    turns: Sequence[Turn],
-    system: str = "",
-    tools: Sequence[Tool] = (),
+    rendering: Rendering, opening: Sequence[Message], schemas: Sequence[Tool], turns: Sequence[Turn]
 ) -> Example:
     """A scripted session as the gateway renders it, without running the harness."""
-    opening = [Message(Role.SYSTEM, system)] if system else []
-    prompt = rendering.render([*opening, Message(Role.USER, problem.instruction)], tools)
+    prompt = rendering.render(opening, schemas)
     mask = [np.zeros(len(prompt), np.bool_)]
     for number, turn in enumerate(turns):
         answer = encode_turn(turn, rendering.tokenizer)
         mask.append(np.ones(len(answer), np.bool_))
         if isinstance(turn, str):
             return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
-        result = Message(Role.TOOL, tool_result(problem, turn), tool_call_id=f"call_{number}")
-        more = rendering.render_extension(prompt, answer, [result], tools)
+        result = Message(Role.TOOL, turn.result, tool_call_id=f"call_{number}")
+        more = rendering.render_extension(prompt, answer, [result], schemas)
         if more is None:
             break
         mask.append(np.zeros(len(more), np.bool_))
         prompt = np.concatenate((prompt, answer, more))
-    msg = f"the script of problem {problem.id} must end with a text"
-    raise ValueError(msg)
+    raise ValueError("a script must end with a text")
 
 
-def relocated_sessions(
-    traces: Sequence[Trace], tokenizer: Tokenizer, seed: int
+def recorded_sessions(
+    traces: Sequence[Trace], tokenizer: Tokenizer, seed: int, *, move: bool
 ) -> Iterator[Example]:
-    """Recorded sessions, again and again, each time in another place of an imaginary machine."""
+    """Recorded sessions, again and again, where `move` in ever other folders."""
     rng = random.Random(seed)
     while True:
         for trace in rng.sample(traces, len(traces)):
-            yield relocate(Example(trace.ids, trace.mask), tokenizer, rng)
+            example = Example(trace.ids, trace.mask)
+            yield relocate(example, tokenizer, rng) if move else example
 
 
 # --------------------------------------------------------------------------- paths

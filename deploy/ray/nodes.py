@@ -1,0 +1,251 @@
+"""Nodes of Tugline on the machines of a Ray cluster, alone or inside a job of another framework.
+
+    TUGLINE_JOIN_TOKEN=... python deploy/ray/nodes.py --server http://10.0.0.1:7700 --slots 32 \
+        -- --engine http://10.0.0.7:8000 --renderer qwen3 --tokenizer models/mine
+
+What follows `--` are options of `tugline node`. One actor on each machine keeps one `tugline node`
+running there. A machine that joins gets one; one that Ray drains has its node drained; one that is
+lost is forgotten, and its sessions are run elsewhere once their leases have ended. Ray only places:
+what must not be lost is with the server, so this program may be killed and started again at any
+time, and finds the nodes that it left. SIGTERM drains all nodes and ends.
+
+With `--max` the cluster grows with the server's queue: Ray's autoscaler is asked for as many
+machines as the sessions need, and nodes without work are drained so that it may remove theirs.
+"""
+
+# ruff: noqa: INP001, T201 - a program, which speaks by printing
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import ray
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tugline.client import SyncClient
+from tugline.errors import TuglineError
+
+NAMESPACE = "tugline"
+ANSWER_S = 10.0
+"""How long an actor may take to answer."""
+RESTART_S = 5.0
+"""Pause before a node that has ended is started again."""
+
+
+@ray.remote(max_restarts=0)
+class Keeper:
+    """Keeps one `tugline node` running on its machine."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command, self._env = command, {**os.environ, **env}
+        self._process = self._start()
+        self._ended: float | None = None
+        self._draining = False
+
+    def check(self) -> tuple[str, int | None]:
+        """Return `running`, `draining` or `drained`, and the exit code of a node that ended.
+
+        A node that ended although it was not drained is started again a few seconds later.
+        """
+        code = self._process.poll()
+        if code is None:
+            return "draining" if self._draining else "running", None
+        if self._draining:
+            return "drained", code
+        now = time.monotonic()
+        if self._ended is None:
+            self._ended = now
+            return "running", code
+        if now > self._ended + RESTART_S:
+            self._process, self._ended = self._start(), None
+        return "running", None
+
+    def drain(self) -> None:
+        """Let the node finish what it runs, and end."""
+        self._draining = True
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        end_with_this_actor = ("setpriv", "--pdeathsig", "KILL")
+        return subprocess.Popen((*end_with_this_actor, *self._command), env=self._env)
+
+
+class Nodes:
+    """The nodes of one server on the machines of this cluster, by the name of the machine."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._keepers: dict[str, Any] = {}
+        self._leaving: set[str] = set()
+        self._idle_since: dict[str, float] = {}
+
+    def step(self, *, stopping: bool = False) -> None:
+        """Compare machines and nodes once."""
+        machines = {_name(one): one for one in ray.nodes() if one["Alive"] and self._fits(one)}
+        for name in self._keepers.keys() - machines.keys():
+            say(f"{name} is gone: its sessions are run elsewhere once their leases have ended")
+            self._forget(name)
+        draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - there is no other way
+        for name, machine in machines.items():
+            if stopping or machine["NodeID"] in draining:
+                self._drain(name)
+            elif name not in self._keepers:
+                self._place(name, machine)
+        for name, keeper in list(self._keepers.items()):
+            self._look_after(name, keeper)
+        if self._options.max and not stopping:
+            self._scale()
+
+    @property
+    def ended(self) -> bool:
+        """Whether none is left."""
+        return not self._keepers
+
+    def _fits(self, machine: Mapping[str, Any]) -> bool:
+        resources, wanted = machine["Resources"], self._options.resource
+        return resources.get("CPU", 0) >= self._options.cpus and (
+            wanted is None or resources.get(wanted, 0) > 0
+        )
+
+    def _place(self, name: str, machine: Mapping[str, Any]) -> None:
+        options = self._options
+        folder = f"{options.dir}/{name}"
+        command = [*(options.tugline or [sys.executable, "-m", "tugline.cli.app"]), "node"]
+        command += ["--server", options.server, "--dir", folder, "--name", name]
+        command += ["--slots", str(options.slots), *options.node_options]
+        for url in find_engines(options.engine_actors) if options.engine_actors else ():
+            command += ["--engine", url]
+        where = NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False)
+        self._keepers[name] = Keeper.options(
+            name=f"node {name} of {options.server}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=options.cpus,
+            scheduling_strategy=where,
+        ).remote(command, {"TUGLINE_JOIN_TOKEN": options.token})
+        say(f"{name} runs a node, {options.slots} slots")
+
+    def _look_after(self, name: str, keeper: Any) -> None:
+        try:
+            state, code = ray.get(keeper.check.remote(), timeout=ANSWER_S)
+        except GetTimeoutError:
+            say(f"{name} has not answered for {ANSWER_S:.0f} s")
+        except RayError as error:  # its actor died; the next step places another one
+            say(f"{name}: {str(error).strip().splitlines()[0]}")
+            self._forget(name)
+        else:
+            if state == "drained":
+                ray.kill(keeper)
+                say(f"{name} is drained")
+                self._keepers.pop(name)
+            elif code is not None:
+                say(f"the node on {name} ended with code {code}; it starts again")
+
+    def _drain(self, name: str) -> None:
+        keeper = self._keepers.get(name)
+        if keeper is not None and name not in self._leaving:
+            self._leaving.add(name)
+            say(f"{name} drains")
+            keeper.drain.remote()
+
+    def _forget(self, name: str) -> None:
+        self._keepers.pop(name, None)
+        self._leaving.discard(name)
+
+    # ------------------------------------------------------------------ growing and shrinking
+    def _scale(self) -> None:
+        options = self._options
+        with contextlib.suppress(TuglineError), SyncClient(options.server) as client:
+            open_, nodes = client.status().sessions, client.nodes()
+            work = sum(open_.get(status, 0) for status in ("queued", "leased", "running"))
+            wanted = min(options.max, max(options.min, math.ceil(work / options.slots)))
+            shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
+            request_resources(bundles=[shape] * wanted)
+            for name in self._idle(nodes)[: max(0, len(self._keepers) - wanted)]:
+                self._drain(name)
+
+    def _idle(self, nodes: Sequence[Any]) -> list[str]:
+        """Machines whose nodes have had no session for `idle_s`."""
+        now = time.monotonic()
+        idle = {one.name for one in nodes if not one.running} & self._keepers.keys()
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
+        return [
+            name for name, since in self._idle_since.items() if now > since + self._options.idle_s
+        ]
+
+
+def find_engines(prefix: str) -> list[str]:
+    """Return the addresses of actors whose name begins so, such as verl's ``vllm_server_``."""
+    found = []
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["name"].startswith(prefix):
+            actor = ray.get_actor(one["name"], one["namespace"])
+            host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
+            found.append(f"http://{host}:{port}")
+    return sorted(found)
+
+
+def _name(machine: Mapping[str, Any]) -> str:
+    """Return the name of a machine, which is its address unless `ray start` was told another."""
+    return str(machine["NodeName"] or machine["NodeManagerAddress"])
+
+
+def say(text: str) -> None:
+    """Print a line with the time."""
+    print(f"{datetime.now(UTC):%FT%TZ} {text}", flush=True)
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[threading.Event]:
+    """Set the event at SIGTERM or Ctrl-C."""
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    yield stopped
+
+
+def main() -> None:
+    """Keep a node on every machine until SIGTERM."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--server", required=True, help="URL that all machines reach")
+    parser.add_argument("--token", default=os.environ.get("TUGLINE_JOIN_TOKEN"), help="join token")
+    parser.add_argument("--slots", type=int, default=8, help="agents at once on each machine")
+    parser.add_argument("--dir", default="/tmp/tugline", help="folder of nodes on each machine")  # noqa: S108
+    parser.add_argument("--cpus", type=float, default=1.0, help="CPUs to reserve of each machine")
+    parser.add_argument("--resource", help="only machines with this resource of Ray")
+    parser.add_argument("--engine-actors", help="engines are actors whose names begin so")
+    parser.add_argument("--min", type=int, default=0, help="fewest machines")
+    parser.add_argument("--max", type=int, help="grow to so many; without it the cluster is as is")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="before a node may be drained")
+    parser.add_argument("--every-s", type=float, default=2.0, help="between two looks")
+    parser.add_argument("--address", default="auto", help="of the cluster")
+    parser.add_argument("--tugline", nargs="+", help="the program on each machine")
+    parser.add_argument("node_options", nargs="*", help="options of `tugline node`, after --")
+    options = parser.parse_args()
+    if not options.token:
+        parser.error("--token or TUGLINE_JOIN_TOKEN is missing: it is in the server's tokens.json")
+    ray.init(address=options.address, namespace=NAMESPACE, log_to_driver=False)
+    nodes = Nodes(options)
+    with signals() as stopped:
+        while not (stopped.is_set() and nodes.ended):
+            nodes.step(stopping=stopped.is_set())
+            stopped.wait(options.every_s) if not stopped.is_set() else time.sleep(0.2)
+    say("all nodes have ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""``deploy/ray`` on a real Ray of four machines, with PostgreSQL: they come, drain and are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.fleet import TUGLINE, Fleet, Program, until
+from chaos.postgres import postgres
+from engines.servers import ROOT, installed
+
+TESTS = Path(__file__).parents[1]
+TASKS, SAMPLES, LEASE_S = 100, 4, 5.0
+END_S = 240.0
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+
+
+class Machines:
+    """The cluster, in a process of verl's environment, which has Ray."""
+
+    def __init__(self, folder: Path) -> None:
+        script = Path(__file__).parent / "parts" / "ray_machines.py"
+        env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
+        with (folder / "ray.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [installed("verl") / "bin" / "python", script],
+                env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        self.address = self._read()
+
+    def do(self, what: str, name: str) -> None:
+        """Add, kill or drain a machine."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what} {name}\n")
+        self._process.stdin.flush()
+        assert self._read() == self.address
+
+    def close(self) -> None:
+        """End all of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        stop = [installed("verl") / "bin" / "ray", "stop", "--force"]
+        subprocess.run(stop, check=False, capture_output=True, timeout=60)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        assert line, "the cluster ended; see ray.log"
+        return line
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    """Four machines, none of them the head."""
+    cluster = Machines(tmp_path)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Server, on PostgreSQL, and engine."""
+    with postgres() as store:
+        fleet = Fleet(tmp_path / "run", store.url, lease_s=LEASE_S)
+        try:
+            fleet.launch(nodes=0)
+            yield fleet
+        finally:
+            fleet.close()
+
+
+def place_nodes(fleet: Fleet, address: str) -> Program:
+    """Start the program that keeps a node on each machine."""
+    script = str(ROOT / "deploy" / "ray" / "nodes.py")
+    engine = f"http://127.0.0.1:{fleet.ports['engine']}"
+    program = fleet.add(
+        "nodes-of-ray", str(installed("verl") / "bin" / "python"), script,
+        "--server", fleet.url, "--address", address, "--slots", "4",
+        "--dir", str(fleet.folder / "machines"), "--tugline", TUGLINE, "--every-s", "0.5",
+        "--", "--config", str(fleet.folder / "node.yaml"), "--engine", engine,
+        TUGLINE_JOIN_TOKEN=fleet.tokens["join"], PYTHONPATH=str(ROOT / "src"),
+        RAY_USAGE_STATS_ENABLED="0",
+    )  # fmt: skip
+    program.start()
+    return program
+
+
+def submit(fleet: Fleet) -> None:
+    """Tasks whose agents make three model calls each."""
+    task: dict[str, Any] = {
+        "instruction": json.dumps({"turns": 3, "pause_s": 0.2}),
+        "harness": {"name": "shell", "options": {"command": ["python3", "agent.py"]}},
+        "evaluator": {"name": "session_completed"},
+        "runtime": {"name": "bubblewrap"},
+        "files": {"agent.py": (TESTS / "chaos" / "agent.py").read_text()},
+        "samples": SAMPLES,
+        "group": {"attempts": 10},
+    }
+    fleet.api().post("/v1/tasks", {"tasks": [{"id": f"t{n}", **task} for n in range(TASKS)]})
+
+
+def nodes(fleet: Fleet) -> dict[str, str]:
+    """State of each node that the server knows, by machine."""
+    return {one["name"]: one["state"] for one in fleet.api().get("/v1/nodes")}
+
+
+def done(fleet: Fleet) -> int:
+    """Sessions with a result."""
+    sessions: dict[str, int] = fleet.api().get("/v1/status")["sessions"]
+    return sessions.get("completed", 0)
+
+
+def events(fleet: Fleet) -> list[dict[str, Any]]:
+    """All that the server has said."""
+    found: list[dict[str, Any]] = []
+    while page := fleet.api().get(
+        f"/v1/events?limit=1000&after={found[-1]['position'] if found else 0}"
+    ):
+        found += page
+    return found
+
+
+def test_sessions_outlive_machines_and_their_keeper(machines: Machines, fleet: Fleet) -> None:
+    """400 sessions end, each committed once.
+
+    Meanwhile one of four machines is killed, one drained, one added, the server is killed with
+    SIGKILL, and so is the program that places nodes.
+    """
+    began = time.time()
+    keeper = place_nodes(fleet, machines.address)
+    until(lambda: list(nodes(fleet).values()) == ["ready"] * 4, "four nodes", 90)
+    joined = time.time() - began
+    submit(fleet)
+    until(lambda: done(fleet) > 20, "the first sessions", END_S)
+    machines.do("kill", "n2")
+    lost_at = time.time()
+    until(lambda: done(fleet) > 80, "sessions beside the loss", END_S)
+    machines.do("add", "n5")
+    machines.do("drain", "n3")
+    until(lambda: nodes(fleet).get("n5") == "ready", "the new machine's node", 60)
+    until(lambda: done(fleet) > 160, "sessions with it", END_S)
+    fleet.programs["server"].kill()
+    fleet.tend()
+    until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
+    keeper.kill()
+    keeper.start()
+    until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
+    told = events(fleet)
+    again = [one["time"] for one in told if one["kind"] == "session.requeued"]
+    results = Counter(one["session"] for one in told if one["kind"] == "session.result")
+    assert len(results) == TASKS * SAMPLES
+    assert set(results.values()) == {1}
+    assert {name for name, state in nodes(fleet).items() if state == "ready"} == {"n1", "n4", "n5"}
+    log = (fleet.folder / "nodes-of-ray.log").read_text()
+    assert "n2 is gone" in log
+    assert "n3 is drained" in log
+    assert log.count("runs a node") >= 5
+    assert keeper.process is not None
+    keeper.process.terminate()
+    assert keeper.process.wait(60) == 0
+    until(lambda: "ready" not in nodes(fleet).values(), "all nodes to end")
+    sys.stdout.write(
+        f"nodes joined after {joined:.0f} s; of the lost machine's sessions the first ran again"
+        f" {min(again) - lost_at:.1f} s after its loss (lease {LEASE_S:.0f} s);"
+        f" {TASKS * SAMPLES} sessions in {time.time() - began:.0f} s\n"
+    )
