@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HARNESSES = ("codex", "claude_code", "qwen_code", "pi")
 PROGRAM = Path(sys.executable).with_name("tugline")
 SESSIONS_AT_ONCE = 6
-TURNS, ANSWER, WINDOW, AGENT_S = 6, 128, 4096, 120
+TURNS, ANSWER, WINDOW, AGENT_S = 6, 128, 32_768, 120
 
 
 class Rate(NamedTuple):

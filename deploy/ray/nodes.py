@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,7 +35,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tugline.client import SyncClient
+from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
 
 NAMESPACE = "tugline"
@@ -48,29 +49,28 @@ RESTART_S = 5.0
 class Keeper:
     """Keeps one `tugline node` running on its machine."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._command, self._env = command, {**os.environ, **env}
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: str) -> None:
+        self._command, self._env, self._log = command, {**os.environ, **env}, Path(log)
         self._process = self._start()
         self._ended: float | None = None
         self._draining = False
 
-    def check(self) -> tuple[str, int | None]:
-        """Return `running`, `draining` or `drained`, and the exit code of a node that ended.
+    def check(self) -> tuple[bool, str]:
+        """Whether the node is drained, and why it ended by itself, said once.
 
-        A node that ended although it was not drained is started again a few seconds later.
+        Such a node is started again a few seconds later.
         """
         code = self._process.poll()
-        if code is None:
-            return "draining" if self._draining else "running", None
-        if self._draining:
-            return "drained", code
+        if code is None or self._draining:
+            return code is not None, ""
         now = time.monotonic()
         if self._ended is None:
             self._ended = now
-            return "running", code
+            said = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+            return False, f"code {code}, {said}"
         if now > self._ended + RESTART_S:
             self._process, self._ended = self._start(), None
-        return "running", None
+        return False, ""
 
     def drain(self) -> None:
         """Let the node finish what it runs, and end."""
@@ -79,8 +79,10 @@ class Keeper:
             self._process.send_signal(signal.SIGTERM)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        end_with_this_actor = ("setpriv", "--pdeathsig", "KILL")
-        return subprocess.Popen((*end_with_this_actor, *self._command), env=self._env)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = ("setpriv", "--pdeathsig", "KILL", *self._command)  # it ends with this actor
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, env=self._env, stdout=log, stderr=log)
 
 
 class Nodes:
@@ -136,24 +138,24 @@ class Nodes:
             lifetime="detached",
             num_cpus=options.cpus,
             scheduling_strategy=where,
-        ).remote(command, {"TUGLINE_JOIN_TOKEN": options.token})
+        ).remote(command, {"TUGLINE_JOIN_TOKEN": options.token}, f"{folder}/node.log")
         say(f"{name} runs a node, {options.slots} slots")
 
     def _look_after(self, name: str, keeper: Any) -> None:
         try:
-            state, code = ray.get(keeper.check.remote(), timeout=ANSWER_S)
+            drained, ended = ray.get(keeper.check.remote(), timeout=ANSWER_S)
         except GetTimeoutError:
             say(f"{name} has not answered for {ANSWER_S:.0f} s")
         except RayError as error:  # its actor died; the next step places another one
             say(f"{name}: {str(error).strip().splitlines()[0]}")
             self._forget(name)
         else:
-            if state == "drained":
+            if drained:
                 ray.kill(keeper)
                 say(f"{name} is drained")
                 self._keepers.pop(name)
-            elif code is not None:
-                say(f"the node on {name} ended with code {code}; it starts again")
+            elif ended:
+                say(f"the node on {name} ended ({ended}); it starts again")
 
     def _drain(self, name: str) -> None:
         keeper = self._keepers.get(name)

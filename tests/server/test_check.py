@@ -80,3 +80,33 @@ def test_recordings_are_read_too(tmp_path: Path, *, damaged: bool) -> None:
     code, report = check(tmp_path, "--recordings", tmp_path / "node")
     assert (code, report["recordings"]) == (int(damaged), 1)
     assert list(report["damaged"]) == [path.name] * damaged
+
+
+async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
+    """It has every result and the same tokens; what comes later is in the original alone."""
+    folder, copy = tmp_path / "server", tmp_path / "backups" / "first"
+    folder.mkdir()
+    async with serve(f"sqlite:{folder / 'server.db'}", folder) as server:
+        (folder / "tokens.json").write_text("{}")
+        await server.finish(samples=4)
+        made = await asyncio.to_thread(run_command, "server", "backup", copy, "--dir", folder)
+        assert (made.returncode, made.stderr) == (0, "")
+        await server.finish(id="later")
+    assert check(folder)[1]["results"] > 4
+    assert check(copy) == (0, {"results": 4, "recordings": 0, "damaged": {}})
+    assert (copy / "tokens.json").read_text() == "{}"
+    assert copy.stat().st_mode & 0o777 == 0o700
+    async with serve(f"sqlite:{copy / 'server.db'}", copy) as restored:
+        await restored.finish(id="from-there")
+    assert check(copy)[1]["results"] > 4
+
+
+def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:
+    """Neither is anything overwritten, nor is a folder left behind."""
+    nothing = run_command("server", "backup", tmp_path / "copy", "--dir", tmp_path)
+    assert nothing.returncode == 2
+    assert "has no server.db" in nothing.stderr
+    assert list(tmp_path.iterdir()) == []
+    taken = run_command("server", "backup", tmp_path, "--dir", tmp_path)
+    assert taken.returncode == 2
+    assert "name a folder that does not" in taken.stderr

@@ -63,11 +63,17 @@ HARNESSES = {
     "shell": Recorded(DemoSettings(harness="shell", command=f"python3 {AGENT}"), scripts.PI, 0.25),
 }
 """Those of the demo."""
+BLOCKS_WINDOW = 32_768
+"""A gateway refuses a prompt that seems longer than its window, which it counts in pieces of text
+that are shorter than a block: so it is given a window that it need not count for."""
 MANY = {
-    "codex": Recorded(DemoSettings(harness="codex"), scripts.CODEX),
-    "claude_code": Recorded(DemoSettings(harness="claude_code"), scripts.CLAUDE_CODE),
-    "qwen_code": Recorded(DemoSettings(harness="qwen_code"), scripts.QWEN_CODE),
-    "pi": Recorded(DemoSettings(), scripts.PI),
+    name: Recorded(DemoSettings(harness=name, window=BLOCKS_WINDOW), tools)
+    for name, tools in {
+        "codex": scripts.CODEX,
+        "claude_code": scripts.CLAUDE_CODE,
+        "qwen_code": scripts.QWEN_CODE,
+        "pi": scripts.PI,
+    }.items()
 }
 """Those of ``--blocks``."""
 PHASES = (phases.LANGUAGE, phases.HARNESS_PROMPTS, phases.HABITS)
@@ -131,7 +137,8 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) ->
     language, harness_prompts, habits = plan.phases
     tokenizer, openings = record_openings(plan, scratch / "openings", live)
     template = rendering(tokenizer)
-    model = phases.tiny_model(tokenizer.size, SEED)
+    window = BLOCKS_WINDOW if plan.blocks else phases.WINDOW
+    model = phases.tiny_model(tokenizer.size, SEED, window)
     live.phase("teaching the language of the tasks")
     kinds = {one.tools: name for name, one in reversed(plan.harnesses.items())}
     conversations = {

@@ -61,6 +61,9 @@ RECORDED = 240
 P_RIGHT = 0.33
 """Share of recorded sessions that solve their problem."""
 
+WINDOW = 4096
+"""Longest sequence, in tokens."""
+
 WARMUP = 10
 FINAL_LR = 0.05
 """The learning rate falls linearly to this share."""
@@ -83,11 +86,7 @@ class Example(NamedTuple):
     mask: Mask
 
 
-WINDOW = 4096
-"""Longest sequence, in tokens."""
-
-
-def tiny_model(vocabulary: int, seed: int) -> Qwen3ForCausalLM:
+def tiny_model(vocabulary: int, seed: int, window: int = WINDOW) -> Qwen3ForCausalLM:
     """A model with fresh random weights of about 0.9 million parameters."""
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
@@ -99,7 +98,7 @@ def tiny_model(vocabulary: int, seed: int) -> Qwen3ForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
-            max_position_embeddings=WINDOW,
+            max_position_embeddings=window,
             initializer_range=0.05,  # 0.02, the default, suits wide models
             tie_word_embeddings=False,
             pad_token_id=PAD,

@@ -19,7 +19,8 @@ def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=Tru
 
     Args:
         part: What to measure: gateway, trajectories, builders, server, cluster (up to a thousand
-            nodes), console, utilisation, runtimes or hostile (one agent against the others).
+            nodes), console, utilisation, runtimes, hostile (one agent against the
+            others) or learn (what several agents learn, in hours).
         options: Options of the benchmark, such as --quick and --json.
     """
     programs = Path(__file__).parents[3] / "benchmarks"

@@ -5,6 +5,9 @@ needs the join token of that server (``tokens.json`` in its folder), which permi
 """
 
 import asyncio
+import contextlib
+import shutil
+import sqlite3
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from tugline import log
 from tugline.cli.options import INTERRUPTED, Json
 from tugline.cli.output import print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
-from tugline.launch.server import is_local, locate_data, run_server
+from tugline.launch.server import STORE, is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
@@ -206,6 +209,33 @@ async def check(
     lines = [f"{name}: {what}" for name, what in damaged.items()]
     lines.append(f"{counts}, {len(damaged)} are damaged or lost")
     print_report(report, lambda: print_text(*lines), as_json=as_json, failed=bool(damaged))
+
+
+@server.command
+def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
+    """Copy what a server with SQLite keeps to a new folder; it may be running or stopped.
+
+    `tugline up --dir COPY` goes on from there. Data of nodes are not copied.
+
+    Args:
+        copy: The new folder.
+    """
+    if copy.exists():
+        raise UsageError(f"{copy} exists; name a folder that does not")
+    if not (folder / STORE).is_file():
+        raise UsageError(f"{folder} has no {STORE}; PostgreSQL is backed up by its own tools")
+    copy.mkdir(parents=True, mode=0o700)
+    with contextlib.closing(sqlite3.connect(copy / STORE)) as target:
+        with contextlib.closing(sqlite3.connect(folder / STORE)) as source:
+            source.backup(target)
+    # What is copied later may hold more than the store knows of, never less.
+    others = shutil.ignore_patterns(f"{STORE}*", ".lock", "server.json", "nodes")
+    shutil.copytree(folder, copy, ignore=others, copy_function=_copy, dirs_exist_ok=True)
+
+
+def _copy(source: str, target: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the running server has just deleted it
+        shutil.copy2(source, target)
 
 
 async def _find_damaged(blobs: Blobs, sessions: dict[str, tuple[str, str]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a run's recordings, kept once beside them, and the rendering of their prompts.
+"""The tokenizer of a run's recordings, kept once beside them.
 
 Apart from `folder`, so that a command that only finds recordings imports no tokenizer.
 """
@@ -7,7 +7,6 @@ import hashlib
 from pathlib import Path
 
 from tugline.atomic import write_file
-from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError
 from tugline.recording.folder import tokenizer_name
@@ -39,11 +38,3 @@ def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -
         msg = f"{path} is not the tokenizer that {recording} was made with; its digest differs"
         raise CaptureError(msg)
     return Tokenizer.load(path)
-
-
-def make_rendering(header: Header, tokenizer: Tokenizer) -> Rendering | None:
-    """Make the rendering of a recording's prompts; None if the engine rendered them."""
-    if not header.template:
-        return None
-    retention = header.thinking_retention or "all"
-    return Rendering(tokenizer, header.template, thinking_retention=retention)

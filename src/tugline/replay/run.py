@@ -18,7 +18,8 @@ from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
 from tugline.recording.file import read
 from tugline.recording.records import Header, RecordedResult
-from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
+from tugline.recording.tokenizer_file import load_tokenizer
+from tugline.recording.verify.text import make_rendering
 from tugline.replay.matching import Difference
 from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts

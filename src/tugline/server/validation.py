@@ -58,12 +58,15 @@ def check_task(task: Task) -> None:
 
 def check_bounds(value: msgspec.Struct) -> None:
     """Hold a struct made in this process to the bounds of its type. Raises `Invalid`."""
+    plain = msgspec.to_builtins(value)
     try:
-        decode_strictly(msgspec.to_builtins(value), type(value))
-    except ConfigError as error:
-        raise Invalid.combine(
-            [Invalid(str(each), field=each.field) for each in error.problems]
-        ) from error
+        msgspec.convert(plain, type(value))
+    except msgspec.ValidationError:
+        try:
+            decode_strictly(plain, type(value))  # which finds every mistake
+        except ConfigError as error:
+            found = [Invalid(str(each), field=each.field) for each in error.problems]
+            raise Invalid.combine(found) from error
 
 
 def _check_options(field: str, options: dict[str, Any]) -> Iterator[Invalid]:

@@ -16,7 +16,7 @@ from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
-from tugline.recording.tokenizer_file import load_tokenizer, make_rendering
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.types import Call, CallOutcome, Message, Mode, Role
 
 
@@ -122,3 +122,11 @@ def _abbreviate(message: Message | None) -> str:
     parts += [f"reasoning {message.reasoning[:40]!r}"] if message.reasoning else []
     parts += [f"{one.name}({one.arguments[:40]})" for one in message.tool_calls]
     return ", ".join(parts) or "nothing"
+
+
+def make_rendering(header: Header, tokenizer: Tokenizer) -> Rendering | None:
+    """Make the rendering of a recording's prompts; None if the engine rendered them."""
+    if not header.template:
+        return None
+    retention = header.thinking_retention or "all"
+    return Rendering(tokenizer, header.template, thinking_retention=retention)

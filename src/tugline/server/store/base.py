@@ -75,6 +75,17 @@ class Tx(ABC):
         rows = self.all(sql, **values)
         return rows[0] if rows else None
 
+    def read_after(
+        self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None
+    ) -> list[Row]:
+        """Up to `limit` rows behind `after` in the order of `key`; `match` is for `match_columns`.
+
+        `rows` is ``COLUMNS FROM TABLE``.
+        """
+        where, values = match_columns(**match)
+        sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
+        return self.all(sql, after=after, limit=limit, **values)
+
     def read_page(
         self, rows: str, where: str, query: TaskQuery | SessionQuery, **values: object
     ) -> tuple[list[Row], str | None]:

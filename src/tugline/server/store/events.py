@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, Event, EventKind
-from tugline.server.store.base import Tx, match_columns, to_struct
+from tugline.server.store.base import Tx, to_struct
 
 _COLUMNS = "position, kind, created, task, session, node, detail"
 _TRIM = 1000
@@ -82,14 +82,7 @@ def check_position(tx: Tx, after: int) -> None:
 
 def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]:
     """Up to `limit` events after a position, of one task or of all."""
-    where, values = match_columns(task=task)
-    rows = tx.all(
-        f"SELECT {_COLUMNS} FROM events WHERE position > :after{where}"  # noqa: S608 - constants
-        " ORDER BY position LIMIT :limit",
-        after=after,
-        limit=limit,
-        **values,
-    )
+    rows = tx.read_after(f"{_COLUMNS} FROM events", "position", after, limit, task=task)
     return [to_struct(Event, _COLUMNS, row, detail=json.loads(row[-1])) for row in rows]
 
 
@@ -182,13 +175,8 @@ def retry_delivery(tx: Tx, delivery: int) -> Delivery:
 
 def list_deliveries(tx: Tx, query: DeliveryQuery) -> list[Delivery]:
     """Deliveries, by id."""
-    where, values = match_columns(state=query.state)
-    rows = tx.all(
-        f"SELECT {_DELIVERY} FROM outbox WHERE id > :after{where} ORDER BY id LIMIT :limit",  # noqa: S608 - constants
-        after=query.after,
-        limit=query.limit,
-        **values,
-    )
+    found = f"{_DELIVERY} FROM outbox"
+    rows = tx.read_after(found, "id", query.after, query.limit, state=query.state)
     return [to_struct(Delivery, _DELIVERY, row) for row in rows]
 
 

@@ -21,7 +21,7 @@ from tugline.errors import Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
 from tugline.server.store import events, sessions
-from tugline.server.store.base import Tx, match_columns
+from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import view, views
 from tugline.types import Failure, Status
@@ -205,14 +205,7 @@ def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
 
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
     """Up to `limit` results after a position, of these tasks or of all, in commit order."""
-    where, values = match_columns(task=tasks)
-    rows = tx.all(
-        f"SELECT view FROM results WHERE position > :after{where}"  # noqa: S608 - constants
-        " ORDER BY position LIMIT :limit",
-        after=after,
-        limit=limit,
-        **values,
-    )
+    rows = tx.read_after("view FROM results", "position", after, limit, task=tasks)
     items = tuple(_view.decode(view) for (view,) in rows)
     return Results(items=items, cursor=items[-1].position if items else after)
 
@@ -222,7 +215,9 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
 
     The results of a group stand together, by sample; `TaskView.missing` names unusable samples.
     """
-    released = _list_released(tx, after, limit, tasks)
+    rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
+    fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
+    released = [task for task, _ in rows[: max(sum(fit), 1)]]
     if not released:
         return Results(items=(), cursor=after)
     chosen = views(tx, released)
@@ -232,19 +227,6 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
         (_view.decode(view) for (view,) in rows), key=lambda item: (order[item.task], item.sample)
     )
     return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
-
-
-def _list_released(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None) -> list[str]:
-    where, values = match_columns(id=tasks)
-    rows = tx.all(
-        f"SELECT id, samples FROM tasks WHERE released > :after{where}"  # noqa: S608 - constants
-        " ORDER BY released LIMIT :limit",
-        after=after,
-        limit=limit,
-        **values,
-    )
-    fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
-    return [task for task, _ in rows[: max(sum(fit), 1)]]
 
 
 # --------------------------------------------------------------------------- consumers
