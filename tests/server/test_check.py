@@ -95,7 +95,7 @@ async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
     assert check(folder)[1]["results"] > 4
     assert check(copy) == (0, {"results": 4, "recordings": 0, "damaged": {}})
     assert (copy / "tokens.json").read_text() == "{}"
-    assert copy.stat().st_mode & 0o777 == 0o700
+    assert (copy / "server.db").stat().st_mode & 0o777 == 0o600
     async with serve(f"sqlite:{copy / 'server.db'}", copy) as restored:
         await restored.finish(id="from-there")
     assert check(copy)[1]["results"] > 4

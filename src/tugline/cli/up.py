@@ -224,10 +224,11 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
         raise UsageError(f"{copy} exists; name a folder that does not")
     if not (folder / STORE).is_file():
         raise UsageError(f"{folder} has no {STORE}; PostgreSQL is backed up by its own tools")
-    copy.mkdir(parents=True, mode=0o700)
-    with contextlib.closing(sqlite3.connect(copy / STORE)) as target:
-        with contextlib.closing(sqlite3.connect(folder / STORE)) as source:
-            source.backup(target)
+    copy.mkdir(parents=True)
+    source, target = sqlite3.connect(folder / STORE), sqlite3.connect(copy / STORE)
+    with contextlib.closing(source), contextlib.closing(target):
+        (copy / STORE).chmod(0o600)
+        source.backup(target)
     # What is copied later may hold more than the store knows of, never less.
     others = shutil.ignore_patterns(f"{STORE}*", ".lock", "server.json", "nodes")
     shutil.copytree(folder, copy, ignore=others, copy_function=_copy, dirs_exist_ok=True)
