@@ -56,9 +56,15 @@ class Learned(NamedTuple):
     """Of training and both evaluations."""
     failed: int
     updates: int
-    max_abs_dlogprob: float
-    """Largest distance between a captured and a recomputed logprob of a trained token, nats."""
+    max_abs_dlogprob: float | None
+    """Largest distance between a captured and a recomputed logprob of a trained token, nats; None
+    if none was trained."""
     minutes: float
+
+    @property
+    def mismatch(self) -> str:
+        """`max_abs_dlogprob` as it is shown."""
+        return "none" if self.max_abs_dlogprob is None else f"{self.max_abs_dlogprob:.1e}"
 
     @property
     def disjoint(self) -> bool:
@@ -133,7 +139,7 @@ def learn(harness: str, seed: int, policy: Path, options: argparse.Namespace) ->
         + sum(one["attempts"] + one["unrewarded"] for one in scores),
         failed=state["failed"] + sum(one["unrewarded"] for one in scores),
         updates=state["updates"],
-        max_abs_dlogprob=max(gaps, default=float("nan")),
+        max_abs_dlogprob=max(gaps, default=None),
         minutes=state["elapsed_s"] / 60,
     )  # fmt: skip
 
@@ -198,7 +204,7 @@ def describe(run: Learned) -> str:
     """Return a line about a run."""
     return (
         f"{run.harness}, seed {run.seed}: {run.before} -> {run.after}, {run.sessions} sessions,"
-        f" {run.failed} failed, |dlogp| {run.max_abs_dlogprob:.1e}, {run.minutes:.1f} min"
+        f" {run.failed} failed, |dlogp| {run.mismatch}, {run.minutes:.1f} min"
     )
 
 
@@ -211,7 +217,7 @@ def print_tables(runs: list[Learned], table: dict[str, dict[str, Rate]]) -> None
         print(
             f"| {run.harness} | {run.seed} | {run.before} | {run.after} | {100 * gain:.1f} points |"
             f" {'yes' if run.disjoint else 'no'} | {run.sessions} | {run.failed} |"
-            f" {run.max_abs_dlogprob:.1e} | {run.minutes:.1f} |"
+            f" {run.mismatch} | {run.minutes:.1f} |"
         )
     if table:
         print("\n| trained with | " + " | ".join(table) + " |")

@@ -124,12 +124,16 @@ class Nodes:
 
     def _place(self, name: str, machine: Mapping[str, Any]) -> None:
         options = self._options
+        try:
+            engines = find_engines(options.engine_actors) if options.engine_actors else []
+        except (RayError, ValueError, LookupError) as error:
+            say(f"{name} gets no node yet: {str(error).strip().splitlines()[0]}")
+            return
         folder = f"{options.dir}/{name}"
         command = [*(options.tugline or [sys.executable, "-m", "tugline.cli.app"]), "node"]
         command += ["--server", options.server, "--dir", folder, "--name", name]
         command += ["--slots", str(options.slots), *options.node_options]
-        for url in find_engines(options.engine_actors) if options.engine_actors else ():
-            command += ["--engine", url]
+        command += [word for url in engines for word in ("--engine", url)]
         where = NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False)
         self._keepers[name] = Keeper.options(
             name=f"node {name} of {options.server}",
@@ -191,13 +195,19 @@ class Nodes:
 
 
 def find_engines(prefix: str) -> list[str]:
-    """Return the addresses of actors whose name begins so, such as verl's ``vllm_server_``."""
+    """Return the addresses of actors whose name begins so, such as verl's ``vllm_server_``.
+
+    Raises `LookupError` if there is none, `RayError` or `ValueError` if one does not answer.
+    """
     found = []
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["name"].startswith(prefix):
             actor = ray.get_actor(one["name"], one["namespace"])
             host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
             found.append(f"http://{host}:{port}")
+    if not found:
+        msg = f"no actor of this cluster has a name that begins with {prefix!r}"
+        raise LookupError(msg)
     return sorted(found)
 
 

@@ -60,9 +60,10 @@ class Machines:
 
     def _read(self) -> str:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the cluster ended; see ray.log"
-        return line
+        for line in self._process.stdout:
+            if line.startswith("at "):
+                return line.split()[1]
+        pytest.fail("the cluster ended; see ray.log")
 
 
 @pytest.fixture
@@ -90,12 +91,11 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def place_nodes(fleet: Fleet, address: str) -> Program:
     """Start the program that keeps a node on each machine."""
     script = str(ROOT / "deploy" / "ray" / "nodes.py")
-    engine = f"http://127.0.0.1:{fleet.ports['engine']}"
     program = fleet.add(
         "nodes-of-ray", str(installed("verl") / "bin" / "python"), script,
         "--server", fleet.url, "--address", address, "--slots", "4",
         "--dir", str(fleet.folder / "machines"), "--tugline", TUGLINE, "--every-s", "0.5",
-        "--", "--config", str(fleet.folder / "node.yaml"), "--engine", engine,
+        "--engine-actors", "vllm_server_", "--", "--config", str(fleet.folder / "node.yaml"),
         "--tokenizer", str(fleet.folder / "tokenizer.json"),
         TUGLINE_JOIN_TOKEN=fleet.tokens["join"], PYTHONPATH=str(ROOT / "src"),
         RAY_USAGE_STATS_ENABLED="0",
@@ -140,13 +140,16 @@ def events(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def test_sessions_outlive_machines_and_their_keeper(machines: Machines, fleet: Fleet) -> None:
-    """400 sessions end, each committed once.
+    """400 sessions end, each committed once, with the engine that an actor of the cluster names.
 
     Meanwhile one of four machines is killed, one drained, one added, the server is killed with
     SIGKILL, and so is the program that places nodes.
     """
     began = time.time()
     keeper = place_nodes(fleet, machines.address)
+    said = fleet.folder / "nodes-of-ray.log"
+    until(lambda: said.read_text().count("gets no node yet") >= 4, "the lack of an engine", 60)
+    machines.do("engine", str(fleet.ports["engine"]))
     until(lambda: list(nodes(fleet).values()) == ["live"] * 4, "four nodes", 90)
     joined = time.time() - began
     submit(fleet)
@@ -170,7 +173,7 @@ def test_sessions_outlive_machines_and_their_keeper(machines: Machines, fleet: F
     assert len(results) == TASKS * SAMPLES
     assert set(results.values()) == {1}
     assert {name for name, state in nodes(fleet).items() if state == "live"} == {"n1", "n4", "n5"}
-    log = (fleet.folder / "nodes-of-ray.log").read_text()
+    log = said.read_text()
     assert "n2 is gone" in log or "n2: The actor died" in log
     assert "n3 is drained" in log
     assert log.count("runs a node") >= 5

@@ -1,7 +1,7 @@
 """A Ray cluster of four machines on this one, for a test: commands on stdin, answers on stdout.
 
 Commands are lines such as ``add n5``, ``kill n2`` and ``drain n3``; each is answered with the
-cluster's address.
+cluster's address. ``engine PORT`` makes an actor that names the engine there, as those of verl do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+@ray.remote(num_cpus=0)
+class EngineServer:
+    """Stands for an engine that a trainer has started in this cluster."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def get_server_address(self) -> tuple[str, int]:
+        """Return where it listens."""
+        return "127.0.0.1", self._port
 
 
 def main() -> None:
@@ -27,13 +41,18 @@ def main() -> None:
             cluster.remove_node(machines.pop(name), allow_graceful=False)
         elif what == "drain":
             _drain(cluster.address, machines[name].node_id)
+        elif what == "engine":
+            ray.init(address=cluster.address, namespace="trainer", log_to_driver=False)
+            on_head = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)
+            options = {"name": "vllm_server_0", "lifetime": "detached"}
+            EngineServer.options(scheduling_strategy=on_head, **options).remote(int(name))
         say(cluster.address)
     os._exit(0)  # what is left ends with this process
 
 
 def say(line: str) -> None:
-    """Answer."""
-    sys.stdout.write(f"{line}\n")
+    """Answer; Ray writes lines of its own."""
+    sys.stdout.write(f"at {line}\n")
     sys.stdout.flush()
 
 
