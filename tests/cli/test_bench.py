@@ -31,7 +31,7 @@ def test_an_unknown_part_is_answered_with_the_known_ones() -> None:
     """A typing mistake costs one glance."""
     assert refused("gatway") == (
         "tugline: there is no benchmark of 'gatway'; "
-        "it must be one of builders, cluster, console, gateway, hostile, runtimes, server,"
+        "it must be one of builders, cluster, console, gateway, hostile, learn, runtimes, server,"
         " trajectories, utilisation"
     )
 
