@@ -17,7 +17,6 @@ machines as the sessions need, and nodes without work are drained so that it may
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import signal
@@ -25,18 +24,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
+from tugline.types import TERMINAL
 
 NAMESPACE = "tugline"
 ANSWER_S = 10.0
@@ -96,20 +96,23 @@ class Nodes:
 
     def step(self, *, stopping: bool = False) -> None:
         """Compare machines and nodes once."""
+        wanted = self._options.max and not stopping and self._scale()
         machines = {_name(one): one for one in ray.nodes() if one["Alive"] and self._fits(one)}
         for name in self._keepers.keys() - machines.keys():
             say(f"{name} is gone: its sessions are run elsewhere once their leases have ended")
             self._forget(name)
         draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - there is no other way
+        free = []
         for name, machine in machines.items():
             if stopping or machine["NodeID"] in draining:
                 self._drain(name)
             elif name not in self._keepers:
-                self._place(name, machine)
-        for name, keeper in list(self._keepers.items()):
-            self._look_after(name, keeper)
-        if self._options.max and not stopping:
-            self._scale()
+                free.append((name, machine))
+        if self._options.max:  # without an answer of the server all stays as it is
+            free = free[: max(0, (wanted or 0) - len(self._keepers))]
+        if free:
+            self._place(free)
+        self._look_after()
 
     @property
     def ended(self) -> bool:
@@ -122,42 +125,51 @@ class Nodes:
             wanted is None or resources.get(wanted, 0) > 0
         )
 
-    def _place(self, name: str, machine: Mapping[str, Any]) -> None:
+    def _place(self, machines: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         options = self._options
         try:
             engines = find_engines(options.engine_actors) if options.engine_actors else []
         except (RayError, ValueError, LookupError) as error:
-            say(f"{name} gets no node yet: {str(error).strip().splitlines()[0]}")
+            names = ", ".join(name for name, _ in machines)
+            say(f"no node yet for {names}: {str(error).strip().splitlines()[0]}")
             return
-        folder = f"{options.dir}/{name}"
-        command = [*(options.tugline or [sys.executable, "-m", "tugline.cli.app"]), "node"]
-        command += ["--server", options.server, "--dir", folder, "--name", name]
-        command += ["--slots", str(options.slots), *options.node_options]
-        command += [word for url in engines for word in ("--engine", url)]
-        where = NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False)
-        self._keepers[name] = Keeper.options(
-            name=f"node {name} of {options.server}",
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=options.cpus,
-            scheduling_strategy=where,
-        ).remote(command, {"TUGLINE_JOIN_TOKEN": options.token}, f"{folder}/node.log")
-        say(f"{name} runs a node, {options.slots} slots")
+        for name, machine in machines:
+            folder = f"{options.dir}/{name}"
+            command = [*(options.tugline or [sys.executable, "-m", "tugline.cli.app"]), "node"]
+            command += ["--server", options.server, "--dir", folder, "--name", name]
+            command += ["--slots", str(options.slots), *options.node_options]
+            command += [word for url in engines for word in ("--engine", url)]
+            where = NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False)
+            self._keepers[name] = Keeper.options(
+                name=f"node {name} of {options.server}",
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                num_cpus=options.cpus,
+                scheduling_strategy=where,
+            ).remote(command, {"TUGLINE_JOIN_TOKEN": options.token}, f"{folder}/node.log")
+            say(f"{name} runs a node, {options.slots} slots")
 
-    def _look_after(self, name: str, keeper: Any) -> None:
-        try:
-            drained, ended = ray.get(keeper.check.remote(), timeout=ANSWER_S)
-        except GetTimeoutError:
-            say(f"{name} has not answered for {ANSWER_S:.0f} s")
-        except RayError as error:  # its actor died; the next step places another one
-            say(f"{name}: {str(error).strip().splitlines()[0]}")
-            self._forget(name)
-        else:
+    def _look_after(self) -> None:
+        """Ask all keepers at once, so that one that hangs costs one deadline."""
+        asked = {keeper.check.remote(): name for name, keeper in self._keepers.items()}
+        if not asked:
+            return
+        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        for each in late:
+            say(f"{asked[each]} has not answered for {ANSWER_S:.0f} s")
+        for each in answered:
+            name = asked[each]
+            try:
+                drained, ended = ray.get(each)
+            except RayError as error:  # its actor died; the next step places another one
+                say(f"{name}: {str(error).strip().splitlines()[0]}")
+                self._forget(name)
+                continue
             if drained:
-                ray.kill(keeper)
+                ray.kill(self._keepers[name])
                 say(f"{name} is drained")
-                self._keepers.pop(name)
+                self._forget(name)
             elif ended:
                 say(f"the node on {name} ended ({ended}); it starts again")
 
@@ -173,16 +185,22 @@ class Nodes:
         self._leaving.discard(name)
 
     # ------------------------------------------------------------------ growing and shrinking
-    def _scale(self) -> None:
+    def _scale(self) -> int | None:
+        """Ask for machines, drain what is idle; returns how many, None if the server is away."""
         options = self._options
-        with contextlib.suppress(TuglineError), SyncClient(options.server) as client:
-            open_, nodes = client.status().sessions, client.nodes()
-            work = sum(open_.get(status, 0) for status in ("queued", "leased", "running"))
-            wanted = min(options.max, max(options.min, math.ceil(work / options.slots)))
-            shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
-            request_resources(bundles=[shape] * wanted)
-            for name in self._idle(nodes)[: max(0, len(self._keepers) - wanted)]:
-                self._drain(name)
+        try:
+            with SyncClient(options.server, deadline_s=ANSWER_S) as client:
+                counts, nodes = client.status().sessions, client.nodes()
+        except TuglineError as error:
+            say(f"the queue cannot be read: {error}")
+            return None
+        work = sum(count for status, count in counts.items() if status not in TERMINAL)
+        wanted = min(options.max, max(options.min, math.ceil(work / options.slots)))
+        shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
+        request_resources(bundles=[shape] * wanted)
+        for name in self._idle(nodes)[: max(0, len(self._keepers) - wanted)]:
+            self._drain(name)
+        return wanted
 
     def _idle(self, nodes: Sequence[Any]) -> list[str]:
         """Machines whose nodes have had no session for `idle_s`."""
@@ -221,15 +239,6 @@ def say(text: str) -> None:
     print(f"{datetime.now(UTC):%FT%TZ} {text}", flush=True)
 
 
-@contextlib.contextmanager
-def signals() -> Iterator[threading.Event]:
-    """Set the event at SIGTERM or Ctrl-C."""
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    yield stopped
-
-
 def main() -> None:
     """Keep a node on every machine until SIGTERM."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -252,10 +261,13 @@ def main() -> None:
         parser.error("--token or TUGLINE_JOIN_TOKEN is missing: it is in the server's tokens.json")
     ray.init(address=options.address, namespace=NAMESPACE, log_to_driver=False)
     nodes = Nodes(options)
-    with signals() as stopped:
-        while not (stopped.is_set() and nodes.ended):
-            nodes.step(stopping=stopped.is_set())
-            stopped.wait(options.every_s) if not stopped.is_set() else time.sleep(0.2)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    while not (stopped.is_set() and nodes.ended):
+        nodes.step(stopping=stopped.is_set())
+        if stopped.wait(options.every_s):
+            time.sleep(0.2)
     say("all nodes have ended")
 
 

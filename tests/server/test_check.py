@@ -107,6 +107,11 @@ def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:
     assert nothing.returncode == 2
     assert "has no server.db" in nothing.stderr
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "server.db").write_bytes(b"no database" * 1000)
+    damaged = run_command("server", "backup", tmp_path / "copy", "--dir", tmp_path)
+    assert damaged.returncode == 1
+    assert "Traceback" not in damaged.stderr
+    assert not (tmp_path / "copy").exists()
     taken = run_command("server", "backup", tmp_path, "--dir", tmp_path)
     assert taken.returncode == 2
     assert "name a folder that does not" in taken.stderr

@@ -224,6 +224,8 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
         raise UsageError(f"{copy} exists; name a folder that does not")
     if not (folder / STORE).is_file():
         raise UsageError(f"{folder} has no {STORE}; PostgreSQL is backed up by its own tools")
+    database, _ = locate_data(Settings().server, folder)
+    database.check(list_digests)  # a damaged store is no backup
     copy.mkdir(parents=True)
     source, target = sqlite3.connect(folder / STORE), sqlite3.connect(copy / STORE)
     with contextlib.closing(source), contextlib.closing(target):
