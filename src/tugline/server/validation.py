@@ -110,6 +110,7 @@ def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     problems: list[Invalid] = []
     for n, task in enumerate(batch):
         try:
+            check_bounds(task)
             check(task)
         except (Invalid, UsageError) as error:
             for each in error.problems:
