@@ -31,7 +31,7 @@ from typing import Any
 
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tugline.client.sync import SyncClient
@@ -92,6 +92,7 @@ class Nodes:
         self._options = options
         self._keepers: dict[str, Any] = {}
         self._leaving: set[str] = set()
+        self._silent: set[str] = set()
         self._idle_since: dict[str, float] = {}
 
     def step(self, *, stopping: bool = False) -> None:
@@ -131,7 +132,7 @@ class Nodes:
             engines = find_engines(options.engine_actors) if options.engine_actors else []
         except (RayError, ValueError, LookupError) as error:
             names = ", ".join(name for name, _ in machines)
-            say(f"no node yet for {names}: {str(error).strip().splitlines()[0]}")
+            say(f"no node yet for {names}: {_first_line(error)}")
             return
         for name, machine in machines:
             folder = f"{options.dir}/{name}"
@@ -157,21 +158,31 @@ class Nodes:
             return
         answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         for each in late:
-            say(f"{asked[each]} has not answered for {ANSWER_S:.0f} s")
+            self._note_silence(asked[each], f"has not answered for {ANSWER_S:.0f} s")
         for each in answered:
             name = asked[each]
             try:
                 drained, ended = ray.get(each)
-            except RayError as error:  # its actor died; the next step places another one
-                say(f"{name}: {str(error).strip().splitlines()[0]}")
+            except ActorDiedError as error:  # the next step places another one
+                say(f"{name}: {_first_line(error)}")
                 self._forget(name)
                 continue
+            except RayError as error:  # Ray does not know yet whether it is lost
+                self._note_silence(name, f"does not answer: {_first_line(error)}")
+                continue
+            self._silent.discard(name)
             if drained:
                 ray.kill(self._keepers[name])
                 say(f"{name} is drained")
                 self._forget(name)
             elif ended:
                 say(f"the node on {name} ended ({ended}); it starts again")
+
+    def _note_silence(self, name: str, text: str) -> None:
+        """Say it once, until it answers again."""
+        if name not in self._silent:
+            self._silent.add(name)
+            say(f"{name} {text}")
 
     def _drain(self, name: str) -> None:
         keeper = self._keepers.get(name)
@@ -183,6 +194,7 @@ class Nodes:
     def _forget(self, name: str) -> None:
         self._keepers.pop(name, None)
         self._leaving.discard(name)
+        self._silent.discard(name)
 
     # ------------------------------------------------------------------ growing and shrinking
     def _scale(self) -> int | None:
@@ -232,6 +244,10 @@ def find_engines(prefix: str) -> list[str]:
 def _name(machine: Mapping[str, Any]) -> str:
     """Return the name of a machine, which is its address unless `ray start` was told another."""
     return str(machine["NodeName"] or machine["NodeManagerAddress"])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from attacked import Arena, running, shell, token
 from containers import host_programs
 from rig import rig, says
+from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome
 from tugline.evaluators.harbor import HarborEvaluator
 from tugline.evaluators.tests import TestsEvaluator
@@ -140,8 +141,8 @@ ATTACKS = {
 
 
 TURNS = itertools.count()
-JUDGE_OF_WORK, JUDGE_OF_NONE = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=3.0)
-"""Shared, for they find out once whether pytest runs here."""
+EVALUATOR, HASTY_EVALUATOR = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=3.0)
+"""Shared, for they find out once whether pytest runs here. The hasty one is for endless tests."""
 
 
 def a_task(arena: Arena, script: str, **changes: Any) -> Task:
@@ -181,18 +182,24 @@ async def earned(
         assert not end.timed_out
         patch = await sandbox.diff()
     outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
+    for _ in range(
+        3
+    ):  # on a busy machine there is no verdict; the server runs such a session again
+        with contextlib.suppress(SandboxError):
+            return (await evaluator.evaluate(outcome)).reward.value
     return (await evaluator.evaluate(outcome)).reward.value
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_earn_a_reward_without_the_work(sandbox: Arena, attack: str) -> None:
     """What is judged is a fresh copy of the task with the agent's sifted changes, in a new box."""
-    assert await earned(sandbox, ATTACKS[attack], JUDGE_OF_NONE) == 0.0
+    evaluator = HASTY_EVALUATOR if attack == "run for ever" else EVALUATOR
+    assert await earned(sandbox, ATTACKS[attack], evaluator) == 0.0
 
 
 async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
     """The same task, done; also with every attack that breaks nothing on top of it."""
-    assert await earned(sandbox, HONEST, JUDGE_OF_WORK) == 1.0
+    assert await earned(sandbox, HONEST, EVALUATOR) == 1.0
     clutter = ("a package in place of the test", "an installed module's name")
     clutter += (
         "a package around the tests",
@@ -203,7 +210,7 @@ async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
         "write reward files",
     )
     script = "; ".join((HONEST, *(f"( {ATTACKS[name]} ) || true" for name in clutter)))
-    assert await earned(sandbox, script, JUDGE_OF_WORK) == 1.0
+    assert await earned(sandbox, script, EVALUATOR) == 1.0
 
 
 LOOPS = 'for n in $(seq 150); do setsid sh -c "while :; do :; done" "$1" & done; wait'
@@ -219,7 +226,7 @@ async def test_honest_work_is_rewarded_beside_busy_loops(sandbox: Arena) -> None
         async with asyncio.timeout(30):
             while len(running(mark)) < 150:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        assert await earned(sandbox, HONEST, JUDGE_OF_WORK) == 1.0
+        assert await earned(sandbox, HONEST, EVALUATOR) == 1.0
         assert not loops.done()
         loops.cancel()
         await asyncio.gather(loops, return_exceptions=True)

@@ -161,8 +161,7 @@ def _check_words(option: str, text: str, choices: Sequence[str]) -> None:
         text.format(**dict.fromkeys(choices, ""))
     except (ValueError, LookupError, AttributeError) as error:
         right = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
-        msg = f"taskset 'swe': {option} is {text!r:.200}, must be {right}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"taskset 'swe': {option} is {text!r:.200}, must be {right}") from error
 
 
 def _resolve(rows: str | None, repos: str) -> str:

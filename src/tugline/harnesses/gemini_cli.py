@@ -3,7 +3,7 @@
 Gemini CLI speaks Google's ``generateContent``. A model must be named, or it asks another model
 which to take; it retries when headers take 60 s; its exit code after an error is the HTTP status
 modulo 256, and 0 after SIGTERM. It has no setting for the context window and assumes a million
-tokens.
+tokens. Of skills it knows only those that the task gives.
 
 Qwen Code speaks OpenAI Chat. With these settings it looks up no host name; it retries when headers
 take 120 s; unless disabled, it asks the model what to remember when it is done; the same call with
@@ -58,7 +58,11 @@ class GeminiCli(_SettingsFile):
 
     def configure(self, context: LaunchContext) -> Launch:
         """``gemini``, unattended: its prompt is what it reads on stdin."""
-        settings = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
+        builtin = {"antigravity-support", "skill-creator"}  # listed in another order each time
+        settings = {
+            "security": {"auth": {"selectedType": "gemini-api-key"}},
+            "skills": {"disabled": sorted(builtin - {*(self.skills or ())})},
+        }
         return Launch(
             argv=("--yolo", "-m", context.model, "--output-format", "json", *self.args),
             env={

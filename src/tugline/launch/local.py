@@ -53,7 +53,7 @@ class LocalServer:
         self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
     ) -> None:
         self.control, self.gateway = control, gateway
-        self._running_node = running_node
+        self._node = running_node
 
     async def weights(self) -> Control:
         """Read the newest weight version, and whether model calls are paused."""
@@ -90,9 +90,8 @@ class LocalServer:
         while missing:
             query = ResultQuery(after=cursor, limit=_BATCH, wait_s=_WAIT_S, task=tuple(tasks or ()))
             page = await self.control.results(query)
-            node = self._running_node
-            if node.done() and not page.items:  # then there would never be one
-                error = None if node.cancelled() else node.exception()
+            if self._node.done() and not page.items:  # then there would never be one
+                error = None if self._node.cancelled() else self._node.exception()
                 msg = "the node has stopped; what is missing can be run again"
                 raise ServerError(msg) from error
             cursor = page.cursor

@@ -246,8 +246,7 @@ async def _read_head(git: Callable[..., Awaitable[str]], commit: str, what: str)
     try:
         head = (await git("rev-parse", "--verify", "-q", "HEAD^{commit}")).strip()
     except WorkspaceError as error:
-        msg = f"{what}: the git repository in it has nothing checked out"
-        raise WorkspaceError(msg) from error
+        raise WorkspaceError(f"{what}: the git repository in it has nothing checked out") from error
     try:
         await git("merge-base", "--is-ancestor", commit, head)
     except WorkspaceError as error:
