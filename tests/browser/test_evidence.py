@@ -302,6 +302,15 @@ _SERVES = """fetch("/v1/weights", {{headers: {{authorization: "Bearer {token}"}}
   .then((response) => response.json()).then((weights) => weights.version === {version})"""
 
 
+async def report(
+    rig: Rig, run: str, step: int, figures: dict[str, float], notes: dict[str, str] | None = None
+) -> None:
+    """Report a step, as a trainer does."""
+    body = {"step": step, "figures": figures, "notes": notes or {}}
+    response = await rig.served.ask("POST", f"/v1/runs/{run}/steps", json=body)
+    assert response.status == 204, response
+
+
 async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: Path) -> None:
     """Pass rates with Wilson's intervals by version, groups below, and a run's own figures."""
     trajectory = rebuild(read(small(tmp_path)))
@@ -321,6 +330,16 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
         await tab.until(f"document.querySelector('figcaption').innerText.includes('{rate}')")
     await tab.visit(f"{rig.served.url}/training?from=1&to=1")
     await tab.until("document.querySelectorAll('tbody tr').length === 1")
+    await report(rig, "first-0a", 1, {"rollout/reward": 0.25})
+    await report(rig, "second-0b", 1, {"rollout/reward": 0.5, "rollout/entropy": 1.5})
+    await tab.until("document.querySelectorAll('figure').length === 6")
+    assert "step 1, last report" in await tab.js("document.querySelector('main').innerText")
+    await report(rig, "second-0b", 2, {"time/wait_s": 3.0}, {"alarm entropy": HOSTILE})
+    await tab.until("document.querySelectorAll('figure').length === 7")
+    await tab.until("document.querySelector('main').innerText.includes('alarm entropy')")
+    await tab.visit(f"{rig.served.url}/training?run=first-0a")
+    await tab.until("document.querySelectorAll('figure').length === 5")
+    assert await tab.js("document.querySelector('select').value") == "first-0a"
     lines = [
         {"step": step, "rollout/reward": step / 10, "rollout/entropy": 1.0 - step / 20,
          "update/ledger/trained": 90.0, "update/ledger/masked/side_call": 10.0}
@@ -331,6 +350,7 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     await tab.choose_file("input[type=file]", metrics)
     await tab.until("document.querySelectorAll('figure').length === 7")
+    assert await tab.js("document.querySelector('select')") is None
     assert "alarm entropy" in await tab.js("document.querySelector('main').innerText")
 
 

@@ -163,6 +163,7 @@ def check(training: Training) -> None:
     assert [score["step"] for score in state["scores"]] == [0, 5, 10]
     rows = [row for row in read_lines(training.run / METRICS) if "rollout/sampled" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    check_reports(training, rows)
     results = list_results(training)
     assert len(results) == STEPS * TASKS * SAMPLES
     assert all(one["status"] == "completed" for one in results)
@@ -174,6 +175,16 @@ def check(training: Training) -> None:
         sampled[number // TASKS + 1] += one["sampled"]
     assert [row["rollout/sampled"] for row in rows] == [sampled[row["step"]] for row in rows]
     assert sum(sampled.values()) == ledger["sampled"]
+
+
+def check_reports(training: Training, rows: list[dict[str, Any]]) -> None:
+    """The server knows the figures of every step as the run's own file has them."""
+    api = training.fleet.api()
+    (run,) = api.get("/v1/runs")
+    assert (run["name"].startswith(training.run.name), run["step"]) == (True, STEPS)
+    known = {one["step"]: one["figures"] for one in api.get(f"/v1/runs/{run['name']}/steps")}
+    for row in rows:
+        assert known[row["step"]].items() >= {**row, "step": None}.items() - {("step", None)}
 
 
 def list_results(training: Training) -> list[dict[str, Any]]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import math
 import sqlite3
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import structlog
 from msgspec.structs import replace
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from served import TOKENS, serve
+from tugline import protocol
+from tugline.client.sync import SyncClient
 from tugline.errors import UsageError
 from tugline.trainers.metrics import flatten
 from tugline.trainers.publish import Publication
@@ -48,6 +54,56 @@ def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
     found = read_lines(tmp_path / METRICS)
     assert [row["step"] for row in found if row.get("alarm/no_signal") == 1.0] == [4]
     assert found[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
+
+
+async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
+    """Also after a kill, in which the last figures stayed on their way; one that is none stays."""
+    async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path) as served:
+
+        def run(steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
+            folder = tmp_path / "my run"
+            folder.mkdir(exist_ok=True)
+            sinks = make_sinks((), Console(file=io.StringIO()), served.url)
+            sinks.start(folder, {}, after)
+            for step in steps:
+                sinks.log(step, {"rollout/reward": step / 10, "update/kl": math.nan})
+            sinks.alarm(steps[-1], "no_signal", CAUSE)
+            sinks.close()
+            with SyncClient(served.url) as client:
+                (found,) = client.runs()
+                assert found.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
+                return client.run_steps(found.name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TUGLINE_TOKEN", TOKENS.client)
+            await asyncio.to_thread(run, (1, 2, 3), 0)
+            with (tmp_path / "my run" / METRICS).open("a") as file:
+                file.write(
+                    '{"step":2,"time/step_s":1.5}\n{"step":2,"note":"held out","text":"all"}\n'
+                )
+            steps = await asyncio.to_thread(run, (3, 4), 2)
+    assert [one.step for one in steps] == [0, 1, 2, 3, 4]
+    assert steps[2] == protocol.RunStep(
+        step=2, figures={"rollout/reward": 0.2, "time/step_s": 1.5}, notes={"held out": "all"}
+    )
+    assert steps[3].notes == {}
+    assert steps[4].figures == {"rollout/reward": 0.4, "alarm/no_signal": 1.0}
+    assert steps[4].notes == {"alarm no_signal": CAUSE}
+
+
+def test_figures_that_cannot_be_sent_stop_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is away: the file has them, and the log says so."""
+    monkeypatch.setattr("tugline.trainers.sinks._SEND_S", 0.1)
+    monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
+    sinks = make_sinks((), Console(file=io.StringIO()), "http://127.0.0.1:9")
+    with structlog.testing.capture_logs() as said:
+        sinks.start(tmp_path, {}, 0)
+        sinks.log(1, {"rollout/reward": 0.5})
+        sinks.close()
+    assert [row["step"] for row in read_lines(tmp_path / METRICS)] == [1]
+    assert [one["step"] for one in said if one["event"] == "figures not sent"] == [0, 1]
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def train(
             return
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()
-        figures = sinks.make_sinks(settings.metrics, console)
+        figures = sinks.make_sinks(settings.metrics, console, settings.server)
         folder = _choose_folder(out or settings.out, config.stem, state.CONFIG, resume=resume)
         if dry_run:
             print(batches.describe(settings, tasks, folder))

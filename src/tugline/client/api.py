@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import io
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -272,6 +273,35 @@ class Client:
     async def redeliver(self, delivery: int) -> protocol.Delivery:
         """Retry a webhook delivery. Raises `Missing`."""
         return await self._http.ask("POST", f"/v1/deliveries/{delivery}/retry", protocol.Delivery)
+
+    # ---------------------------------------------------------------------- trainers
+    async def report_step(
+        self,
+        run: str,
+        step: int,
+        figures: Mapping[str, float] = MappingProxyType({}),
+        *,
+        notes: Mapping[str, str] = MappingProxyType({}),
+        rewound: bool = False,
+    ) -> None:
+        """Report finite figures and notes of a step of a trainer, which the console shows.
+
+        What was reported of the step under other names stays. A run that goes on from an earlier
+        step is `rewound` there: what was reported of later ones is deleted.
+        """
+        body = protocol.RunStep(
+            step=step, figures=dict(figures), notes=dict(notes), rewound=rewound
+        )
+        await self._http.ask("POST", f"/v1/runs/{quote_id(run)}/steps", type(None), body=body)
+
+    async def runs(self) -> list[protocol.RunView]:
+        """List the runs of trainers, the one that reported last first."""
+        return await self._http.ask("GET", "/v1/runs", list[protocol.RunView])
+
+    async def run_steps(self, run: str, *, after: int = -1) -> list[protocol.RunStep]:
+        """List up to 1,000 steps after one."""
+        path = f"/v1/runs/{quote_id(run)}/steps"
+        return await self._http.ask("GET", path, list[protocol.RunStep], query={"after": after})
 
     # ---------------------------------------------------------------------- weights
     async def weights(self) -> protocol.Control:

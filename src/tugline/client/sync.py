@@ -131,6 +131,10 @@ class SyncClient:
     deliveries = _block(Client.deliveries)
     redeliver = _block(Client.redeliver)
 
+    report_step = _block(Client.report_step)
+    runs = _block(Client.runs)
+    run_steps = _block(Client.run_steps)
+
     weights = _block(Client.weights)
     announce = _block(Client.announce)
     pause = _block(Client.pause)

@@ -13,10 +13,11 @@ from tugline.protocol.nodes import *
 
 __all__ = [
     "LEASE_WAIT_S", "PROBLEM", "Accepted", "Ack", "Barrier", "Cancelled", "Commit",
-    "CommitOutcome", "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery", "DeliveryState",
-    "Dispatcher", "Event", "EventKind", "EventQuery", "FieldError", "HeldSession", "LeaseRequest",
-    "LeaseResponse", "LogLength", "Name", "NodeRegistered", "NodeRegistration", "NodeState",
-    "NodeView", "Page", "Pause", "PauseMode", "Position", "Problem", "Release", "Renewal",
-    "ResultQuery", "ResultView", "Results", "SessionQuery", "SessionView", "Stop", "StopKind",
-    "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
+    "CommitOutcome", "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery",
+    "DeliveryState", "Dispatcher", "Event", "EventKind", "EventQuery", "FieldError",
+    "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "Name", "NodeRegistered",
+    "NodeRegistration", "NodeState", "NodeView", "Page", "Pause", "PauseMode", "Position",
+    "Problem", "Release", "Renewal", "ResultQuery", "ResultView", "Results", "RunStep", "RunView",
+    "SessionQuery", "SessionView", "StepQuery", "Stop", "StopKind", "TaskQuery", "TaskState",
+    "TaskView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

@@ -170,7 +170,33 @@ class EventKind(StrEnum):
     VERSION = "weights.version"
     PAUSED = "weights.paused"
     RESUMED = "weights.resumed"
+    STEP = "run.step"
     DEAD = "delivery.dead"
+
+
+FigureName = Annotated[str, Meta(min_length=1, max_length=160)]
+
+
+class RunStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Figures and notes of a step of a trainer, by name, such as ``rollout/reward``."""
+
+    step: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    figures: Annotated[dict[FigureName, float], Meta(max_length=1000)] = {}
+    notes: Annotated[
+        dict[FigureName, Annotated[str, Meta(max_length=10_000)]], Meta(max_length=100)
+    ] = {}
+    """Lines of text, such as the result of an evaluation."""
+    rewound: bool = False
+    """The run goes on from this step: what was reported of later ones is deleted."""
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a trainer."""
+
+    name: str
+    step: int
+    """The last that it reported."""
+    updated: float
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +286,14 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Begin with what was submitted last."""
     after: Cursor | None = None
     limit: Limit = 100
+
+
+class StepQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which steps of a run."""
+
+    after: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Only those after this one."""
+    limit: Limit = 1000
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,11 @@
 Figures have names such as ``rollout/reward``. A resumed run continues them after its checkpoint.
 """
 
+import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,21 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from tugline import log
 from tugline.atomic import write_file
-from tugline.errors import UsageError
+from tugline.client.sync import SyncClient
+from tugline.errors import TuglineError, UsageError
 from tugline.plugins import make
+from tugline.trainers.state import name_run
 from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
 PLOT = "training.png"
 _QUIET_S = 10.0
 """Between two lines about sessions."""
+_SEND_S = 20.0
+"""Deadline for the figures of a step on their way to the server."""
+_log = log.get("trainers.sinks")
 Figures = Mapping[str, float]
 
 
@@ -77,13 +86,14 @@ class Sinks(Sink):
             sink.close()
 
 
-def make_sinks(parts: Sequence[PluginSpec], console: Console) -> Sinks:
-    """Make the console's, the folder's and those of `parts`.
+def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None = None) -> Sinks:
+    """Make the console's, the folder's, the server's if there is one, and those of `parts`.
 
     Raises `ConfigError`, and `UsageError` for a package that is not installed.
     """
     named = [make("metrics", part, Sink) for part in parts]
-    return Sinks([ConsoleSink(console), JsonLinesSink(), *named])
+    reporting = [] if server is None else [ServerSink(server)]
+    return Sinks([ConsoleSink(console), JsonLinesSink(), *reporting, *named])
 
 
 class ConsoleSink(Sink):
@@ -166,6 +176,52 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn
     return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+
+
+class ServerSink(Sink):
+    """The page of training of a server's console; figures that cannot be sent are left out."""
+
+    def __init__(self, server: str) -> None:
+        """`server` is its URL."""
+        self._client = SyncClient(server, deadline_s=_SEND_S)
+        self._sender = ThreadPoolExecutor(1, "report-steps")
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Name the run after its folder; figures that a kill kept on their way are sent again."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
+        self._run = f"{name}-{name_run(folder).rstrip('.')}"
+        self._client.__enter__()
+        self._send(step, rewound=True)
+        for row in read_lines(folder / METRICS):
+            if row.pop("step") != step:
+                continue
+            if "note" in row:
+                self.note(step, row["note"], row["text"])
+            else:
+                self.log(step, {name: row[name] for name in row if row[name] is not None})
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Send them soon."""
+        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+        self._send(step, finite)
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """Send it soon."""
+        self._send(step, notes={name: text})
+
+    def close(self) -> None:
+        """Wait for what is on its way."""
+        self._sender.shutdown()
+        self._client.__exit__()
+
+    def _send(self, step: int, *figures: Figures, **more: Any) -> None:
+        def send() -> None:
+            try:
+                self._client.report_step(self._run, step, *figures, **more)
+            except TuglineError as error:
+                _log.warning("figures not sent", step=step, error=str(error))
+
+        self._sender.submit(send)
 
 
 class TensorBoardSink(Sink):

@@ -22,7 +22,7 @@ from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
-from tugline.server.store import events, nodes, results, sessions, stats, tasks
+from tugline.server.store import events, nodes, results, runs, sessions, stats, tasks
 from tugline.server.validation import decode_trajectory
 from tugline.types import Task, encode
 from tugline.web.sse import encode_event
@@ -281,6 +281,25 @@ async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
 async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Let model calls continue."""
     return await call.attend(call.control.weights.resume())
+
+
+# --------------------------------------------------------------------------- trainers
+@ROUTES.add("GET", "/v1/runs", route.READERS)
+async def list_runs(call: route.PlainCall) -> list[protocol.RunView]:
+    """List the runs of trainers, the one that reported last first."""
+    return await call.db.read(runs.list_views)
+
+
+@ROUTES.add("GET", "/v1/runs/{id}/steps", route.READERS)
+async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol.RunStep]:
+    """List what a trainer reported of its steps."""
+    return await call.db.read(runs.steps, call.id, call.query)
+
+
+@ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS)
+async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
+    """Report figures of a step; those of the same names are replaced."""
+    await call.db.write(runs.report, call.id, call.body)
 
 
 # --------------------------------------------------------------------------- results

@@ -236,7 +236,7 @@ class Driver(ABC):
 
 
 STEPS = tuple(
-    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in (1, 2, 3)
+    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in (1, 2, 3, 4)
 )
 """Step n leads from layout n to layout n + 1."""
 
