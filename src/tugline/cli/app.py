@@ -28,6 +28,7 @@ COMMANDS = {
     "harness": "The agent programs that can be run.",
     "logs": "Print the log of a session.",
     "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
+    "plan": "Say how many machines a run needs, and what will be the narrowest.",
     "rebuild": "Build trajectories from recorded sessions alone, for a trainer to load.",
     "replay": "Run the harness of a recorded session again on the recorded answers.",
     "results": "Read results in order of commit, and save them with their trajectories.",
