@@ -97,8 +97,7 @@ def pack(
             msg = f"session {row.sample.session}: loss_mask[0] is True: its token has no context"
             raise CaptureError(msg)
     rank, world = rank_and_world()
-    split = _tree_chunks if tree else _plain_chunks
-    parts = [list(split(part, micro_tokens)) for part in _divide(rows, world)]
+    parts = [list(_split(part, micro_tokens, tree=tree)) for part in _divide(rows, world)]
     chunks = parts[rank] + [[Row(EMPTY)]] * (max(map(len, parts)) - len(parts[rank]))
     for chunk in chunks:
         yield collate(chunk, tree=tree, device=device)
@@ -115,29 +114,22 @@ def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
     return parts
 
 
-def _tree_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
-    """Split rows, in `prefix_order`, where a tree would exceed `micro_tokens` tokens."""
+def _split(rows: Sequence[Row], micro_tokens: int, *, tree: bool) -> Iterator[list[Row]]:
+    """Split rows where a forward pass would exceed `micro_tokens` positions.
+
+    Rows of a tree stay in `prefix_order`; others are sorted, the shortest first.
+    """
     chunk: list[Row] = []
     size = 0
-    for row in rows:
+    for row in rows if tree else sorted(rows, key=lambda row: row.length):
         ids = row.sample.input_ids
-        new = row.length - (shared_prefix(ids, chunk[-1].sample.input_ids) if chunk else 0)
-        if chunk and size + new > micro_tokens:
+        if tree and chunk:
+            size += row.length - shared_prefix(ids, chunk[-1].sample.input_ids)
+        else:
+            size = (len(chunk) + 1) * row.length
+        if chunk and size > micro_tokens:
             yield chunk
-            chunk, size, new = [], 0, row.length
-        chunk.append(row)
-        size += new
-    if chunk:
-        yield chunk
-
-
-def _plain_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
-    """Split rows, shortest first, where the next one would exceed `micro_tokens`."""
-    chunk: list[Row] = []
-    for row in sorted(rows, key=lambda row: row.length):
-        if chunk and (len(chunk) + 1) * row.length > micro_tokens:
-            yield chunk
-            chunk = []
+            chunk, size = [], row.length
         chunk.append(row)
     if chunk:
         yield chunk
