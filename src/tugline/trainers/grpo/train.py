@@ -95,10 +95,11 @@ class Grpo(Updater):
         began = time.perf_counter()
         samples, ledger = prepare(gather(trajectories), self.config, version=version)
         rows = [Row(sample) for sample in samples]
-        recomputed: list[Recomputed] = []
-        if self._needs_own_pass(samples):
-            recomputed = self._recompute(rows)
-        if self.config.importance is not None:
+        corrected = self.config.importance is not None
+        single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
+        # A single update starts with the pass that gives the old log probabilities.
+        recomputed = self._recompute(rows) if corrected or not single else []
+        if corrected:
             rows = [Row(one.sample, old=one.logprobs) for one in recomputed]
         updates = [
             self.apply(chosen) for _ in range(self.config.epochs) for chosen in self._shuffle(rows)
@@ -115,14 +116,6 @@ class Grpo(Updater):
         tree = self.config.tree_packing
         micro = collate(rows, tree=tree, device=self.policy.device)
         return self.policy.logprobs(micro).cpu().numpy()
-
-    def _needs_own_pass(self, samples: Sequence[Sample]) -> bool:
-        """Whether old log probabilities need a pass of their own.
-
-        A single update starts with the same forward pass.
-        """
-        single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
-        return not single or self.config.importance is not None
 
     @torch.no_grad()
     def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
