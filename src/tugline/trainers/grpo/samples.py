@@ -83,14 +83,12 @@ def _grade(
     group: Sequence[Trajectory], config: GrpoConfig
 ) -> tuple[Mapping[str, Sequence[float]], bool]:
     """Return the advantage of each trace, by session with a reward, and whether any differ."""
-    rewarded = {
-        trajectory.session: found for trajectory in group if (found := _rewards(trajectory, config))
-    }
-    rewards = [one.session for one in rewarded.values()]
+    rewarded = {one.session: found for one in group if (found := _rewards(one, config))}
+    rewards = [whole for _, whole in rewarded.values()]
     levels = baselines(rewards, config.advantage, config.advantage_eps)
     graded = {
-        session: [level.advantage(reward) for reward in one.by_trace]
-        for (session, one), level in zip(rewarded.items(), levels, strict=True)
+        session: [level.advantage(reward) for reward in by_trace]
+        for (session, (by_trace, _)), level in zip(rewarded.items(), levels, strict=True)
     }
     return graded, has_signal(rewards)
 
@@ -101,15 +99,13 @@ def _is_truncated(trajectory: Trajectory) -> bool:
     return stopped or trajectory.spent is not None
 
 
-class _Rewards(NamedTuple):
-    """Rewards of a session, for each trace and as a whole."""
+def _rewards(
+    trajectory: Trajectory, config: GrpoConfig
+) -> tuple[Sequence[float], SessionReward] | None:
+    """Return the reward of each trace and that of the session, or None without a finite outcome.
 
-    by_trace: Sequence[float]
-    session: SessionReward
-
-
-def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
-    """Return the rewards, or None without a finite outcome; traces default to the outcome."""
+    Traces default to the outcome.
+    """
     reward, traces = trajectory.reward, trajectory.traces
     if reward is None or not math.isfinite(reward.value):
         return None
@@ -123,7 +119,7 @@ def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
             )
         by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
     tokens = [int(trace.mask.sum()) for trace in traces]
-    return _Rewards(by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value))
+    return by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value)
 
 
 def _samples(
