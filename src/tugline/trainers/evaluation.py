@@ -20,7 +20,6 @@ from tugline.protocol import ResultView
 from tugline.recording.trajectories import read_results
 from tugline.types import Failure, is_pass
 
-"""Least reward of a solved task."""
 _Z = 1.96
 """Of 95 % intervals."""
 Rates = npt.NDArray[np.float64]
@@ -194,9 +193,8 @@ class _Count(NamedTuple):
 def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
     """Rewarded attempts of each task that has any, in the order of the tasks."""
     rewarded = [one for one in attempts if one.reward is not None]
-    number, passed = Counter(one.task for one in rewarded), Counter[str]()
-    for one in rewarded:
-        passed[one.task] += one.passed
+    passed = Counter(one.task for one in rewarded if one.passed)
+    number = Counter(one.task for one in rewarded)
     return {task: _Count(count, passed[task]) for task, count in number.items()}
 
 
