@@ -52,10 +52,6 @@ class TaskBatches:
             msg = f"heldout: {len(both)} instances are trained on as well, such as {min(both)!r}"
             raise ConfigError(msg, "heldout")
 
-    def __len__(self) -> int:
-        """Tasks that are trained on."""
-        return len(self.trained)
-
     def check(self) -> None:
         """Raises `Invalid` for the first task that could not be run."""
         for task in [*self.batch(1, self.choose(1, {})), *self.held_out[:1]]:
@@ -168,7 +164,7 @@ def _read(source: TaskSource, config: TrainConfig, folder: Path, where: str) -> 
 
 def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     """Return what a run would do, for people."""
-    plan, size = config.schedule, len(batches)
+    plan, size = config.schedule, len(batches.trained)
     groups = plan.steps * plan.tasks_per_step
     engine = ", ".join(config.engine.urls) or "in this process"
     kind = f"asynchronous, staleness <= {plan.staleness}" if plan.staleness else "synchronous"
