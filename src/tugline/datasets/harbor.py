@@ -11,6 +11,7 @@ each.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ _HARMLESS = frozenset({"schema_version", "version", "source", "allow_internet", 
 """Other keys that every published task has, left out without a warning."""
 
 
+@dataclass(kw_only=True, eq=False)
 class HarborTaskSet(TaskSet):
     """`path` is a task's folder or a folder of them, on each node.
 
@@ -88,19 +90,15 @@ class HarborTaskSet(TaskSet):
     instead of being an error.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        build: bool = False,
-        in_place: bool | None = None,
-        network: bool = False,
-        pass_env: Sequence[str] = (),
-        leave_out: bool = False,
-    ) -> None:
-        self._leave_out = leave_out
-        self._root, self._build, self._in_place = Path(path), build, in_place
-        self._network, self._pass_env = network, list(pass_env)
+    path: str
+    build: bool = False
+    in_place: bool | None = None
+    network: bool = False
+    pass_env: Sequence[str] = ()
+    leave_out: bool = False
+
+    def __post_init__(self) -> None:
+        self._root = Path(self.path)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each folder, by name."""
@@ -109,7 +107,7 @@ class HarborTaskSet(TaskSet):
             try:
                 task = self._make_task(folder, _read(folder, warned), template)
             except ConfigError as error:
-                if not self._leave_out:
+                if not self.leave_out:
                     raise
                 _log.warning("task left out", reason=str(error))
                 continue
@@ -124,7 +122,7 @@ class HarborTaskSet(TaskSet):
         config = _read(folder, set())
         return Solution(
             argv=("sh", "-c", _SOLVE, "/solution/solve.sh"),
-            env=expand_variables(config.environment.env | config.solution.env, self._pass_env),
+            env=expand_variables(config.environment.env | config.solution.env, self.pass_env),
             mounts=(Mount("/solution", str(folder / "solution")),),
         )
 
@@ -144,12 +142,12 @@ class HarborTaskSet(TaskSet):
         options: dict[str, Any] = {
             "tests": str(folder / "tests"),
             "timeout_s": seconds,
-            "in_place": shared if self._in_place is None else self._in_place,
+            "in_place": shared if self.in_place is None else self.in_place,
         }
-        if self._network:
+        if self.network:
             options["network"] = True
         if env := config.environment.env | config.verifier.env:
-            options |= {"env": env, "pass_env": self._pass_env}
+            options |= {"env": env, "pass_env": list(self.pass_env)}
         limits = {"eval_s": 2 * seconds + _MARGIN_S, "init_s": config.environment.build_timeout_sec}
         if config.agent.timeout_sec:
             limits["agent_s"] = config.agent.timeout_sec
@@ -166,7 +164,7 @@ class HarborTaskSet(TaskSet):
     def _make_workspace(self, folder: Path, config: _Environment) -> Workspace:
         environment = folder / "environment"
         image = config.docker_image
-        if image and not (self._build and (environment / "Dockerfile").is_file()):
+        if image and not (self.build and (environment / "Dockerfile").is_file()):
             return Workspace(image=image, path=config.workdir)
         if not (environment / "Dockerfile").is_file():
             msg = f"{folder}: there is no environment/Dockerfile, and no environment.docker_image"
