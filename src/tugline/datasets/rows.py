@@ -9,6 +9,8 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ _MAX_FIELD = 1 << 30
 """Characters; patches and lists of tests are longer than the default of `csv`."""
 
 
-class RowSource(msgspec.Struct, frozen=True):
+@dataclass(eq=False)
+class RowSource:
     """The source of rows: a file, or a dataset of the Hugging Face hub."""
 
     path: str | None = None
@@ -167,8 +170,6 @@ class JsonlTaskSet(TaskSet):
         self._options = dict(evaluator or {})
         self._files, self._solution = files, solution
         self._tags = tuple(tags)
-        self._solutions: dict[str, dict[str, str]] | None = None
-        """Files of solutions by instance; None until one is requested."""
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """A task for each row."""
@@ -188,12 +189,15 @@ class JsonlTaskSet(TaskSet):
         """The files that `solution` names; None without that option."""
         if self._solution is None:
             return None
-        if self._solutions is None:
-            self._solutions = {
-                self._find_name(row, number, where): _to_files(self._solution, row, where)
-                for number, (where, row, _) in enumerate(self._source.rows())
-            }
         return Solution(changes=self._solutions[task.tags[INSTANCE]])
+
+    @cached_property
+    def _solutions(self) -> dict[str, dict[str, str]]:
+        """Files of solutions by instance."""
+        return {
+            self._find_name(row, number, where): _to_files(self._solution, row, where)
+            for number, (where, row, _) in enumerate(self._source.rows())
+        }
 
     def _find_name(self, row: Row, number: int, where: str) -> str:
         return str(number) if self._id is None else _to_text(row, self._id, where)

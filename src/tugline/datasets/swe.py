@@ -9,6 +9,8 @@ that a workspace begins with.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +37,8 @@ _LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
 work if they give no result."""
 
 
-class SweTaskSet(TaskSet):
+@dataclass(kw_only=True, eq=False)
+class SweTaskSet(RowSource, TaskSet):
     """`path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
 
     `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; the default is that of
@@ -47,36 +50,24 @@ class SweTaskSet(TaskSet):
     `partial`, `protected` and `network` are those of the evaluator.
     """
 
-    def __init__(  # noqa: PLR0913 - each is an option
-        self,
-        *,
-        path: str | None = None,
-        dataset: str | None = None,
-        subset: str | None = None,
-        split: str | None = None,
-        revision: str | None = None,
-        images: str | None = None,
-        repos: str | None = None,
-        folder: Annotated[str, Meta(pattern="^/")] = "/testbed",
-        prompt: str = PROMPT,
-        test_command: str | None = None,
-        log_parser: str | None = None,
-        setup: Sequence[str] = (),
-        partial: bool = False,
-        protected: Sequence[str] = (),
-        network: bool = False,
-    ) -> None:
-        self._source = RowSource(path, dataset, subset, split, revision)
-        self._source.check("swe")
-        self._images = IMAGES.get(images, images) if images else None
-        self._repos = repos if repos is None else _resolve(path, repos)
-        self._prompt, self._folder = prompt, folder
+    images: str | None = None
+    repos: str | None = None
+    folder: Annotated[str, Meta(pattern="^/")] = "/testbed"
+    prompt: str = PROMPT
+    test_command: str | None = None
+    log_parser: str | None = None
+    setup: Sequence[str] = ()
+    partial: bool = False
+    protected: Sequence[str] = ()
+    network: bool = False
+
+    def __post_init__(self) -> None:
+        self.check("swe")
+        self._images = IMAGES.get(self.images, self.images) if self.images else None
+        self._repos = _resolve(self.path, self.repos) if self.repos is not None else None
         _check_words("images", self._images or "", _IMAGE_WORDS)
-        _check_words("repos", repos or "", _REPO_WORDS)
-        _check_words("prompt", prompt, _PROMPT_WORDS)
-        self._command, self._parser, self._setup = test_command, log_parser, tuple(setup)
-        self._evaluation = {"partial": partial, "protected": list(protected), "network": network}
-        self._solutions: dict[str, str] | None = None
+        _check_words("repos", self.repos or "", _REPO_WORDS)
+        _check_words("prompt", self.prompt, _PROMPT_WORDS)
 
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each row."""
@@ -94,8 +85,6 @@ class SweTaskSet(TaskSet):
 
     def solution(self, task: Task) -> Solution | None:
         """The reference patch; None where a row has none, such as those of R2E."""
-        if self._solutions is None:
-            self._solutions = {row.instance: row.solution for row, _ in self._read_rows()}
         patch = self._solutions.get(task.tags.get(INSTANCE, ""))
         if not patch:
             return None
@@ -104,17 +93,24 @@ class SweTaskSet(TaskSet):
             home={_PATCH: patch if patch.endswith("\n") else f"{patch}\n"}, argv=("sh", "-c", apply)
         )
 
+    @cached_property
+    def _solutions(self) -> dict[str, str]:
+        """Reference patches by instance."""
+        return {row.instance: row.solution for row, _ in self._read_rows()}
+
     def _read_rows(self) -> Iterator[tuple[swe_rows.SweRow, str | None]]:
-        for where, raw, split in self._source.rows():
-            row = swe_rows.read_row(raw, where, test_command=self._command, log_parser=self._parser)
+        for where, raw, split in self.rows():
+            row = swe_rows.read_row(
+                raw, where, test_command=self.test_command, log_parser=self.log_parser
+            )
             yield row, split
 
     def _make_instruction(self, row: swe_rows.SweRow) -> str:
-        return self._prompt.format(
+        return self.prompt.format(
             problem_statement=row.problem.strip(),
             hints_text=row.hints.strip(),
             repo=row.repo,
-            path=self._folder,
+            path=self.folder,
             instance_id=row.instance,
         )
 
@@ -132,12 +128,12 @@ class SweTaskSet(TaskSet):
 
     def _make_workspace(self, row: swe_rows.SweRow, image: str | None) -> Workspace:
         if self._repos is None:
-            return Workspace(image=image, commit=row.commit or "HEAD", path=self._folder)
+            return Workspace(image=image, commit=row.commit or "HEAD", path=self.folder)
         repo = self._repos.format(instance_id=row.instance, repo=row.repo)
-        return Workspace(image=image, repo=repo, commit=row.commit, path=self._folder)
+        return Workspace(image=image, repo=repo, commit=row.commit, path=self.folder)
 
     def _make_evaluator(self, row: swe_rows.SweRow) -> PluginSpec:
-        script = row.eval_script or swe_rows.make_eval_script(row, self._folder, self._setup)
+        script = row.eval_script or swe_rows.make_eval_script(row, self.folder, self.setup)
         options = {
             "instance": row.instance,
             "repo": row.repo,
@@ -150,7 +146,9 @@ class SweTaskSet(TaskSet):
             "protected_files": [*swe_rows.list_files(row.test_patch).paths, *row.protected_files],
             "editable": list(swe_rows.list_files(row.solution).paths),
             "hides": list(row.hides),
-            **self._evaluation,
+            "partial": self.partial,
+            "protected": list(self.protected),
+            "network": self.network,
         }
         return PluginSpec("swebench", options)
 
