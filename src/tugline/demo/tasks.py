@@ -221,15 +221,10 @@ def _function(
 
 def _is_distinguished(function: _Function) -> bool:
     """Whether the rows of the test distinguish the right choice from every other one."""
-    right, *others = function.choices
-    expected = [function.value(right, row) for row in function.rows]
-    return all(
-        any(
-            function.value(other, row) != value
-            for row, value in zip(function.rows, expected, strict=True)
-        )
-        for other in others
+    right, *others = (
+        [function.value(choice, row) for row in function.rows] for choice in function.choices
     )
+    return right not in others
 
 
 def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
