@@ -251,6 +251,8 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     sessions = state.sessions + sum(one.attempts + one.unrewarded for one in held_out)
     failed = state.failed + sum(one.unrewarded for one in held_out)
     masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
+    updates = f"{state.step} steps, {state.updates} updates"
+    trained = f"{state.training_s / 60:.1f} of them in the trainer"
     tokens = f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
     cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
     compared = "captured and recomputed were not compared"
@@ -258,13 +260,7 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
         compared = f"captured and recomputed differ by {gap:.1e} nats at most"
     return [
         ("harness", f"{summary.harness} {summary.harness_version}".rstrip() + ", unmodified"),
-        (
-            "training",
-            (
-                f"{state.step} steps, {state.updates} updates; {state.elapsed_s / 60:.1f} min in"
-                f" all, {state.training_s / 60:.1f} of them in the trainer"
-            ),
-        ),
+        ("training", f"{updates}; {state.elapsed_s / 60:.1f} min in all, {trained}"),
         ("CPU", f"{cpu} in server, gateway, engine and trainer"),
         ("sessions", f"{sessions:,}, {failed:,} failed"),
         ("tokens", f"{tokens} + {masked:,} masked + {dropped:,} dropped"),
