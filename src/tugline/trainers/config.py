@@ -160,18 +160,13 @@ def read_config(
 
     `server` and `engines` replace the addresses of the file.
     """
-    config = load(path, TrainConfig)
-    urls = tuple(engines) or config.engine.urls
-    config = replace(
-        config, server=server or config.server, engine=replace(config.engine, urls=urls)
-    )
-    folder = path.absolute().parent
+    config, folder = load(path, TrainConfig), path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
-    engine = config.engine
-    if engine.urls:
-        tokenizer = model if engine.tokenizer is None else folder / engine.tokenizer.expanduser()
-        engine = replace(engine, tokenizer=tokenizer)
-    elif config.engine.tokenizer is not None:
+    tokenizer, urls = config.engine.tokenizer, tuple(engines) or config.engine.urls
+    if urls:
+        tokenizer = model if tokenizer is None else folder / tokenizer.expanduser()
+    elif tokenizer is not None:
         msg = f"{path}: engine.tokenizer is for an engine at engine.urls; a model brings its own"
         raise ConfigError(msg, "engine.tokenizer")
-    return replace(config, model=model, engine=engine)
+    engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
+    return replace(config, server=server or config.server, model=model, engine=engine)
