@@ -204,10 +204,8 @@ def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # PEFT 0.21 reads an old name of transformers
+    # PEFT 0.21 reads an old name of transformers
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         return get_peft_model(model, settings)
 
 
