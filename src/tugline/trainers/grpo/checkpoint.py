@@ -81,7 +81,17 @@ def save(
         write_model(draft, trainer.model, weights)
         rest = {"optimizer": optimizer, "order": trainer.order.get_state()}
         torch.save(rest, draft / OPTIMIZER)
-        _write_state(draft, trainer, step=step, version=version, extra=extra or {})
+        state = CheckpointState(
+            step=step,
+            version=version,
+            config=trainer.config.digest(),
+            updates=trainer.updates,
+            files={file.name: _digest(file) for file in sorted(draft.iterdir())},
+            extra=extra or {},
+        )
+        for file in draft.iterdir():
+            flush_path(file)
+        _replace_state(draft, state)
         draft.rename(path)
         flush_path(directory)
         for old in _steps(directory)[: -max(1, keep)]:
@@ -115,22 +125,6 @@ def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write whole weights as safetensors."""
     whole = {name: tensor.contiguous() for name, tensor in weights.items()}
     safetensors.torch.save_file(whole, file, metadata={"format": "pt"})
-
-
-def _write_state(
-    draft: Path, trainer: Updater, *, step: int, version: int, extra: dict[str, Any]
-) -> None:
-    state = CheckpointState(
-        step=step,
-        version=version,
-        config=trainer.config.digest(),
-        updates=trainer.updates,
-        files={file.name: _digest(file) for file in sorted(draft.iterdir())},
-        extra=extra,
-    )
-    for file in draft.iterdir():
-        flush_path(file)
-    _replace_state(draft, state)
 
 
 def _replace_state(path: Path, state: CheckpointState) -> None:
