@@ -253,13 +253,6 @@ _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailable
 def error_body(error: TuglineError, status: int) -> bytes:
     """``{"error": {message, type, param, code}}``."""
     param = error.param if isinstance(error, RequestError) else None
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": str(error),
-                "type": _TYPES.get(status, "InternalServerError"),
-                "param": param,
-                "code": status,
-            }
-        }
-    )
+    kind = _TYPES.get(status, "InternalServerError")
+    fields = {"message": str(error), "type": kind, "param": param, "code": status}
+    return msgspec.json.encode({"error": fields})
