@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -179,21 +180,17 @@ Connect = Callable[[str], AbstractAsyncContextManager[Scorer]]
 """Connects to the replica at a URL, which scores with what is published."""
 
 
+@dataclass(eq=False)
 class Publisher:
     """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
 
-    def __init__(
-        self,
-        weights: Weights | Client,
-        updaters: Mapping[str, Update],
-        *,
-        mode: PauseMode,
-        within_s: float,
-        connect: Connect = connect_scorer,
-    ) -> None:
-        """`updaters` by URL. `within_s` bounds the pause, and each replica's load and proof."""
-        self._weights, self._updaters, self._connect = weights, updaters, connect
-        self._mode, self._within_s = mode, within_s
+    weights: Weights | Client
+    updaters: Mapping[str, Update]
+    """By URL."""
+    mode: PauseMode
+    within_s: float
+    """Bounds the pause, and each replica's load and proof."""
+    connect: Connect = connect_scorer
 
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
         """Load `folder` into every replica as `version`; model calls are held meanwhile.
@@ -202,15 +199,15 @@ class Publisher:
         """
         began = time.monotonic()
         try:
-            barrier = await self._weights.pause(self._mode, within_s=self._within_s)
-            _raise_if_incomplete(barrier, "paused", self._within_s)
-            await asyncio.gather(*(self._load(url, folder, version) for url in self._updaters))
+            barrier = await self.weights.pause(self.mode, within_s=self.within_s)
+            _raise_if_incomplete(barrier, "paused", self.within_s)
+            await asyncio.gather(*(self._load(url, folder, version) for url in self.updaters))
             proofs = await asyncio.gather(
-                *(self._prove(url, version, probe) for url in self._updaters)
+                *(self._prove(url, version, probe) for url in self.updaters)
             )
-            _raise_if_incomplete(await self._weights.announce(version), "told the version", 60)
+            _raise_if_incomplete(await self.weights.announce(version), "told the version", 60)
         finally:
-            await self._weights.resume()
+            await self.weights.resume()
         shares = [share for _, share in proofs if share is not None]
         return Publication(
             version=version,
@@ -226,9 +223,9 @@ class Publisher:
         Raises `EngineError` if one does not answer.
         """
         versions: dict[str, int | None] = {}
-        for url in self._updaters:
+        for url in self.updaters:
             try:
-                async with self._connect(url) as scorer:
+                async with self.connect(url) as scorer:
                     versions[url] = scorer.version
             except UsageError:  # it has no adapter, and so no version of it
                 versions[url] = -1
@@ -236,10 +233,10 @@ class Publisher:
 
     async def _load(self, url: str, folder: Path, version: int) -> None:
         try:
-            async with asyncio.timeout(self._within_s):
-                await self._updaters[url](folder, version, self._mode.value)
+            async with asyncio.timeout(self.within_s):
+                await self.updaters[url](folder, version, self.mode.value)
         except TimeoutError as error:
-            msg = f"the replica {url} did not load version {version} within {self._within_s:g} s"
+            msg = f"the replica {url} did not load version {version} within {self.within_s:g} s"
             raise EngineError(msg) from error
 
     async def _prove(
@@ -247,7 +244,7 @@ class Publisher:
     ) -> tuple[float, float | None]:
         """Return the largest difference, and the share of the update that the replica shows."""
         try:
-            async with asyncio.timeout(self._within_s), self._connect(url) as scorer:
+            async with asyncio.timeout(self.within_s), self.connect(url) as scorer:
                 if scorer.version not in {None, version}:
                     msg = f"the replica {url} has version {scorer.version}, not {version}"
                     raise EngineError(msg)
@@ -255,7 +252,7 @@ class Publisher:
                     return 0.0, None
                 scored = await scorer.score(probe.ids, 1)
         except TimeoutError as error:
-            msg = f"the replica {url} did not score a probe within {self._within_s:g} s"
+            msg = f"the replica {url} did not score a probe within {self.within_s:g} s"
             raise EngineError(msg) from error
         known = np.isfinite(scored)
         share = measure_arrival(probe.before[known], probe.after[known], scored[known])
