@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -77,6 +77,7 @@ class _HarborRun(NamedTuple):
     """Paths of the patch that were not applied, with reasons."""
 
 
+@dataclass(kw_only=True, eq=False)
 class HarborEvaluator(Evaluator):
     """`tests` is the folder of the task's tests, on the node. Made by the task set ``harbor``.
 
@@ -89,33 +90,30 @@ class HarborEvaluator(Evaluator):
     there is only one.
     """
 
-    def __init__(  # noqa: PLR0913 - each is an option
-        self,
-        *,
-        tests: str,
-        timeout_s: PositiveFloat = 600.0,
-        env: Mapping[str, str] | None = None,
-        pass_env: Sequence[str] = (),
-        in_place: bool = False,
-        network: bool = False,
-        isolate: bool = False,
-        reward: str | None = None,
-        reward_range: tuple[float, float] = (0.0, 1.0),
-        protected: Patterns = (),
-        editable: Patterns = (),
-    ) -> None:
-        if not Path(tests).is_absolute():
-            raise ConfigError(f"evaluator 'harbor': tests is {tests!r}, must be an absolute path")
-        self._tests, self._timeout_s, self._reward = Path(tests), timeout_s, reward
-        self._least, self._greatest = reward_range
-        self._env, self._pass = dict(env or {}), frozenset(pass_env)
+    tests: str
+    timeout_s: PositiveFloat = 600.0
+    env: Mapping[str, str] | None = None
+    pass_env: Sequence[str] = ()
+    in_place: bool = False
+    network: bool = False
+    isolate: bool = False
+    reward: str | None = None
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    protected: Patterns = ()
+    editable: Patterns = ()
+
+    def __post_init__(self) -> None:
+        self._tests = Path(self.tests)
+        if not self._tests.is_absolute():
+            msg = f"evaluator 'harbor': tests is {self.tests!r}, must be an absolute path"
+            raise ConfigError(msg)
+        self._env, self._pass = dict(self.env or {}), frozenset(self.pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
-        self.in_place, self._network = in_place, network
-        self._isolate = isolate and not in_place
+        self._isolate = self.isolate and not self.in_place
         # Where the agent's code could see mounted tests, they are put there in `_put_tests`.
-        source = None if in_place or isolate else tests
+        source = None if self.in_place or self.isolate else self.tests
         self._mounts = (Mount(str(TESTS), source), Mount(str(LOGS)))
-        self._rules = Rules(protected=protected, editable=editable, mounts=self._mounts)
+        self._rules = Rules(protected=self.protected, editable=self.editable, mounts=self._mounts)
         self._proven = False
         """Whether the script has left a reward without an agent's work."""
 
@@ -162,7 +160,7 @@ class HarborEvaluator(Evaluator):
             failed = await self._put_tests(runner)
             if failed is not None:
                 return failed
-        if self._network:
+        if self.network:
             await allow_network(sandbox)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
@@ -170,7 +168,7 @@ class HarborEvaluator(Evaluator):
                 **({"JUDGED": str(sandbox.home / _JUDGED)} if self._isolate else {}),
                 **expand_variables(self._env, self._pass),
             },
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             log_name="tests",
         )
         log = await runner.read_tail("tests")
@@ -239,17 +237,18 @@ class HarborEvaluator(Evaluator):
         value = self._select_reward(rewards)
         if len(files) > 1:
             value = min(value, *files[1].values())
-            rewards = {**rewards, self._reward or "reward": value}
-        if not self._least <= value <= self._greatest:
-            most = f"{self._greatest:g} (reward_range)"
-            raise ValueError(f"the reward is {value:g}, must be from {self._least:g} to {most}")
+            rewards = {**rewards, self.reward or "reward": value}
+        least, greatest = self.reward_range
+        if not least <= value <= greatest:
+            most = f"{greatest:g} (reward_range)"
+            raise ValueError(f"the reward is {value:g}, must be from {least:g} to {most}")
         return rewards
 
     def _select_reward(self, parts: Mapping[str, float]) -> float:
-        name = self._reward or "reward"
+        name = self.reward or "reward"
         if name in parts:
             return parts[name]
-        if self._reward is not None:
+        if self.reward is not None:
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)

@@ -15,7 +15,7 @@ marks between which results are read have a random part, so no test prints them 
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -70,6 +70,7 @@ class _ScriptRun(NamedTuple):
         return self.log[-TAIL:].strip()
 
 
+@dataclass(kw_only=True, eq=False)
 class SweBenchEvaluator(Evaluator):
     """`eval_script` runs the tests; `log_parser` is the parser of `swebench` for its output.
 
@@ -88,54 +89,39 @@ class SweBenchEvaluator(Evaluator):
     parse_s = 60
     """Processor time for reading it."""
 
-    def __init__(  # noqa: PLR0913 - fields of a row
-        self,
-        *,
-        instance: str,
-        eval_script: str,
-        log_parser: str,
-        fail_to_pass: Annotated[Sequence[str], Meta(min_length=1)],
-        pass_to_pass: Sequence[str] = (),
-        eval_type: str = "pass_and_fail",
-        repo: str = "",
-        version: str = "",
-        protected_files: Sequence[str] = (),
-        protected: Patterns = (),
-        editable: Patterns = (),
-        hides: Sequence[Annotated[str, Meta(pattern="^/")]] = (),
-        partial: bool = False,
-        network: bool = False,
-        timeout_s: PositiveFloat = 1800.0,
-    ) -> None:
+    instance: str
+    eval_script: str
+    log_parser: str
+    fail_to_pass: Annotated[Sequence[str], Meta(min_length=1)]
+    pass_to_pass: Sequence[str] = ()
+    eval_type: str = "pass_and_fail"
+    repo: str = ""
+    version: str = ""
+    protected_files: Sequence[str] = ()
+    protected: Patterns = ()
+    editable: Patterns = ()
+    hides: Sequence[Annotated[str, Meta(pattern="^/")]] = ()
+    partial: bool = False
+    network: bool = False
+    timeout_s: PositiveFloat = 1800.0
+
+    def __post_init__(self) -> None:
         for mark in _MARKS[:2]:
-            if mark not in eval_script:
-                script = f"{eval_script!r:.200}"
+            if mark not in self.eval_script:
+                script = f"{self.eval_script!r:.200}"
                 msg = f"evaluator 'swebench': eval_script is {script}, must print {mark!r}"
                 raise ConfigError(msg)
         self._rules = Rules(
-            trusted=tuple(check_path(path) for path in protected_files),
-            protected=(*PYTHON, *protected),
-            editable=editable,
+            trusted=tuple(check_path(path) for path in self.protected_files),
+            protected=(*PYTHON, *self.protected),
+            editable=self.editable,
         )
-        self._hides = tuple(hides)
-        self._partial, self._network, self._timeout_s = partial, network, timeout_s
-        self._row = {
-            "instance_id": instance,
-            "image": "",
-            "repo": repo,
-            "version": version,
-            "eval_script": eval_script,
-            "log_parser": log_parser,
-            "eval_type": eval_type,
-            "FAIL_TO_PASS": list(fail_to_pass),
-            "PASS_TO_PASS": list(pass_to_pass),
-        }
         self._proven = False
         """Whether the script has given a result on this machine."""
 
     def hidden(self, task: Task) -> tuple[str, ...]:
         """Folders that the agent sees empty."""
-        return self._hides
+        return tuple(self.hides)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the row's tests on the agent's work."""
@@ -153,10 +139,10 @@ class SweBenchEvaluator(Evaluator):
         async with open_runner(outcome, self._rules) as runner:
             home = runner.sandbox.home
             await runner.sandbox.put(home, {_SCRIPT: _randomize_marks(spec.eval_script, token)})
-            if self._network:
+            if self.network:
                 await allow_network(runner.sandbox)
             end = await runner.run(
-                ("bash", str(home / _SCRIPT)), timeout_s=self._timeout_s, log_name=_LOG
+                ("bash", str(home / _SCRIPT)), timeout_s=self.timeout_s, log_name=_LOG
             )
             data = await runner.read_log(_LOG, head=self.max_log - self.log_end, tail=self.log_end)
             log = data.decode("utf-8", errors="replace").replace("\r\n", "\n")
@@ -173,23 +159,34 @@ class SweBenchEvaluator(Evaluator):
             how = "give no result" if run.began else "do not begin"
             reason = run.report.get("infra_failure_reason", "")
             raise EvaluatorError(
-                f"{self._row['instance_id']}: its tests {how}, also without the agent's work"
+                f"{self.instance}: its tests {how}, also without the agent's work"
                 f"{reason and f' ({reason})'}: {run.tail or run.exit}"
             )
         self._proven = True
 
     def _make_spec(self) -> Any:
         known = _import_swebench("log_parsers").PARSER_REGISTRY
-        if self._row["log_parser"] not in known:
-            msg = f"log_parser is {self._row['log_parser']!r}, must be one of {', '.join(known)}"
+        if self.log_parser not in known:
+            msg = f"log_parser is {self.log_parser!r}, must be one of {', '.join(known)}"
             raise EvaluatorError(msg)
-        return _import_swebench("utils").make_test_spec(self._row)
+        row = {
+            "instance_id": self.instance,
+            "image": "",
+            "repo": self.repo,
+            "version": self.version,
+            "eval_script": self.eval_script,
+            "log_parser": self.log_parser,
+            "eval_type": self.eval_type,
+            "FAIL_TO_PASS": list(self.fail_to_pass),
+            "PASS_TO_PASS": list(self.pass_to_pass),
+        }
+        return _import_swebench("utils").make_test_spec(row)
 
     def _reward(self, run: _ScriptRun) -> Reward:
         resolved = bool(run.report.get("resolved"))
         tests = run.report.get("tests_status", {})
         fixed, kept = (_share(tests.get(name)) for name in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-        value = fixed if self._partial and kept == 1 else 0.0
+        value = fixed if self.partial and kept == 1 else 0.0
         parts = {"resolved": float(resolved), "fail_to_pass": fixed, "pass_to_pass": kept}
         return Reward(1.0 if resolved else value, parts)
 
