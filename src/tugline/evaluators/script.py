@@ -64,16 +64,12 @@ class ScriptRunner:
 
         Raises `SandboxError` if it was out of time because the node was busy.
         """
-        timeout_s = self.cap_timeout(timeout_s)
+        timeout_s = min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
         end = await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
         if end.starved:
             msg = "other programs of the node had the processors until its time was over"
             raise SandboxError(f"no verdict on {argv[0]} after {end.seconds:.0f} s: {msg}")
         return end
-
-    def cap_timeout(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or the seconds until the deadline if that is nearer."""
-        return min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:
         """Return the first `head` and the last `tail` bytes of a program's output."""
