@@ -231,7 +231,8 @@ def _close_cargo(
         passed += passed_files
         for each in files:
             report.add(*each)
-    report.check_passed(passed, counted, "cargo")
+    if passed > counted:
+        report.inconsistency = f"{passed} tests are reported as passed, cargo counted {counted}"
 
 
 def _parse_cargo(line: str, pending: str) -> tuple[str, TestOutcome | None]:
