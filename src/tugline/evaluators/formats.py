@@ -330,12 +330,10 @@ def _read_point(report: TestReport, levels: list[_TapLevel], point: re.Match[str
 
 def _close_tap(report: TestReport, levels: list[_TapLevel]) -> None:
     """End a document, which is complete if it has all tests of its plan."""
-    top, said = levels[0], False
-    for level in levels:
-        for name, outcome, why in level.points:
-            report.add(name, outcome, why)
-            said = True
-    if (said or top.plan is not None) and not top.is_complete():
+    top, points = levels[0], [point for level in levels for point in level.points]
+    for point in points:
+        report.add(*point)
+    if (points or top.plan is not None) and not top.is_complete():
         report.complete = False
     if top.plan is not None and top.numbers and max(top.numbers) > top.plan:
         report.inconsistency = f"test {max(top.numbers)} is not in the plan of {top.plan}"
