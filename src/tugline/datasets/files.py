@@ -96,9 +96,7 @@ class TaskSelection(msgspec.Struct, frozen=True):
     def _assign_split(self, task: Task) -> Task:
         if not self.shares:
             return task
-        position, edges = _hash(instance_of(task)), accumulate(self.shares.values())
-        splits = zip(self.shares, edges, strict=True)
-        name = next((split for split, edge in splits if position < edge), "")
+        name = choose_share(self.shares, instance_of(task), otherwise="")
         return msgspec.structs.replace(task, tags={**task.tags, SPLIT: name})
 
     def _matches(self, task: Task) -> bool:
@@ -128,6 +126,14 @@ class TaskSelection(msgspec.Struct, frozen=True):
 def instance_of(task: Task) -> str:
     """Return the name of the instance that a task was made of; else its id."""
     return task.tags.get(INSTANCE, task.id)
+
+
+def choose_share(shares: Mapping[str, float], name: str, *, otherwise: str) -> str:
+    """Return the share that the hash of `name` falls into; `otherwise` beyond the last."""
+    position, ends = _hash(name), accumulate(shares.values())
+    return next(
+        (share for share, end in zip(shares, ends, strict=True) if position < end), otherwise
+    )
 
 
 def _hash(name: str) -> float:

@@ -8,7 +8,6 @@ partial name and renamed when all are complete.
 
 import contextlib
 import hashlib
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from tugline.datasets.files import choose_share
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import Exporter, RowWriter, SessionExport, SkipReason, TraceFilter
 from tugline.recording.file import read
@@ -158,10 +158,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     def choose_file(self, task: str) -> str:
         """Return the file of a task."""
-        digest = hashlib.sha256(f"{self.seed}:{task}".encode()).digest()
-        fraction = int.from_bytes(digest[:7]) / 256**7
-        ends = zip(self.shares, itertools.accumulate(self.shares.values()), strict=True)
-        return next((name for name, end in ends if fraction < end), list(self.shares)[-1])
+        return choose_share(self.shares, f"{self.seed}:{task}", otherwise=list(self.shares)[-1])
 
 
 # --------------------------------------------------------------------------- writing
