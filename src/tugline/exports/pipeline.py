@@ -117,34 +117,17 @@ def select(
         else:
             skipped[reason] += 1
     if selection.dedupe:
-        chosen = _first_of_each(
-            chosen, lambda each: (each.task, each.answers), 1, skipped, SkipReason.DUPLICATE
-        )
+        first = {(each.task, each.answers): each for each in reversed(chosen)}
+        skipped[SkipReason.DUPLICATE] = len(chosen) - len(first)
+        chosen = list(first.values())
     if selection.best_of is not None:
-        ranked = sorted(chosen, key=lambda each: -(each.reward or 0.0))
-        chosen = _first_of_each(
-            ranked, lambda each: each.task, selection.best_of, skipped, SkipReason.NOT_BEST
-        )
-    return sorted(chosen, key=lambda each: each.sort_key), skipped
-
-
-def _first_of_each(
-    sessions: Sequence[SessionSummary],
-    key: Callable[[SessionSummary], object],
-    count: int,
-    skipped: Counter[SkipReason],
-    reason: SkipReason,
-) -> list[SessionSummary]:
-    """Return the first `count` sessions of each `key`."""
-    seen: Counter[object] = Counter()
-    kept = []
-    for session in sessions:
-        seen[key(session)] += 1
-        if seen[key(session)] <= count:
-            kept.append(session)
-        else:
-            skipped[reason] += 1
-    return kept
+        tasks: dict[str, list[SessionSummary]] = defaultdict(list)
+        for each in sorted(chosen, key=lambda each: (-(each.reward or 0.0), each.sort_key)):
+            tasks[each.task].append(each)
+        best = [each for ranked in tasks.values() for each in ranked[: selection.best_of]]
+        skipped[SkipReason.NOT_BEST] = len(chosen) - len(best)
+        chosen = best
+    return sorted(chosen, key=lambda each: each.sort_key), +skipped
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
