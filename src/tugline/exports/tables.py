@@ -94,10 +94,7 @@ class _TableWriter(RowWriter):
             self._flush()
 
     def _flush(self) -> None:
-        columns = [
-            pa.array([row[one.name] for row in self._rows], one.type) for one in self._schema
-        ]
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._writer.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=self._schema))
         self._rows, self._tokens = [], 0
 
     def close(self) -> None:
