@@ -119,7 +119,16 @@ class Parquet(TableExporter):
 
     def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
         """Return the fields of the trace and of its session."""
-        values = {
+        result, ledger = session.recording.result, session.built.ledger
+        reward = result.reward if result is not None else None
+        own = reward.per_trace if reward is not None else ()
+        if result is None or result.builder != session.builder_name:
+            own = ()  # they were given to the traces of another builder
+        return {
+            "session": session.header.session.id,
+            "task": session.header.task.id,
+            "sample": session.header.session.sample,
+            "group": session.group,
             "trace": index,
             "kind": trace.kind,
             "parent": trace.parent,
@@ -133,44 +142,23 @@ class Parquet(TableExporter):
             "versions": read_spans(trace)[0],
             "spans": msgspec.to_builtins(trace.spans),
             "images": list(trace.images),
+            "reward": session.reward,
+            "trace_reward": own[index] if len(own) == len(session.built.traces) else None,
+            "reward_parts": pairs(reward.parts if reward is not None else {}),
+            "status": result.status if result is not None else None,
+            "failure": msgspec.to_builtins(result.failure) if result is not None else None,
+            "ledger": {
+                "sampled": ledger.sampled,
+                "trained": ledger.trained,
+                "masked": pairs(ledger.masked),
+                "dropped": pairs(ledger.dropped),
+            },
+            "tags": pairs(session.header.task.tags),
+            "model": session.header.model,
+            "tokenizer": session.header.tokenizer,
+            "harness": session.header.task.harness.name,
+            "builder": session.builder_name,
         }
-        return values | _session_columns(session) | _outcome_columns(session, index)
-
-
-def _session_columns(session: SessionExport) -> dict[str, object]:
-    return {
-        "session": session.header.session.id,
-        "task": session.header.task.id,
-        "sample": session.header.session.sample,
-        "group": session.group,
-        "tags": pairs(session.header.task.tags),
-        "model": session.header.model,
-        "tokenizer": session.header.tokenizer,
-        "harness": session.header.task.harness.name,
-        "builder": session.builder_name,
-    }
-
-
-def _outcome_columns(session: SessionExport, index: int) -> dict[str, object]:
-    """Return the outcome; a trace has its own reward if it was given under the same builder."""
-    result, ledger = session.recording.result, session.built.ledger
-    reward = result.reward if result is not None else None
-    own = reward.per_trace if reward is not None else ()
-    if result is None or result.builder != session.builder_name:
-        own = ()
-    return {
-        "reward": session.reward,
-        "trace_reward": own[index] if len(own) == len(session.built.traces) else None,
-        "reward_parts": pairs(reward.parts if reward is not None else {}),
-        "status": result.status if result is not None else None,
-        "failure": msgspec.to_builtins(result.failure) if result is not None else None,
-        "ledger": {
-            "sampled": ledger.sampled,
-            "trained": ledger.trained,
-            "masked": pairs(ledger.masked),
-            "dropped": pairs(ledger.dropped),
-        },
-    }
 
 
 # --------------------------------------------------------------------------- other trainers
