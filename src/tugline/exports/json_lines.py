@@ -5,6 +5,7 @@ can be exported too. Of each thread the longest conversation that was never edit
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -23,30 +24,22 @@ from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, Status
 _DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
 
+@dataclass(kw_only=True, eq=False)
 class Sft(Exporter):
-    """One row per conversation."""
+    """One row per conversation.
+
+    `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as in
+    the OpenAI API, or objects. `system` messages stay where they were, or are joined at the front.
+    `shape` is one list, or the messages before the first answer and the rest.
+    """
 
     needs_reward = False
     trains = False
 
-    def __init__(
-        self,
-        *,
-        reasoning: bool = True,
-        arguments: Literal["text", "object"] = "text",
-        system: Literal["keep", "front"] = "keep",
-        shape: Literal["messages", "prompt_completion"] = "messages",
-    ) -> None:
-        """Set what conversations look like.
-
-        `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as
-        in the OpenAI API, or objects. `system` messages stay where they were, or are joined at the
-        front. `shape` is one list, or the messages before the first answer and the rest.
-        """
-        self.reasoning_field = "reasoning_content" if reasoning else None
-        self.parse_arguments = _parse_object if arguments == "object" else str
-        self.front = system == "front"
-        self.shape = shape
+    reasoning: bool = True
+    arguments: Literal["text", "object"] = "text"
+    system: Literal["keep", "front"] = "keep"
+    shape: Literal["messages", "prompt_completion"] = "messages"
 
     def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield the longest conversation of each thread."""
@@ -61,7 +54,7 @@ class Sft(Exporter):
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
         skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
-        messages = join_messages(calls, front=self.front)
+        messages = join_messages(calls, front=self.system == "front")
         if skip is None and any(message.images for message in messages):
             skip = SkipReason.IMAGES
         if skip is not None:
@@ -83,10 +76,10 @@ class Sft(Exporter):
         return ExportRow(columns, tokens, sum(len(call.sampled_ids) for call in calls))
 
     def _make_columns(self, messages: Sequence[Message]) -> dict[str, object]:
+        field = "reasoning_content" if self.reasoning else None
+        parse = _parse_object if self.arguments == "object" else str
         serialized = [
-            serialize_message(
-                message, reasoning_field=self.reasoning_field, arguments=self.parse_arguments
-            )
+            serialize_message(message, reasoning_field=field, arguments=parse)
             for message in messages
         ]
         if self.shape == "messages":

@@ -6,6 +6,7 @@ Hugging Face `datasets` knows no Arrow map. `docs/export.md` explains the column
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -199,12 +200,13 @@ class Trl(TableExporter):
         }
 
 
+@dataclass(kw_only=True, eq=False)
 class Verl(TableExporter):
     """The columns of verl's rollout batch; the response begins with the first sampled token.
 
     By default lists have their own lengths, like verl's own agent loop output. With the options
     ``prompt_length`` and ``response_length`` they are padded to these: prompts on the left,
-    responses on the right, so that columns become the tensors of a ``DataProto``.
+    responses on the right, with `pad_id`, so that columns become the tensors of a ``DataProto``.
     """
 
     columns = """
@@ -213,20 +215,14 @@ class Verl(TableExporter):
         rollout_log_probs:floats rm_scores:floats reward:float min_global_steps:int
         max_global_steps:int __num_turns__:int"""
 
-    def __init__(
-        self,
-        *,
-        prompt_length: int | None = None,
-        response_length: int | None = None,
-        pad_id: int = 0,
-    ) -> None:
-        """Set the lengths in tokens that prompts and responses are padded to with `pad_id`."""
-        if (prompt_length is None) != (response_length is None):
+    prompt_length: int | None = None
+    response_length: int | None = None
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.prompt_length is None) != (self.response_length is None):
             msg = "export 'verl': give prompt_length and response_length both, or neither"
             raise ConfigError(msg)
-        self.prompt_length = prompt_length
-        self.response_length = response_length
-        self.pad_id = pad_id
 
     def row(
         self, session: SessionExport, index: int, trace: Trace
