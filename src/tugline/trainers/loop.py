@@ -221,10 +221,9 @@ class TrainingLoop:
         if isinstance(self._server, RemoteServer):  # recordings stay on the nodes
             return results, []
         paths = await self._server.find_recordings([task.id for task in tasks])
-        recorded = await asyncio.to_thread(
-            lambda: [recordings.read(path).calls for path in paths.values()]
+        return results, await asyncio.to_thread(
+            lambda: [call for path in paths.values() for call in recordings.read(path).calls]
         )
-        return results, [call for calls in recorded for call in calls]
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
         """Run what is missing of these tasks; return all of their results."""

@@ -45,11 +45,10 @@ class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_rollout(
-    trajectories: Sequence[Trajectory], calls: Iterable[Call], *, version: int
+    trajectories: Sequence[Trajectory], calls: Sequence[Call], *, version: int
 ) -> RolloutFigures:
     """Measure the sessions of a step that weights `version` are about to be trained on."""
-    recorded = list(calls)
-    offered = [call for call in recorded if call.tools]
+    offered = [call for call in calls if call.tools]
     rewards = [one.reward.value for one in trajectories if one.reward is not None]
     groups: dict[str, set[float]] = {}
     for one in trajectories:
@@ -75,7 +74,7 @@ def measure_rollout(
         / max(1, len(trajectories)),
         tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
         malformed=_mean([float(_is_malformed(call)) for call in offered]),
-        truncated=_mean([float(call.finish is Finish.LENGTH) for call in recorded]),
+        truncated=_mean([float(call.finish is Finish.LENGTH) for call in calls]),
         entropy=_mean(-np.concatenate(logprobs)) if logprobs else None,
         staleness=_mean(age),
         staleness_max=int(age.max()) if len(age) else None,
