@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,38 +103,33 @@ async def train(
             ):
                 freeze_gc()
                 loop = TrainingLoop(
-                    config, batches, folder,
-                    models=models, replicas=replicas, server=server,
-                    state=state, sinks=sinks, report=report,
-                )  # fmt: skip
+                    config, batches, folder, models, replicas, server, state, sinks, report
+                )
                 return await loop.run()
         finally:
             sinks.close()
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """The steps of a run, once everything is up."""
 
-    def __init__(  # noqa: PLR0913 - the parts of a run
-        self,
-        config: TrainConfig,
-        batches: TaskBatches,
-        folder: Path,
-        *,
-        models: Models,
-        replicas: Replicas,
-        server: LocalServer | RemoteServer,
-        state: TrainState,
-        sinks: Sinks,
-        report: Report,
-    ) -> None:
-        self._config, self._schedule = config, config.schedule
-        self._batches, self._folder = batches, folder
-        self._models, self._trainer, self._server = models, models.trainer, server
-        self._publisher = make_publisher(config, server, replicas)
-        self.state, self._sinks, self._report = self._choose(state), sinks, report
-        self._began, self._earlier_s = time.monotonic(), state.elapsed_s
-        self._submitted = state.step
+    config: TrainConfig
+    batches: TaskBatches
+    folder: Path
+    models: Models
+    replicas: Replicas
+    server: LocalServer | RemoteServer
+    state: TrainState
+    sinks: Sinks
+    report: Report
+
+    def __post_init__(self) -> None:
+        self._schedule, self._trainer = self.config.schedule, self.models.trainer
+        self._publisher = make_publisher(self.config, self.server, self.replicas)
+        self._began, self._earlier_s = time.monotonic(), self.state.elapsed_s
+        self._submitted = self.state.step
+        self.state = self._choose(self.state)
         # malloc keeps a step's memory for each thread that ran one, so all have the same
         self._learner = ThreadPoolExecutor(1, "learner")
         self._evaluation: asyncio.Task[None] | None = None
@@ -157,7 +153,7 @@ class TrainingLoop:
             restoring.cancel()
             if self._evaluation is not None:
                 self._evaluation.cancel()
-            shutil.rmtree(self._folder / WEIGHTS, ignore_errors=True)
+            shutil.rmtree(self.folder / WEIGHTS, ignore_errors=True)
             self._learner.shutdown(wait=False)
         await asyncio.to_thread(self._save)
         await asyncio.to_thread(self._write_result)
@@ -166,10 +162,10 @@ class TrainingLoop:
 
     async def _publish_first(self) -> None:
         """Bring every replica to the weights of the checkpoint, whatever it has now."""
-        known = (await self._server.weights()).version
+        known = (await self.server.weights()).version
         if known > self.state.version:
             self.state = replace(self.state, version=known + 1)
-        self._report(f"loading version {self.state.version} into the engine")
+        self.report(f"loading version {self.state.version} into the engine")
         await self._publish(None)
 
     # ----------------------------------------------------------------------- a step
@@ -179,21 +175,21 @@ class TrainingLoop:
         await self._submit(min(number + self._schedule.staleness, self._schedule.steps))
         results, calls = await self._collect(number)
         wait_s = time.monotonic() - began
-        self._report(f"step {number}: updating the policy")
+        self.report(f"step {number}: updating the policy")
         event_loop = asyncio.get_running_loop()
         learned = await event_loop.run_in_executor(self._learner, self._learn, results, calls)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
         # A name for each version would be new figures at each step, without end.
         lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
         await self._finish_evaluation()  # it is pinned to the weights that are served until now
-        self._sinks.log(number, {"version": float(version)} | lasting)
+        self.sinks.log(number, {"version": float(version)} | lasting)
         self._count(learned, results)
         if number % self._schedule.checkpoint_every == 0:
             await asyncio.to_thread(self._save)
         publication = await self._publish(learned.probe)
         self._step_s = time.monotonic() - began
         times = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
-        self._sinks.log(
+        self.sinks.log(
             number,
             flatten(publication, "publish") | {f"time/{name}": s for name, s in times.items()},
         )
@@ -201,12 +197,12 @@ class TrainingLoop:
             learned.rollout, learned.report.ledger, publication, self.state.entropies
         )
         for name, text in alarms.items():
-            self._sinks.alarm(number, name, text)
+            self.sinks.alarm(number, name, text)
 
     async def _submit(self, last: int) -> None:
         """Submit the batches up to `last`; earlier ones are left as they are."""
         for number in range(self._submitted + 1, last + 1):
-            await self._server.submit(self._batch(number))
+            await self.server.submit(self._batch(number))
         self._submitted = max(self._submitted, last)
 
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
@@ -218,17 +214,17 @@ class TrainingLoop:
             reason = f"{failed.boundary}: {failed.message}" if failed else "all were cancelled"
             msg = f"no session of step {number} earned a reward; the first failed in the {reason}"
             raise EngineError(msg)
-        if isinstance(self._server, RemoteServer):  # recordings stay on the nodes
+        if isinstance(self.server, RemoteServer):  # recordings stay on the nodes
             return results, []
-        paths = await self._server.find_recordings([task.id for task in tasks])
+        paths = await self.server.find_recordings([task.id for task in tasks])
         return results, await asyncio.to_thread(
             lambda: [call for path in paths.values() for call in recordings.read(path).calls]
         )
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
         """Run what is missing of these tasks; return all of their results."""
-        return await self._server.run(
-            tasks, lambda done, total: self._report(f"{name}: session {done} of {total}")
+        return await self.server.run(
+            tasks, lambda done, total: self.report(f"{name}: session {done} of {total}")
         )
 
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
@@ -245,13 +241,13 @@ class TrainingLoop:
         return _Learned(report, rollout, probe, time.monotonic() - began)
 
     def _batch(self, number: int) -> list[Task]:
-        return self._batches.batch(number, self.state.chosen[number])
+        return self.batches.batch(number, self.state.chosen[number])
 
     def _choose(self, state: TrainState) -> TrainState:
         """Choose tasks for the batches that are submitted next, unless they have been chosen."""
         ahead = range(state.step + 1, state.step + self._schedule.staleness + 2)
         chosen = {
-            number: state.chosen.get(number) or self._batches.choose(number, state.pass_rates)
+            number: state.chosen.get(number) or self.batches.choose(number, state.pass_rates)
             for number in ahead
         }
         return replace(state, chosen=chosen)
@@ -268,7 +264,7 @@ class TrainingLoop:
             done,
             step=number,
             version=done.version + 1,
-            pass_rates=self._batches.update_rates(done.pass_rates, groups, results),
+            pass_rates=self.batches.update_rates(done.pass_rates, groups, results),
             ledger=sum_ledgers([done.ledger, report.ledger]),
             sessions=done.sessions + len(results),
             failed=done.failed + rollout.failed,
@@ -281,7 +277,7 @@ class TrainingLoop:
 
     def _save(self) -> None:
         """Save a checkpoint of the step, or the state into the one that is there."""
-        folder, state = self._folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
+        folder, state = self.folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
         path = checkpoint.path_of(folder, state.step)
         extra = msgspec.to_builtins(state, str_keys=True)
         if path.exists():  # what came after it, such as an evaluation
@@ -291,14 +287,14 @@ class TrainingLoop:
 
     def _write_result(self) -> None:
         """Write the trained model as a folder that every engine can serve."""
-        source, weights = self._config.model or Path(), self._trainer.weights()
-        write_model_folder(weights, self._models.served, source, self._folder / MODEL)
+        source, weights = self.config.model or Path(), self._trainer.weights()
+        write_model_folder(weights, self.models.served, source, self.folder / MODEL)
 
     async def _publish(self, probe: Probe | None) -> Publication:
         """Bring the trainer's weights to every replica."""
-        folder = (self._folder / WEIGHTS / f"v{self.state.version}").absolute()
-        if self._config.engine.urls:
-            await asyncio.to_thread(write_model, self._config, self._models, folder)
+        folder = (self.folder / WEIGHTS / f"v{self.state.version}").absolute()
+        if self.config.engine.urls:
+            await asyncio.to_thread(write_model, self.config, self.models, folder)
         async with self._publishing:
             publication = await self._publish_folder(folder, self.state.version, probe)
             old, self._published = self._published, (folder, self.state.version)
@@ -313,10 +309,10 @@ class TrainingLoop:
             try:
                 return await self._publisher.publish(folder, version, probe)
             except EngineError as error:
-                elsewhere = self._config.engine.urls and error.status is None
+                elsewhere = self.config.engine.urls and error.status is None
                 if not elsewhere or time.monotonic() > deadline:
                     raise
-                self._report(f"publishing version {version} again: {error}")
+                self.report(f"publishing version {version} again: {error}")
                 await asyncio.sleep(_WATCH_S)
 
     async def _restore_replicas(self) -> None:
@@ -326,13 +322,13 @@ class TrainingLoop:
             async with self._publishing:
                 with contextlib.suppress(EngineError):  # it is away: the next look finds it
                     if self._published and await self._publisher.find_outdated(self._published[1]):
-                        self._report("a replica was restarted; loading its weights again")
+                        self.report("a replica was restarted; loading its weights again")
                         await self._publisher.publish(*self._published)
 
     # ----------------------------------------------------------------------- evaluation
     def _start_evaluation(self, *, last: bool = False) -> None:
         """Start to evaluate the published weights, if they are due and not evaluated yet."""
-        plan, step = self._config.heldout, self.state.step
+        plan, step = self.config.heldout, self.state.step
         known = any(score.step == step for score in self.state.scores)
         due = plan is not None and (last or step % plan.every == 0)
         if due and not known and self._evaluation is None:
@@ -345,22 +341,22 @@ class TrainingLoop:
 
     async def _evaluate(self) -> None:
         began, step, version = time.monotonic(), self.state.step, self.state.version
-        results = await self._run(self._batches.evaluation(version), f"held out, step {step}")
+        results = await self._run(self.batches.evaluation(version), f"held out, step {step}")
         sampled_by = [
             {span.version for trace in one.traces for span in trace.spans} for one in results
         ]
         score = VersionScore(
             step=step,
             version=version,
-            evaluation=evaluate(_attempts(results), k=self._batches.samples),
+            evaluation=evaluate(_attempts(results), k=self.batches.samples),
             mixed=sum(not versions <= {version} for versions in sampled_by),
             sampled=sum(one.ledger.sampled for one in results),
             seconds=time.monotonic() - began,
         )
         self.state = replace(self.state, scores=(*self.state.scores, score))
-        self._sinks.log(step, flatten(score.evaluation, "heldout") | {"heldout/version": version})
+        self.sinks.log(step, flatten(score.evaluation, "heldout") | {"heldout/version": version})
         rates = [f"pass@{k} {format_estimate(e)}" for k, e in score.evaluation.pass_at.items()]
-        self._sinks.note(step, "held out", "  ".join(rates))
+        self.sinks.note(step, "held out", "  ".join(rates))
 
     async def _compare_scores(self) -> Comparison | None:
         """Compare the last evaluation with the first."""
@@ -369,8 +365,8 @@ class TrainingLoop:
             return None
         first, last = [
             _attempts(
-                await self._server.load_results(
-                    [task.id for task in self._batches.evaluation(score.version)]
+                await self.server.load_results(
+                    [task.id for task in self.batches.evaluation(score.version)]
                 )
             )
             for score in (scores[0], scores[-1])
