@@ -98,7 +98,8 @@ def load_tokens(folder: Path) -> Tokens:
     """The server's tokens, created if missing. Raises `UsageError` for a damaged file."""
     path = folder / TOKENS
     if not path.exists():
-        tokens = Tokens(*(secrets.token_urlsafe(_TOKEN_BYTES) for _ in Tokens.__struct_fields__))
+        client, join, read = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(3))
+        tokens = Tokens(client, join, read)
         write_file(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
     return _read_tokens(path)
 

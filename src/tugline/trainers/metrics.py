@@ -9,7 +9,7 @@ import numpy as np
 
 from tugline.chat.model_call import decode_arguments
 from tugline.trainers.publish import Publication
-from tugline.types import Call, Finish, Ledger, Trajectory
+from tugline.types import Call, Finish, Ledger, Trajectory, is_pass
 
 
 class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ def measure_rollout(
         groups=len(groups),
         signal=sum(len(values) > 1 for values in groups.values()),
         reward=_mean(rewards),
-        passed=_mean([float(reward >= 1) for reward in rewards]),
+        passed=_mean([float(is_pass(reward)) for reward in rewards]),
         sampled=sum(one.ledger.sampled for one in trajectories),
         turns=sum(len({s.call for t in one.traces for s in t.spans}) for one in trajectories)
         / max(1, len(trajectories)),

@@ -227,6 +227,8 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: str = scope["query_string"].decode("latin-1")
+        self.peer: str = (scope.get("client") or ("",))[0]
+        """Address that it comes from."""
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 
+import msgspec
 import pytest
+import structlog
 
 from served import TOKENS, Served, result
 from tugline.errors import UsageError
 from tugline.server.http.handlers import ROUTES
-from tugline.server.http.route import ApiRole, Route, Tokens
+from tugline.server.http.route import ApiRole, Person, Route, Tokens
 
 GUARDED = [route for route in ROUTES if route.roles]
 NAMES = [f"{route.method} {route.path}" for route in GUARDED]
@@ -141,9 +144,57 @@ async def test_an_agent_that_posts_its_own_reward_is_refused(server: Served) -> 
     assert (await server.ask("GET", "/v1/status", None, headers=headers)).status == 401
 
 
+def audited(server: Served) -> list[tuple[str, ...]]:
+    """Who did what, in order."""
+    path = server.control.folder / "audit.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    assert all(line["from"] == "127.0.0.1" and line["at"].endswith("Z") for line in lines)
+    return [(line["who"], line["what"], *line.get("tasks", ())) for line in lines]
+
+
+async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names(
+    server: Served,
+) -> None:
+    """What changes something is written down with who did it; reading and nodes' work are not."""
+    people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}
+    server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+    task = {"instruction": "do", "harness": {"name": "shell"}, "evaluator": {"name": "tests"}}
+    assert (
+        await server.ask("POST", "/v1/tasks", "ann-token", json={"id": "a", **task})
+    ).status == 201
+    assert (
+        await server.ask("POST", "/v1/tasks", "bob-token", json={"id": "b", **task})
+    ).status == 403
+    assert (await server.ask("GET", "/v1/tasks", "bob-token")).status == 200
+    assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404
+    assert (await server.ask("POST", "/v1/tasks/a/cancel?by=me", "client")).status == 200
+    node = await server.join()
+    await server.lease(node, wait_s=0.0)
+    assert audited(server) == [
+        ("ann", "POST /v1/tasks", "a"),
+        ("client", "POST /v1/tasks/a/cancel"),
+        ("join", "POST /v1/nodes"),
+    ]
+    server.app.tokens = TOKENS
+    assert (await server.ask("GET", "/v1/tasks", "ann-token")).status == 401
+
+
+async def test_an_audit_log_that_cannot_be_written_is_said(server: Served) -> None:
+    """The change is made: its client is not told of a fault, but the server's log is."""
+    (server.control.folder / "audit.jsonl").mkdir()
+    with structlog.testing.capture_logs() as said:
+        await server.submit()
+    assert [(one["event"], one["tasks"]) for one in said] == [("audit log not written", ["t"])]
+
+
 def test_tokens_must_be_tokens() -> None:
     """An empty token would open the server to everybody, two equal ones would blur the roles."""
     for bad in (("", "b", "c"), ("a", "a", "c"), ("a b", "b", "c"), ("ä", "b", "c")):
         with pytest.raises(UsageError):
             Tokens(*bad)
+    for people in ({"ann": Person("a")}, {"ann": Person("x"), "bob": Person("x")}):
+        with pytest.raises(UsageError, match="must differ"):
+            Tokens("a", "b", "c", people)
+    with pytest.raises(UsageError, match=r"the people\.ann token must be ASCII"):
+        Tokens("a", "b", "c", {"ann": Person("")})
     assert "client-token" not in repr(TOKENS)

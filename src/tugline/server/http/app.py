@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -27,6 +28,7 @@ from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import (
     JSON,
     ApiCall,
+    ApiRole,
     Caller,
     Nothing,
     Refusal,
@@ -42,6 +44,7 @@ from tugline.web.serve import HttpRequest, serve
 THREAD_BYTES = 256 << 10
 """Size from which JSON is decoded in a thread."""
 
+AUDIT = "audit.jsonl"
 BODY_S = 120.0
 _BINARY = {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain"}
 _PATTERNS = {"{id}": r"([A-Za-z0-9._-]{1,160})", "{number}": r"([0-9]{1,18})"}
@@ -60,13 +63,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 class Api:
     """The application. Call `waits.stop` before its sockets are closed: it ends long answers.
 
-    A body must arrive within `BODY_S`. `tokens` may be replaced at any time.
+    A body must arrive within `BODY_S`. `tokens` may be replaced at any time. What people and
+    programs change is appended to `AUDIT` in the server's folder.
     """
 
     def __init__(
         self, control: ControlPlane, tokens: Tokens, metrics: ServerMetrics | None = None
     ) -> None:
         self.waits = Waits()
+        self._audit = control.folder / AUDIT
         self._control, self.tokens = control, tokens
         self._metrics = metrics or ServerMetrics(control.database)
         self._metrics.waiting = lambda: self.waits.open
@@ -124,11 +129,30 @@ class Api:
         answer = await route.handler(
             ApiCall(self._control, self._metrics, self.waits, caller, request, ident, query, body)
         )
+        if request.method != "GET" and caller.role is not ApiRole.NODE:
+            self._note_change(caller, request, body)
         if isinstance(answer, Response):
             return answer
         if answer is None:
             return Response(status_code=204)
         return Response(msgspec.json.encode(answer), route.status, media_type=JSON)
+
+    def _note_change(self, caller: Caller, request: HttpRequest, body: Any) -> None:
+        """Append to the audit log; a copy into the page cache, so no thread is asked."""
+        line = {
+            "at": datetime.now(UTC),
+            "who": caller.name or caller.role,
+            "from": request.peer,
+            "what": f"{request.method} {request.path}",
+            "query": request.query,
+            "tasks": [task.id for task in body] if isinstance(body, list) else None,
+        }
+        entry = {key: value for key, value in line.items() if value}
+        try:
+            with self._audit.open("ab") as file:
+                file.write(msgspec.json.encode(entry) + b"\n")
+        except OSError as error:  # the change is made, so the client is not told of a fault
+            _log.error("audit log not written", error=str(error), **entry)
 
     async def _read_body(self, request: HttpRequest, route: Route) -> Any:
         """The decoded body, bounded in size and time."""

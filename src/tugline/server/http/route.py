@@ -21,7 +21,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
@@ -177,10 +177,18 @@ NODES = frozenset({ApiRole.NODE})
 
 
 class Caller(NamedTuple):
-    """Who sends a request; `node` is the id of a node."""
+    """Who sends a request; `node` is the id of a node, `name` that of a person."""
 
     role: ApiRole | None = None
     node: str = ""
+    name: str = ""
+
+
+class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token of somebody's own."""
+
+    token: str
+    role: Literal["client", "read"] = "client"
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -189,16 +197,26 @@ class Tokens(msgspec.Struct, frozen=True):
     client: str
     join: str
     read: str
+    people: dict[str, Person] = {}
+    """By name, which the audit log has."""
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            token = getattr(self, name)
+        own = {"client": self.client, "join": self.join, "read": self.read}
+        tokens = own | {f"people.{name}": one.token for name, one in self.people.items()}
+        for name, token in tokens.items():
             if not token or not token.isascii() or any(c.isspace() for c in token):
                 raise errors.UsageError(
                     f"the {name} token must be ASCII without spaces, and not empty"
                 )
-        if len({self.client, self.join, self.read}) < 3:
-            raise errors.UsageError("the client, join and read tokens must differ from each other")
+        if len(set(tokens.values())) < len(tokens):
+            raise errors.UsageError(f"the {', '.join(tokens)} tokens must differ from each other")
+
+    @property
+    def callers(self) -> list[tuple[str, Caller]]:
+        """Whose token each is, but for those of nodes."""
+        own = [(getattr(self, role), Caller(role)) for role in ApiRole if role is not ApiRole.NODE]
+        people = self.people.items()
+        return own + [(one.token, Caller(ApiRole(one.role), name=name)) for name, one in people]
 
     def __repr__(self) -> str:
         return "Tokens(...)"
@@ -212,9 +230,9 @@ async def identify(
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
         raise Refusal("send the header 'Authorization: Bearer TOKEN'", "unauthorized")
-    for role in (ApiRole.CLIENT, ApiRole.READ, ApiRole.JOIN):
-        if hmac.compare_digest(getattr(tokens, role).encode(), token.encode()):
-            return Caller(role)
+    for known, caller in tokens.callers:
+        if hmac.compare_digest(known.encode(), token.encode()):
+            return caller
     node = await find_node(token)
     if node is None:
         raise Refusal("this token is unknown, or of a node that is gone", "unauthorized")
