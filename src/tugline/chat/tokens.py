@@ -109,7 +109,12 @@ class TokenSequence:
 def count_shared(
     first: Sequence[Any], second: Sequence[Any], same: Callable[[Any, Any], bool] = operator.eq
 ) -> int:
-    """How many leading items two sequences have in common."""
+    """How many leading items two sequences have in common; `same` compares those of two objects.
+
+    All of `first` is tried at once, which compares no content where the objects are the same.
+    """
+    if first == second[: len(first)]:
+        return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if not same(a, b)), min(len(first), len(second)))
 

@@ -163,7 +163,7 @@ class CallTree:
         best, shared = turns.Conversation(tools), 0
         for known in self._requests:
             if known.tools == tools:
-                length = _identical_length(known.messages, messages)
+                length = count_shared(known.messages, messages, operator.is_)
                 if length > shared:
                     best, shared = known, length
         digests = best.digests[:shared]
@@ -263,12 +263,6 @@ class CallTree:
             tools=request.tools,
             thread=thread,
         )
-
-
-def _identical_length(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    if known == messages[: len(known)]:  # compares no content, because the objects are the same
-        return len(known)
-    return count_shared(known, messages, operator.is_)
 
 
 def _inherit_thread(thread: ThreadInfo, turn: turns.Turn | None) -> ThreadInfo:

@@ -123,10 +123,6 @@ class RecordedResponse:
         """Whether a request with these messages and tools is the recorded one."""
         return digests == self.digests and tools == self.tools
 
-    def count_shared_messages(self, digests: Sequence[MessageDigest]) -> int:
-        """Return how many leading messages are equal."""
-        return count_shared(self.digests, digests)
-
     @property
     def required(self) -> bool:
         """False for an answer that the harness hung up on: another run may never request it."""
@@ -230,7 +226,7 @@ def compare_messages(
         if response.tools.get(name) != tools.get(name):
             texts = response.tools.get(name, ""), tools.get(name, "")
             return f"tool {name!r}", *_clip_difference(*texts)
-    at = response.count_shared_messages(digests)
+    at = count_shared(response.digests, digests)
     theirs = response.messages[at] if at < len(response.messages) else None
     ours = request.messages[at] if at < len(request.messages) else None
     message = ours or theirs

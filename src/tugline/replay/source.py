@@ -20,6 +20,7 @@ from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequ
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Request
 from tugline.chat.tokenizer import Tokenizer
+from tugline.chat.tokens import count_shared
 from tugline.errors import BudgetExhausted
 from tugline.gateway.replicas import Replica, TokenSource
 from tugline.gateway.turns import MessageDigest
@@ -249,7 +250,7 @@ class RecordedSource(TokenSource):
             return None
         candidates = state.remaining or self.responses
         similar = max(
-            candidates, key=lambda candidate: candidate.count_shared_messages(digests), default=None
+            candidates, key=lambda candidate: count_shared(candidate.digests, digests), default=None
         )
         if similar is None:
             state.add_difference(Difference(number, None, "nothing is recorded before the fork"))

@@ -147,11 +147,6 @@ class _Parsed:
     ends: list[tuple[int, Message | None]]
     """After each item: the number of messages, and the last of them."""
 
-    def count_shared(self, items: Sequence[msgspec.Raw]) -> int:
-        if self.items == items[: len(self.items)]:  # compares no content of the same objects
-            return len(self.items)
-        return count_shared(self.items, items)
-
 
 class ParseCache:
     """Caches the last requests of one session, so that parsing costs what is new in each (I7).
@@ -217,7 +212,7 @@ class ParseCache:
         """
         if len(items) > _MAX_ITEMS:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
-        counts = [(known.count_shared(items), known) for known in self._requests]
+        counts = [(count_shared(known.items, items), known) for known in self._requests]
         shared, best = max(counts, key=itemgetter(0), default=(0, None))
         messages: list[Message] = []
         ends: list[tuple[int, Message | None]] = []
