@@ -48,43 +48,35 @@ _SUMMARISE = (
 )
 
 
-class _ResponsesBody(openai.SamplingFields, kw_only=True):
-    input: str | list[Raw] = msgspec.field(default_factory=list)
-    model: str = ""
+class _EchoedFields(openai.SamplingFields, kw_only=True):
+    """Fields that a response repeats as they are, like ``temperature`` and ``top_p``."""
+
     instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    tools: Raw = decoding.ABSENT
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: int | None = None
-    stop: str | list[str] | None = None
-    text: Raw = decoding.ABSENT
-    include: list[str] | None = None
-    reasoning: Raw = decoding.ABSENT
-    metadata: Raw = decoding.ABSENT
+    previous_response_id: str | None = None
     prompt_cache_key: str | None = None
+    reasoning: Raw = decoding.ABSENT
     safety_identifier: str | None = None
     service_tier: str | None = None
     user: str | None = None
 
 
-_ECHOED = (
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "previous_response_id",
-    "prompt_cache_key",
-    "reasoning",
-    "safety_identifier",
-    "service_tier",
-    "temperature",
-    "top_p",
-    "user",
-)
-"""Fields that a response repeats as they are."""
+class _ResponsesBody(_EchoedFields, kw_only=True):
+    input: str | list[Raw] = msgspec.field(default_factory=list)
+    model: str = ""
+    store: bool | None = None
+    tools: Raw = decoding.ABSENT
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+    text: Raw = decoding.ABSENT
+    include: list[str] | None = None
+    metadata: Raw = decoding.ABSENT
+
+
+_ECHOED = ("temperature", "top_p", *_EchoedFields.__annotations__)
 
 
 class _TextConfig(msgspec.Struct):
