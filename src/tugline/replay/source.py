@@ -286,7 +286,7 @@ class RecordedSource(TokenSource):
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
             answer = call.answer
             calls = [
-                CallDelta(i, one.id, one.name, one.arguments)
+                CallDelta(i, one.name, one.arguments)
                 for i, one in enumerate(answer.tool_calls if answer else ())
             ]
             reasoning, text = (answer.reasoning or "", answer.content) if answer else ("", "")

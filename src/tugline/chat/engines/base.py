@@ -64,7 +64,6 @@ class CallDelta(msgspec.Struct):
     """A part of a tool call as an observed engine streams it."""
 
     index: int
-    id: str = ""
     name: str = ""
     arguments: str = ""
 

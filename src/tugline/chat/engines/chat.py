@@ -30,7 +30,6 @@ class _ChatFunction(msgspec.Struct):
 
 class _ChatToolCall(msgspec.Struct):
     index: int | None = None
-    id: str | None = None
     function: _ChatFunction | None = None
 
 
@@ -141,7 +140,7 @@ _NO_MESSAGE = _ChatMessage()
 def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:
     function = call.function or _ChatFunction()
     index = place if call.index is None else call.index
-    return base.CallDelta(index, call.id or "", function.name or "", function.arguments or "")
+    return base.CallDelta(index, function.name or "", function.arguments or "")
 
 
 def read_array(value: msgspec.Raw) -> bytes | None:
