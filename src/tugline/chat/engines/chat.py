@@ -17,10 +17,6 @@ from tugline.chat.engines.generate import Choice, build_structured
 from tugline.errors import EngineError
 from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
-OPENAI_FEATURES = frozenset(
-    {base.Feature.STRUCTURED, base.Feature.IMAGES, base.Feature.TOOL_CHOICE}
-)
-
 
 # --------------------------------------------------------------------------- replies
 class _ChatFunction(msgspec.Struct):
@@ -154,6 +150,8 @@ class ChatFormat(base.EngineFormat):
     """Observed mode in vLLM's shape: ids and logprobs come with the text, event by event."""
 
     mode = Mode.OBSERVED
+    features = frozenset({base.Feature.STRUCTURED, base.Feature.IMAGES, base.Feature.TOOL_CHOICE})
+    default_meaning = LogprobMeaning.RAW
     reasoning_field: str | None = "reasoning"
     """Field for the reasoning of past messages; None leaves it out."""
     reader: type[base.Reader[Any]] = ObservedReader
@@ -205,10 +203,8 @@ class VllmChat(ChatFormat):
     missing_ids = (
         "vllm sent text without token ids; it must know `return_token_ids` (from 0.10.2 on)"
     )
-    features = OPENAI_FEATURES
     abort_path = "/abort_requests"
     abort_id = "chatcmpl-{}"
-    default_meaning = LogprobMeaning.RAW
 
 
 class ObservedChat(ChatFormat):
@@ -220,8 +216,6 @@ class ObservedChat(ChatFormat):
         "the engine sent text without token ids; run it with format `text`, or find its option "
         "for `return_token_ids`"
     )
-    features = OPENAI_FEATURES
-    default_meaning = LogprobMeaning.RAW
 
 
 class TextChat(ChatFormat):
@@ -231,9 +225,7 @@ class TextChat(ChatFormat):
     mode = Mode.TEXT
     advice = "give it a chat template"
     reader = TextReader
-    features = OPENAI_FEATURES
     reasoning_field = None
-    default_meaning = LogprobMeaning.RAW
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Ask for structured output."""

@@ -23,6 +23,7 @@ class TokenFormat(base.EngineFormat):
     """A route that takes the prompt's ids."""
 
     mode = Mode.EXACT
+    features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
     path: str
     prompt_field: bytes
 
@@ -151,11 +152,9 @@ class Embedded(Generate):
     """The embedded engine; its logprobs are of the distribution really sampled from."""
 
     name = "embedded"
+    features = frozenset()
     advice = "this is no engine of ours"
     abort_path = "/abort_requests"
-
-
-_VLLM_FEATURES = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
 
 
 class VllmGenerate(Generate):
@@ -163,7 +162,6 @@ class VllmGenerate(Generate):
 
     name = "vllm"
     advice = "start vLLM with --enable-scale-out"
-    features = _VLLM_FEATURES
     abort_path = "/inference/v1/abort_requests"
     abort_id = "generate-tokens-{}"
     default_meaning = LogprobMeaning.RAW
@@ -176,7 +174,6 @@ class VllmCompletions(TokenFormat):
     """
 
     name = "vllm"
-    features = _VLLM_FEATURES
     advice = "upgrade to vLLM 0.10.2 or later"
     path = "/v1/completions"
     prompt_field = b"prompt"

@@ -14,13 +14,14 @@ import msgspec
 from tugline.chat.engines import base, chat
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
 from tugline.errors import EngineError, Unsupported
-from tugline.types import Finish
+from tugline.types import Finish, LogprobMeaning
 
 
 class _Sglang(base.EngineFormat):
     """What both routes share."""
 
     name = "sglang"
+    default_meaning = LogprobMeaning.PROCESSED
 
     def build_abort(self, request_id: str) -> base.Post | None:
         """Ask the engine to end a request and reply with what it has."""
@@ -88,7 +89,6 @@ class _SglangReader(TokenReader[_SglangReply]):
 class SglangGenerate(_Sglang, TokenFormat):
     """Exact mode; each reply says its weight versions."""
 
-    features = frozenset({base.Feature.STRUCTURED, base.Feature.BAN})
     advice = "upgrade SGLang"
     path = "/generate"
     prompt_field = b"input_ids"
@@ -165,7 +165,6 @@ class SglangChat(_Sglang, chat.ChatFormat):
     reader = _ChatReader
     advice = "start it with --tool-call-parser and --reasoning-parser"
     missing_ids = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"
-    features = chat.OPENAI_FEATURES
     reasoning_field = "reasoning_content"
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
