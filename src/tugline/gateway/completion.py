@@ -77,7 +77,6 @@ class Completion:
         self._readers += 1
         if self._grace is not None:
             self._grace.cancel()
-            self._grace = None
         try:
             yield
         finally:
@@ -152,12 +151,10 @@ class Completion:
         """End sampling now and record what there is."""
         if self._grace is not None:
             self._grace.cancel()
-            self._grace = None
         if not self.task.cancelling():  # a second time would cut the recording short
             self.task.cancel()
 
     def _abandon(self) -> None:
-        self._grace = None
         if self._readers or self.done:
             return
         self.abandoned = True
