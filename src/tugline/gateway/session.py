@@ -131,8 +131,7 @@ class LiveSession:
                 raise
             window = self._engine.card.max_model_len
             msg = f"{error}: this model's maximum context length is {window} tokens"
-            self._overflow = errors.ContextOverflow(msg, param="messages", window=window)
-            raise self._overflow from error
+            raise errors.ContextOverflow(msg, param="messages", window=window) from error
 
     async def prepare(
         self, dialect: Dialect, incoming: HttpRequest
@@ -162,9 +161,6 @@ class LiveSession:
         try:
             request = dialect.parse(incoming, self.transcript.parse_cache)
             return *self._make_prompt(request, len(mended) - known), repaired
-        except errors.ContextOverflow as error:
-            self._overflow = error
-            raise
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
 
@@ -222,11 +218,7 @@ class LiveSession:
                 return
 
     def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
-        try:
-            window = self._engine.remaining_window(len(prompt.tokens))
-        except errors.ContextOverflow as error:
-            self._overflow = error
-            raise
+        window = self._engine.remaining_window(len(prompt.tokens))
         if request.n > self._engine.settings.session_answers:
             msg = f"n={request.n} is too many; the bound is {self._engine.settings.session_answers}"
             raise errors.RequestError(msg, param="n")
@@ -280,6 +272,8 @@ class LiveSession:
     # ----------------------------------------------------------------------- the recording
     def note_refusal(self, error: errors.TuglineError, status: int) -> None:
         """Record that a request was answered by an error, without any of its content."""
+        if isinstance(error, errors.ContextOverflow):
+            self._overflow = error
         if isinstance(error, errors.RequestError | errors.EngineError):
             field = error.param if isinstance(error, errors.RequestError) else None
             detail = f"{status} {type(error).__name__} {field or ''}"
