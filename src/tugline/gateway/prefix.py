@@ -88,7 +88,7 @@ class CallTree:
         if tokens is None:
             return self._branch(request, tools, Branch.RENDERER_REFUSED)
         siblings = self._children.get(turn.number, ())
-        deleted = turns.repeats_sibling(siblings, turn, request.digests[depth:])
+        deleted = turns.repeats_sibling(siblings, request.digests[depth:])
         start = 0 if deleted else depth
         return Prompt(
             tokens=tokens,

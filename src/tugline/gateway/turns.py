@@ -165,14 +165,10 @@ def nearest_by_meaning(
     return best, _branch_reason(best, best_entries, longest, request)
 
 
-def repeats_sibling(
-    siblings: Sequence[Turn], parent: Turn, digests: Sequence[MessageDigest]
-) -> bool:
+def repeats_sibling(siblings: Sequence[Turn], digests: Sequence[MessageDigest]) -> bool:
     """Whether a request begins with the whole request of a sibling whose answer it omits."""
     return any(
-        turn.parent is parent
-        and len(turn.digests) < len(digests)
-        and turn.digests == tuple(digests[: len(turn.digests)])
+        len(turn.digests) < len(digests) and turn.digests == tuple(digests[: len(turn.digests)])
         for turn in siblings
     )
 
