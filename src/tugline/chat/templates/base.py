@@ -14,24 +14,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from renderers import configs
+from renderers.configs import RendererConfig
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.schema import decode, read_values
 
-
-def _load_configs() -> dict[str, Any]:
-    classes: list[Any] = [getattr(configs, name) for name in configs.__all__]
-    by_name = {
-        get_args(cls.model_fields["name"].annotation)[0]: cls
-        for cls in classes
-        if "name" in getattr(cls, "model_fields", {})
-    }
-    generic = {"auto", "default", "custom"}
-    return {name: cls for name, cls in by_name.items() if name not in generic}
-
-
-CONFIGS: dict[str, Any] = _load_configs()
+_CLASSES = {cls.model_fields["name"].default: cls for cls in get_args(get_args(RendererConfig)[0])}
+_GENERIC = {"auto", "default", "custom"}
+CONFIGS: dict[str, Any] = {name: cls for name, cls in _CLASSES.items() if name not in _GENERIC}
 """Typed configuration of every template, by name."""
 
 
