@@ -135,7 +135,7 @@ Step = Callable[[list[Message], Any, int], None]
 It sees only the messages so far, the item and its index, so equal prefixes give equal messages.
 """
 _CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
-_ANY = msgspec.json.Decoder()
+ANY = msgspec.json.Decoder()
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +224,7 @@ class ParseCache:
             if last is not None:
                 messages[-1] = last
         for index in range(shared, len(items)):
-            step(messages, decode(items[index], _ANY, f"message {index} of the request"), index)
+            step(messages, decode(items[index], ANY, f"message {index} of the request"), index)
             ends.append((len(messages), messages[-1] if messages else None))
         new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
         if best is not None and shared == len(best.items):
@@ -239,7 +239,7 @@ class ParseCache:
         raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
         known = self._tools.get(raw)
         if known is None:
-            groups = parse_list(decode(raw, _ANY, "the list of tools"), "tools", parse)
+            groups = parse_list(decode(raw, ANY, "the list of tools"), "tools", parse)
             known = tuple(tool for group in groups for tool in group)
             if len(self._tools) >= _CACHED:
                 self._tools.clear()

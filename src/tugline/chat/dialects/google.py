@@ -43,15 +43,6 @@ _STATUS = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
-_FIELDS = {
-    "messages": "contents",
-    "tool_choice": "toolConfig.functionCallingConfig",
-    "response_format": "generationConfig.responseMimeType",
-    "temperature": "generationConfig.temperature",
-    "top_p": "generationConfig.topP",
-    "top_k": "generationConfig.topK",
-}
-"""This API's names of the neutral fields."""
 _REFUSED = (
     "presencePenalty", "frequencyPenalty", "responseLogprobs", "logprobs", "speechConfig",
     "imageConfig",
@@ -96,7 +87,6 @@ class _Config(msgspec.Struct, rename="camel"):
 
 _body = msgspec.json.Decoder(_GenerateContentBody)
 _config = msgspec.json.Decoder(_Config)
-_any = msgspec.json.Decoder()
 
 
 class ContentStream(base.Stream):
@@ -163,7 +153,14 @@ class Google(base.Dialect):
 
     name = "google"
     stream_type = ContentStream
-    fields: ClassVar = _FIELDS
+    fields: ClassVar = {
+        "messages": "contents",
+        "tool_choice": "toolConfig.functionCallingConfig",
+        "response_format": "generationConfig.responseMimeType",
+        "temperature": "generationConfig.temperature",
+        "top_p": "generationConfig.topP",
+        "top_k": "generationConfig.topK",
+    }
 
     def match(self, request: base.HttpRequest) -> base.Action | None:
         """See `Dialect.match`; the model is part of the route."""
@@ -188,8 +185,7 @@ class Google(base.Dialect):
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        route = _ROUTE.fullmatch(request.path)
-        model, method = (route[1], route[2]) if route else ("", "")
+        model, _, method = request.path.removeprefix("/models/").rpartition(":")
         body = cache.decode_body(request.body, _body, "contents")
         if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
@@ -203,7 +199,9 @@ class Google(base.Dialect):
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], google_messages.fold_content)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
-        choice = decoding.decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
+        choice = decoding.decode(
+            _either(body.tool_config, body.choice_snake), decoding.ANY, "toolConfig"
+        )
         thinking = google_messages.to_camel(config.thinking_config or {})
         return Request(
             model=model,
@@ -314,7 +312,7 @@ def _either(camel: Raw, snake: Raw) -> Raw:
 
 def _parse_config(raw: Raw) -> _Config:
     """The generation config. Raises `Unsupported` for fields that cannot be honoured."""
-    given = decoding.decode(raw, _any, _CONFIG)
+    given = decoding.decode(raw, decoding.ANY, _CONFIG)
     if given is None:
         return _Config()
     fields = google_messages.to_camel(decoding.require_object(given, _CONFIG))
