@@ -106,6 +106,11 @@ def require(item: Any, field: str, kind: type[T], where: str) -> T:
     raise invalid(value, place, f"must be {_KINDS.get(kind, kind.__name__)}")
 
 
+def optional(item: Mapping[str, Any], field: str, default: T, where: str) -> T:
+    """``item[field]``, which must be of the kind of `default`, or that if there is none."""
+    return default if item.get(field) is None else require(item, field, type(default), where)
+
+
 def require_object(value: Any, where: str) -> dict[str, Any]:
     """`value`, which must be a JSON object."""
     if not isinstance(value, dict):

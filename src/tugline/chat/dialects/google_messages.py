@@ -179,9 +179,7 @@ def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: s
 
 def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Message:
     name = decoding.require(value, "name", str, where)
-    response = (
-        {} if value.get("response") is None else decoding.require(value, "response", dict, where)
-    )
+    response: dict[str, Any] = decoding.optional(value, "response", {}, where)
     builder = ContentBuilder()
     builder.add_text(_find_output(response))
     for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
@@ -235,7 +233,7 @@ def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> 
 
 
 def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall:
-    args = decoding.require(fields, "args", dict, where) if fields.get("args") is not None else {}
+    args: dict[str, Any] = decoding.optional(fields, "args", {}, where)
     return ToolCall(
         decoding.optional_text(fields, "id") or substitute,
         decoding.require(fields, "name", str, where),

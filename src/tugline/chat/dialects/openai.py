@@ -175,7 +175,7 @@ def parse_function(item: Any, where: str) -> Tool:
     parameters = decoding.require(item, "parameters", dict, where) if item.get("parameters") else {}
     return Tool(
         _parse_name(item, where),
-        _parse_description(item, where),
+        decoding.optional(item, "description", "", where),
         parameters,
         strict=item.get("strict") is True,
     )
@@ -188,7 +188,7 @@ def parse_custom(item: Any, where: str) -> Tool:
     if kind != "text":
         advice = ": a grammar cannot be enforced inside an answer; it must be 'text'"
         raise decoding.unsupported(kind, f"{where}.format.type", advice)
-    description = _parse_description(item, where)
+    description = decoding.optional(item, "description", "", where)
     return Tool(_parse_name(item, where), description, CUSTOM_INPUT, ToolKind.CUSTOM)
 
 
@@ -197,12 +197,6 @@ def _parse_name(item: Any, where: str) -> str:
     if not name:
         raise RequestError(f"{where}.name must not be empty", param=f"{where}.name")
     return name
-
-
-def _parse_description(item: Any, where: str) -> str:
-    if item.get("description") is None:
-        return ""
-    return decoding.require(item, "description", str, where)
 
 
 def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:

@@ -271,10 +271,8 @@ def _parse_call(call: Any, where: str) -> ToolCall:
     name = decoding.require(inner, "name", str, place)
     if kind == "custom":
         arguments = openai.wrap_input(decoding.require(inner, "input", str, place))
-    elif inner.get("arguments") is None:
-        arguments = ""
     else:
-        arguments = decoding.require(inner, "arguments", str, place)
+        arguments = decoding.optional(inner, "arguments", "", place)
     return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
