@@ -37,23 +37,21 @@ def _start_of(array: npt.NDArray[Any]) -> tuple[int, tuple[int, ...]]:
     return address, array.strides
 
 
-_DTYPES: dict[str, type[np.generic]] = {"i": np.int32, "f": np.float32, "?": np.bool_}
+_CODES: dict[type[np.generic], bytes] = {np.int32: b"i", np.float32: b"f", np.bool_: b"?"}
 T = TypeVar("T")
 
 
 def _to_wire(value: object) -> object:
-    if isinstance(value, np.ndarray) and value.ndim == 1:
-        for code, dtype in _DTYPES.items():
-            if value.dtype == dtype:
-                return code.encode() + np.ascontiguousarray(value).tobytes()
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.type in _CODES:
+        dtype = value.dtype.type  # native, whatever order the bytes of `value` have
+        return _CODES[dtype] + np.ascontiguousarray(value, dtype).tobytes()
     raise NotImplementedError(f"cannot encode {type(value).__name__}")
 
 
 def _from_wire(kind: Any, value: object) -> object:
     # a ValueError here becomes a msgspec.ValidationError that names the field
     dtype = get_args(get_args(kind)[1])[0]
-    code = value[:1] if isinstance(value, bytes) else b""
-    if not isinstance(value, bytes) or _DTYPES.get(code.decode("latin-1")) is not dtype:
+    if not isinstance(value, bytes) or value[:1] != _CODES[dtype]:
         raise ValueError(f"expected an array of {dtype.__name__}")
     return np.frombuffer(value, dtype=dtype, offset=1)
 
