@@ -104,20 +104,18 @@ def make_trace(
             if v.start < min(v.end, room)
         ]
     last = answers[-1]
-    trace = Trace(
+    return Trace(
         ids=ids,
         mask=mask,
         logprobs=logprobs,
         spans=tuple(spans),
         kind=kind,
         parent=parent,
+        shared=0 if parent is None else count_shared_tokens(earlier[parent], ids, last.images),
         thread=answers[0].call.thread,
         thinking_retention=last.call.thinking_retention,
         images=last.images,
     )
-    if parent is None:
-        return trace
-    return msgspec.structs.replace(trace, shared=count_shared_tokens(earlier[parent], trace))
 
 
 def find_distribution(call: Call) -> Distribution:
@@ -131,13 +129,13 @@ def find_distribution(call: Call) -> Distribution:
     )
 
 
-def count_shared_tokens(a: Trace, b: Trace) -> int:
-    """Return how many leading tokens two traces have in common.
+def count_shared_tokens(trace: Trace, ids: Ids, images: tuple[str, ...]) -> int:
+    """Return how many leading tokens a trace has in common with `ids` and their `images`.
 
-    An id does not say which image it stands for, so traces with different images share none.
+    An id does not say which image it stands for, so sequences with different images share none.
     """
-    n = min(len(a.images), len(b.images))
-    return shared_prefix(a.ids, b.ids) if a.images[:n] == b.images[:n] else 0
+    n = min(len(trace.images), len(images))
+    return shared_prefix(trace.ids, ids) if trace.images[:n] == images[:n] else 0
 
 
 # --------------------------------------------------------------------------- ledgers
