@@ -276,16 +276,10 @@ def find_call_faults(call: Call) -> Iterator[str]:
         yield "prompt_ids is empty; the engine must report the ids of its prompt"
     if len(call.logprobs) != sampled:
         yield f"{sampled} sampled_ids but {len(call.logprobs)} logprobs"
-    if not versions_cover(call):
+    ends = [0, *(span.end for span in call.versions)]
+    in_order = all(
+        end == span.start <= span.end for span, end in zip(call.versions, ends, strict=False)
+    )
+    if not in_order or ends[-1] != sampled:
         spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
         yield f"versions for {spans} of {sampled} sampled tokens, which they must cover in order"
-
-
-def versions_cover(call: Call) -> bool:
-    """Whether the version spans of `call` cover its sampled tokens in order, without a gap."""
-    end = 0
-    for span in call.versions:
-        if span.start != end or span.end < span.start:
-            return False
-        end = span.end
-    return end == len(call.sampled_ids)
