@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
-from tugline.traces.lineage import count_shared_ids
+from tugline.traces.lineage import count_ids, count_shared_ids
 from tugline.types import Call, Ids, Message, Tool, decode, encode
 
 _CANDIDATES = 8
@@ -90,7 +90,7 @@ class Packer:
         packed = self.pack(*new, CallRecord(reduced, number, keep, same_tools))
         self._images.update(names.values())
         self._tools = call.tools
-        if base is not None and keep == _count_ids(base):
+        if base is not None and keep == count_ids(base):
             self._calls = [known for known in self._calls if known is not base]
         self._calls = [*self._calls[1 - _CANDIDATES :], call]
         return packed
@@ -103,13 +103,9 @@ class Packer:
             shared = count_shared_ids(call, known)
             if shared > keep:
                 base, keep = known, shared
-            if shared == _count_ids(known):
+            if shared == count_ids(known):
                 break
         return base, keep
-
-
-def _count_ids(call: Call) -> int:
-    return len(call.prompt_ids) + len(call.sampled_ids)
 
 
 def _replace_urls(message: Message, urls: Mapping[str, str]) -> Message:

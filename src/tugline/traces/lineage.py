@@ -55,7 +55,7 @@ def trace_lineage(call: Call, parent: Call | None) -> Lineage:
     shared = count_shared_ids(call, parent)
     if branch:
         return Lineage(Continuation.FORKED, shared, branch)
-    if shared == len(parent.prompt_ids) + len(parent.sampled_ids):
+    if shared == count_ids(parent):
         changes = tuple(change.value for change in call.echo_changes)
         return Lineage(
             Continuation.ECHO_CHANGED if changes else Continuation.EXACT, shared, changes
@@ -63,6 +63,11 @@ def trace_lineage(call: Call, parent: Call | None) -> Lineage:
     if parent.outcome is CallOutcome.CLIENT_GONE and shared >= len(parent.prompt_ids):
         return Lineage(Continuation.FORKED, shared, ("client_gone",))
     return Lineage(Continuation.BROKEN, shared, ("ids_differ",))
+
+
+def count_ids(call: Call) -> int:
+    """Return how many ids a call has, prompt and answer."""
+    return len(call.prompt_ids) + len(call.sampled_ids)
 
 
 def count_shared_ids(call: Call, parent: Call) -> int:
@@ -76,7 +81,7 @@ def count_shared_ids(call: Call, parent: Call) -> int:
 
 def extends(call: Call, parent: Call) -> bool:
     """Whether the prompt of `call` begins with all ids of `parent`, prompt then answer."""
-    end = len(parent.prompt_ids) + len(parent.sampled_ids)
+    end = count_ids(parent)
     if len(call.prompt_ids) < end:
         return False
     last = parent.sampled_ids if len(parent.sampled_ids) else parent.prompt_ids
@@ -132,12 +137,6 @@ class Chain:
             and images[: len(self.images[-1])] == self.images[-1]
             and extends(call, tip)
         )
-
-    @property
-    def length(self) -> int:
-        """Tokens in the chain."""
-        tip = self.calls[-1]
-        return len(tip.prompt_ids) + len(tip.sampled_ids)
 
     def place_answers(self, *, train_side: bool) -> list[Answer]:
         """Return the answers of its calls with their positions in the chain's ids."""
@@ -217,7 +216,7 @@ class _Chains:
         if recorded is not None and recorded.is_extended_by(call, images):
             return recorded
         extended = (chain for chain in self.all if chain.is_extended_by(call, images))
-        return max(extended, key=lambda chain: chain.length, default=None)
+        return max(extended, key=lambda chain: count_ids(chain.calls[-1]), default=None)
 
     def _classify(self, call: Call) -> tuple[TraceKind, int | None]:
         """Return the kind of trace that begins with `call`, and the call that it follows.
