@@ -36,7 +36,9 @@ class TextVerifier:
         Raises `ConfigError` if the tokenizer or template is missing.
         """
         answered = [
-            call for call in calls if call.answer is not None and call.mode is not Mode.TEXT
+            (call, call.answer)
+            for call in calls
+            if call.answer is not None and call.mode is not Mode.TEXT
         ]
         if not answered:
             return {}
@@ -44,14 +46,12 @@ class TextVerifier:
             raise ConfigError("the recording has no header, so its tokenizer is not known")
         tokenizer, rendering = self._load(recording, header)
         faults = {}
-        for call in answered:
+        for call, answer in answered:
             exact = rendering if call.mode is Mode.EXACT else None
-            other = _find_other_answer(tokenizer, exact, call)
+            other = _find_other_answer(tokenizer, exact, call, answer)
             if other:
-                received = _abbreviate(call.answer)
-                faults[call.number] = (
-                    f"call {call.number} was answered with {received}; its ids say {other}"
-                )
+                said = f"was answered with {_abbreviate(answer)}; its ids say {other}"
+                faults[call.number] = f"call {call.number} {said}"
         return faults
 
     def _load(self, recording: Path, header: Header) -> tuple[Tokenizer, Rendering | None]:
@@ -64,14 +64,16 @@ class TextVerifier:
         return self._loaded[key]
 
 
-def _find_other_answer(tokenizer: Tokenizer, rendering: Rendering | None, call: Call) -> str:
+def _find_other_answer(
+    tokenizer: Tokenizer, rendering: Rendering | None, call: Call, answer: Message
+) -> str:
     """Return what the ids of a call decode to; empty if that is its answer."""
     if call.sampled_ids.min(initial=0) < 0:
         return "no tokens"
     if rendering is None:
-        return "" if _contains_answer(tokenizer, call) else "not all of that"
+        return "" if _contains_answer(tokenizer, call, answer) else "not all of that"
     message = _decode(rendering, call)
-    return "" if _normalize(message) == _normalize(call.answer) else _abbreviate(message)
+    return "" if _normalize(message) == _normalize(answer) else _abbreviate(message)
 
 
 # --------------------------------------------------------------------------- exact mode
@@ -94,17 +96,14 @@ def _decode(rendering: Rendering, call: Call) -> Message:
     return decoder.finish()[1]
 
 
-def _normalize(message: Message | None) -> tuple[str, str, list[tuple[str, Any]]] | None:
-    if message is None:
-        return None
+def _normalize(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
     calls = [(call.name, decode_arguments(call.arguments)) for call in message.tool_calls]
     return message.content, message.reasoning or "", calls
 
 
 # --------------------------------------------------------------------------- observed mode
-def _contains_answer(tokenizer: Tokenizer, call: Call) -> bool:
+def _contains_answer(tokenizer: Tokenizer, call: Call, answer: Message) -> bool:
     """Whether text, reasoning and tool names are among the decoded ids, apart from whitespace."""
-    answer = call.answer or Message(Role.ASSISTANT)
     ids: list[int] = call.sampled_ids.tolist()
     texts = [_squeeze(tokenizer.decode(ids, skip_special_tokens=skip)) for skip in (False, True)]
     words = [answer.content, answer.reasoning or "", *(one.name for one in answer.tool_calls)]
@@ -115,9 +114,7 @@ def _squeeze(text: str) -> str:
     return "".join(text.split())
 
 
-def _abbreviate(message: Message | None) -> str:
-    if message is None:
-        return "nothing"
+def _abbreviate(message: Message) -> str:
     parts = [f"text {message.content[:40]!r}"] if message.content else []
     parts += [f"reasoning {message.reasoning[:40]!r}"] if message.reasoning else []
     parts += [f"{one.name}({one.arguments[:40]})" for one in message.tool_calls]
