@@ -22,12 +22,7 @@ from tugline.types import Message, Role, Tool, ToolCall
 
 _SEAL = "tugline."
 _TURN = re.compile(r"(?:rs|msg|fc|ctc|lsh)_(.+-\d+)_\d+")
-_ROLES = {
-    "system": Role.SYSTEM,
-    "developer": Role.DEVELOPER,
-    "user": Role.USER,
-    "assistant": Role.ASSISTANT,
-}
+_ROLES = {role.value: role for role in Role if role is not Role.TOOL}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _SUMMARY = "What happened before this point, in summary:\n\n"
 

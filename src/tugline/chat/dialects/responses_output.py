@@ -207,10 +207,8 @@ class ResponseStream(Stream):
         return self._build(status, model=response.model, incomplete_details=details, usage=usage)
 
     # ----------------------------------------------------------------------- items
-    def _build_item(self, piece: Piece, status: str = "completed") -> Item:
+    def _build_item(self, piece: TextDelta | ReasoningDelta, status: str = "completed") -> Item:
         """The next item, finished; `status` is that of a message."""
-        if isinstance(piece, ToolCall):
-            return self._build_call(piece)
         part = _build_part(type(piece), piece.text)
         if isinstance(piece, TextDelta):
             head = {"id": self._item_id("msg"), "type": "message", "status": status}
