@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Backend
@@ -70,8 +71,8 @@ class Tokenizer:
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = backend.token_to_id(eos)
-        self._cache: dict[str, tuple[int, ...]] = {}
-        """Ids of short texts: templates encode the same few again and again."""
+        self._encode_short = lru_cache(_CACHED)(self._encode)
+        """Of short texts: templates encode the same few again and again."""
         token_bytes = TokenBytes(backend)
         self.token_bytes: TokenBytes | None = token_bytes if token_bytes.is_exact() else None
         """Bytes by id, to decode ids as they come; None where they depend on their neighbours."""
@@ -105,12 +106,10 @@ class Tokenizer:
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = batch[0].ids
             return ids
-        known = self._cache.get(text)
-        if known is None:
-            known = tuple(self._backend.encode(text, add_special_tokens=False).ids)
-            if len(self._cache) < _CACHED:
-                self._cache[text] = known
-        return list(known)
+        return list(self._encode_short(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; an incomplete character at the end decodes to U+FFFD."""
