@@ -1,14 +1,14 @@
 """Live sessions and the secrets that open them (I6).
 
-A secret is handed out once, kept only as a digest, compared in constant time, opens the model
-calls of one session and nothing else, and is dead when the session closes. Budgets are checked
-before anything is sampled, so a refused call costs nothing.
+A secret is handed out once, kept only as a digest, opens the model calls of one session and nothing
+else, and is dead when the session closes. A request's secret is looked up by its digest, so the
+time that takes tells nothing of a secret. Budgets are checked before anything is sampled, so a
+refused call costs nothing.
 """
 
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -320,10 +320,8 @@ class Sessions:
 
     def find(self, secret: str | None, session_id: str | None) -> LiveSession:
         """The session that `secret` opens. Raises `Unauthorized`."""
-        digest = _digest(secret or "")
-        live = self._by_secret.get(digest)
-        wrong = live is None or not hmac.compare_digest(live.secret_digest, digest)
-        if live is None or wrong or (session_id is not None and session_id != live.id):
+        live = self._by_secret.get(_digest(secret or ""))
+        if live is None or (session_id is not None and session_id != live.id):
             msg = "the key opens no live session; use the key that was given to this session"
             raise errors.Unauthorized(msg)
         return live
