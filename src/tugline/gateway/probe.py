@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -85,29 +84,6 @@ async def connect(
     return Upstream(urls, wires[0], model=card.id, card=card, settings=settings, key=key)
 
 
-# --------------------------------------------------------------------------- requests
-@dataclass(frozen=True, slots=True)
-class SampledReply:
-    """Everything that one request returned."""
-
-    deltas: list[Delta]
-
-    @property
-    def ids(self) -> Ids:
-        """All sampled ids."""
-        return np.array([one for delta in self.deltas for one in delta.ids], np.int32)
-
-    @property
-    def logprobs(self) -> list[float]:
-        """One number for each id."""
-        return [value for delta in self.deltas for value in delta.logprobs]
-
-    @property
-    def prompt(self) -> bytes | None:
-        """The prompt's ids as the engine wrote them."""
-        return next((delta.prompt for delta in self.deltas if delta.prompt is not None), None)
-
-
 # --------------------------------------------------------------------------- checks
 class _Probe:
     """One examination."""
@@ -177,7 +153,7 @@ class _Probe:
         tools: Sequence[Tool] = (),
         prompt: Ids | None = None,
         temperature: float = 1.0,
-    ) -> SampledReply:
+    ) -> Delta:
         """Sample `count` tokens from the messages, or from `prompt` in exact mode."""
         self._number += 1
         model, ids = self._card.id, self._prompt if prompt is None else prompt
@@ -190,8 +166,15 @@ class _Probe:
             request_id=f"probe-{time.time_ns()}-{self._number}",
             prompt=TokenSequence(ids) if wire.mode is Mode.EXACT else None,
         )
-        reply = read_reply(self._engine.client, self._engine.url, wire, ask)
-        return SampledReply([delta async for delta in reply])
+        whole = Delta()
+        async for delta in read_reply(self._engine.client, self._engine.url, wire, ask):
+            whole.ids += delta.ids
+            whole.logprobs += delta.logprobs
+            whole.unreported_tokens += delta.unreported_tokens
+            whole.prompt = whole.prompt or delta.prompt
+            whole.spans = whole.spans or delta.spans
+            whole.version = delta.version if whole.version is None else whole.version
+        return whole
 
     async def _check_route(self, name: str, wire: EngineFormat) -> bool:
         """Whether a route gives complete answers, whole and streamed, and with tools."""
@@ -204,10 +187,9 @@ class _Probe:
                 passed = await self._try(label, self._check_complete(wire, answer)) and passed
         return passed
 
-    async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[SampledReply]) -> str:
+    async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[Delta]) -> str:
         answer = await sampling
-        ids, logprobs = len(answer.ids), len(answer.logprobs)
-        missing = sum(delta.unreported_tokens for delta in answer.deltas)
+        ids, logprobs, missing = len(answer.ids), len(answer.logprobs), answer.unreported_tokens
         if wire.mode is Mode.TEXT:
             return f"about {missing} tokens, none of which can be trained on"
         if not ids or ids != logprobs or missing:
@@ -215,7 +197,7 @@ class _Probe:
             raise EngineError(msg)
         if wire.mode is Mode.OBSERVED and answer.prompt is None:
             raise EngineError("the prompt's ids are not reported")
-        versioned = any(delta.spans or delta.version is not None for delta in answer.deltas)
+        versioned = answer.spans or answer.version is not None
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
 
@@ -264,7 +246,7 @@ class _Probe:
         """Logprobs of tokens that were sampled in one context at temperature 1 and at `_COOL`."""
         prompts: list[Ids | None] = [None]
         if wire.mode is Mode.EXACT:
-            answer = (await self._sample(wire, 24, stream=False)).ids
+            answer = np.array((await self._sample(wire, 24, stream=False)).ids, np.int32)
             whole = np.concatenate((self._prompt, answer))
             places = np.linspace(1, len(whole), 16, dtype=int)
             prompts = [whole[:place] for place in places]
@@ -284,7 +266,7 @@ class _Probe:
                 for _ in range(8)
             )
         )
-        return {int(a.ids[0]): a.logprobs[0] for a in answers if len(a.ids)}
+        return {a.ids[0]: a.logprobs[0] for a in answers if a.ids}
 
     # ----------------------------------------------------------------------- the rest
     async def _check_control(self, kind: str, meaning: LogprobMeaning | None) -> None:
