@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Self
 
 import msgspec
@@ -42,6 +43,7 @@ from tugline.web.engine_http import ModelCard
 _DELTA_TOKENS = 16
 _NOT_IN_ANSWERS = frozenset({"time", "duration", "order"})
 """Masks whose values no answer refers to."""
+_texts = attrgetter("where", "recorded", "replayed")
 _MIN_VALUE = 4
 """Characters of the shortest value that is looked for in answers."""
 
@@ -84,11 +86,7 @@ class ReplayState:
 
     def add_difference(self, difference: Difference) -> None:
         """Add a difference, unless an equal one was added before."""
-        if all(
-            (one.where, one.recorded, one.replayed)
-            != (difference.where, difference.recorded, difference.replayed)
-            for one in self.differences
-        ):
+        if _texts(difference) not in map(_texts, self.differences):
             self.differences.append(difference)
 
     def substitute(self, text: str) -> str:
