@@ -129,9 +129,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string that ended it; not part of the text."""
 
 
-def split_message(message: Message) -> list[Piece]:
-    """The pieces that add up to a response: reasoning, text, calls."""
-    pieces: list[Piece] = [ReasoningDelta(message.reasoning)] if message.reasoning else []
+def split_message(message: Message, *, reasoning: bool = True) -> list[Piece]:
+    """The pieces that add up to a response: `reasoning` if that is wanted, text, calls."""
+    thought = message.reasoning if reasoning else None
+    pieces: list[Piece] = [ReasoningDelta(thought)] if thought else []
     pieces += [TextDelta(message.content)] if message.content else []
     return [*pieces, *message.tool_calls]
 

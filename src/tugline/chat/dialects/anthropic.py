@@ -28,6 +28,7 @@ from tugline.chat.model_call import (
     Response,
     ThreadInfo,
     ToolChoice,
+    split_message,
 )
 from tugline.errors import ContextOverflow, RequestError, TuglineError
 from tugline.types import Sampling, Tool, TraceKind
@@ -159,10 +160,11 @@ class Anthropic(base.Dialect):
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``message`` object."""
         response = responses[0]
+        pieces = split_message(response.message, reasoning=request.reasoning)
         return base.encode(
-            anthropic_messages.build_message(response.id, response.model, response.usage)
-            | {
-                "content": anthropic_messages.build_blocks(request, response.message),
+            {
+                **anthropic_messages.build_message(response.id, response.model, response.usage),
+                "content": [anthropic_messages.build_block(piece) for piece in pieces],
                 **anthropic_messages.build_end(response),
             }
         )

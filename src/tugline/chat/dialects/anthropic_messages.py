@@ -1,6 +1,6 @@
 """The content blocks of Anthropic messages, parsed and built, whole and streamed.
 
-Clients send back what they were sent: `build_blocks` followed by `fold_message` gives the same
+Clients send back what they were sent: `build_block` followed by `fold_message` gives the same
 message again (but for white space in a tool's input).
 """
 
@@ -16,13 +16,11 @@ from tugline.chat.model_call import (
     ContentBuilder,
     Piece,
     ReasoningDelta,
-    Request,
     Response,
     TextDelta,
     Usage,
     add_turn,
     join_pieces,
-    split_message,
 )
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
@@ -49,14 +47,8 @@ def build_message(response_id: str, model: str, usage: Usage) -> dict[str, Any]:
     }
 
 
-def build_blocks(request: Request, message: Message) -> list[dict[str, Any]]:
-    """The blocks of one response: thinking where it is wanted, text, tool uses."""
-    pieces = split_message(message)
-    wanted = [one for one in pieces if request.reasoning or not isinstance(one, ReasoningDelta)]
-    return [_build_block(piece) for piece in wanted]
-
-
-def _build_block(piece: Piece) -> dict[str, Any]:
+def build_block(piece: Piece) -> dict[str, Any]:
+    """A block of a response: text, thinking or a tool use."""
     if isinstance(piece, TextDelta):
         return {"type": "text", "text": piece.text}
     if isinstance(piece, ReasoningDelta):
@@ -134,7 +126,7 @@ class MessageStream(base.Stream):
     def add(self, piece: Piece, index: int = 0) -> bytes:
         """A delta, with the start of its block where it is the first; a tool use is one block."""
         if isinstance(piece, ToolCall):
-            block = {**_build_block(piece), "input": {}}
+            block = {**build_block(piece), "input": {}}
             delta = {"type": "input_json_delta", "partial_json": _build_input(piece).decode()}
             return self._open(ToolCall, block) + self._delta(delta) + self._close()
         if isinstance(piece, TextDelta):

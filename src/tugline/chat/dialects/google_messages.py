@@ -64,9 +64,8 @@ def to_camel(item: Mapping[str, Any]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- responses
 def build_parts(request: Request, message: Message) -> list[dict[str, Any]]:
     """The parts of one response: thoughts where they are wanted, text, function calls."""
-    pieces = split_message(message)
-    wanted = [one for one in pieces if request.reasoning or not isinstance(one, ReasoningDelta)]
-    return [build_part(piece, signed=piece in message.tool_calls[:1]) for piece in wanted]
+    pieces = split_message(message, reasoning=request.reasoning)
+    return [build_part(piece, signed=piece in message.tool_calls[:1]) for piece in pieces]
 
 
 def build_part(piece: Piece, *, signed: bool) -> dict[str, Any]:
