@@ -10,7 +10,7 @@
 `VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it never passes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -162,32 +162,28 @@ def _report_calls(recording: Recording) -> list[CallReport]:
     known: dict[int, Call] = {}
     reports = []
     for call in sorted(recording.calls, key=lambda call: call.number):
-        reports.append(_report_call(call, known))
-        if call.number in known:
-            reports[-1].faults.append(f"call {call.number} is recorded twice")
-        known[call.number] = call
-    return reports
-
-
-def _report_call(call: Call, known: Mapping[int, Call]) -> CallReport:
-    parent = None if call.parent is None else known.get(call.parent)
-    continuation, shared, reasons = trace_lineage(call, parent)
-    report = CallReport(
-        call=call.number,
-        continuation=continuation,
-        detail=", ".join(reasons),
-        prompt=len(call.prompt_ids),
-        shared=shared,
-        sampled=len(call.sampled_ids) + call.unreported_tokens,
-    )
-    if continuation is Continuation.BROKEN:
-        report.detail = (
-            f"has only {shared} of the ids of call {call.parent}"
-            if parent
-            else f"continues call {call.parent}, which is not recorded before it"
+        parent = None if call.parent is None else known.get(call.parent)
+        continuation, shared, reasons = trace_lineage(call, parent)
+        report = CallReport(
+            call=call.number,
+            continuation=continuation,
+            detail=", ".join(reasons),
+            prompt=len(call.prompt_ids),
+            shared=shared,
+            sampled=len(call.sampled_ids) + call.unreported_tokens,
         )
-        report.faults.append(f"call {call.number} {report.detail}")
-    return report
+        if continuation is Continuation.BROKEN:
+            report.detail = (
+                f"has only {shared} of the ids of call {call.parent}"
+                if parent
+                else f"continues call {call.parent}, which is not recorded before it"
+            )
+            report.faults.append(f"call {call.number} {report.detail}")
+        if call.number in known:
+            report.faults.append(f"call {call.number} is recorded twice")
+        known[call.number] = call
+        reports.append(report)
+    return reports
 
 
 def _find_number_faults(call: Call) -> list[str]:

@@ -184,41 +184,32 @@ def _view_turns(calls: Sequence[Call], built: Built, start: float) -> tuple[Turn
     known = {call.number: call for call in calls}
     ledgers = count_calls(calls, built.traces, built.dropped)
     trace_of = {span.call: i for i, trace in enumerate(built.traces) for span in trace.spans}
-    return tuple(
-        _view_turn(
+    turns: list[TurnView] = []
+    for call in calls:
+        parent = None if call.parent is None else known.get(call.parent)
+        continuation, shared, reasons = trace_lineage(call, parent)
+        times, answer = call.timings, call.answer
+        first, last = times.first_token, times.last_token
+        turn = copy_fields(
+            TurnView,
             call,
-            None if call.parent is None else known.get(call.parent),
+            call=call.number,
+            continuation=continuation,
+            reasons=reasons,
+            prompt=len(call.prompt_ids),
+            shared=shared,
+            sampled=len(call.sampled_ids) + call.unreported_tokens,
+            mean_logprob=_finite_mean(call.logprobs.tolist()),
+            at=times.received - start,
+            first_token_s=None if first is None else first - times.received,
+            total_s=None if last is None else last - times.received,
+            tools=tuple(tool.name for tool in answer.tool_calls) if answer else (),
+            images=sum(len(message.images) for message in call.messages),
             trace=trace_of.get(call.number),
             ledger=ledgers[call.number],
-            start=start,
         )
-        for call in calls
-    )
-
-
-def _view_turn(
-    call: Call, parent: Call | None, *, trace: int | None, ledger: Ledger, start: float
-) -> TurnView:
-    times, answer = call.timings, call.answer
-    continuation, shared, reasons = trace_lineage(call, parent)
-    return copy_fields(
-        TurnView,
-        call,
-        call=call.number,
-        continuation=continuation,
-        reasons=reasons,
-        prompt=len(call.prompt_ids),
-        shared=shared,
-        sampled=len(call.sampled_ids) + call.unreported_tokens,
-        mean_logprob=_finite_mean(call.logprobs.tolist()),
-        at=times.received - start,
-        first_token_s=None if times.first_token is None else times.first_token - times.received,
-        total_s=None if times.last_token is None else times.last_token - times.received,
-        tools=tuple(tool.name for tool in answer.tool_calls) if answer else (),
-        images=sum(len(message.images) for message in call.messages),
-        trace=trace,
-        ledger=ledger,
-    )
+        turns.append(turn)
+    return tuple(turns)
 
 
 def _finite_mean(values: Sequence[float]) -> float | None:
