@@ -118,9 +118,7 @@ class ChoiceReader(TokenReader[_Reply]):
             raise EngineError(self.missing_ids)
         spans = base.parse_spans(choice.weight_versions)
         start = self.count
-        if not spans:
-            self.add_tokens(ids, logprobs, finish)
-        elif spans[0].start < start:
+        if not spans or spans[0].start < start:
             self.add_tokens(ids, logprobs, finish, spans=spans)
         else:
             for span in spans:

@@ -67,9 +67,8 @@ class _SglangReader(TokenReader[_SglangReply]):
         """Add the tokens that are new."""
         meta = reply.meta_info
         new = meta.completion_tokens - self.count
-        finish = (
-            base.parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
-        )
+        reason = meta.finish_reason
+        finish = base.parse_finish(reason.type if reason is not None else None)
         if new <= 0 and finish is None:
             return
         pairs = meta.output_token_logprobs
@@ -150,13 +149,9 @@ class _ChatReader(chat.ChatReader):
                 delta.unreported_tokens += len(ids) - len(self._logprobs)
             delta.finish = self._finish or Finish.STOP
         elif reply.usage is not None and not self._has_ids:
-            self._finish_without_ids(delta)
-
-    def _finish_without_ids(self, delta: base.Delta) -> None:
-        """The reply is over. An aborted one has no ids, by SGLang's own design."""
-        if self._finish is not Finish.ABORT:
-            raise EngineError(self.missing_ids)
-        delta.finish = Finish.ABORT
+            if self._finish is not Finish.ABORT:  # which has no ids, by SGLang's own design
+                raise EngineError(self.missing_ids)
+            delta.finish = Finish.ABORT
 
 
 class SglangChat(_Sglang, chat.ChatFormat):
