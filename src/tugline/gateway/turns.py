@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -142,12 +143,8 @@ class _Entry(NamedTuple):
 
 def nearest_by_tokens(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
     """The longest prefix that `ids` share with a turn, and the earliest turn that has it."""
-    longest, nearest = 0, None
-    for turn in _leaves(turns):
-        shared = turn.tokens.shared_prefix(ids)
-        if shared > longest or nearest is None:
-            longest, nearest = shared, turn
-    return longest, nearest
+    shared = ((turn.tokens.shared_prefix(ids), turn) for turn in _leaves(turns))
+    return max(shared, key=itemgetter(0), default=(0, None))
 
 
 def nearest_by_meaning(
