@@ -69,7 +69,9 @@ class Choice:
         self._request, self._sampling = request, sampling
         self._transcript, self._engine = transcript, engine
         self._nonce = secrets.token_hex(4)
-        self._forced = self._forced_ids()
+        rendering, tool_choice = engine.rendering, request.tool_choice
+        self._forced = None if rendering is None else rendering.force_tool_call(tool_choice)
+        """Ids that make the answer begin with a tool call; they are context, not sampled."""
         self._resumed = _NO_IDS
         """Ids of an earlier call of which this one is the rest."""
         self._decoder = self._make_decoder()
@@ -346,13 +348,6 @@ class Choice:
     def _given(self) -> list[Ids]:
         """Ids of the answer that are not sampled here: forced ones, and an earlier beginning."""
         return [ids for ids in (self._forced, self._resumed) if ids is not None and len(ids)]
-
-    def _forced_ids(self) -> Ids | None:
-        """Ids that make the answer begin with a tool call; they are context, not sampled."""
-        choice = self._request.tool_choice
-        if self._engine.rendering is None or choice.mode in {ChoiceMode.AUTO, ChoiceMode.NONE}:
-            return None
-        return self._engine.rendering.force_tool_call(choice)
 
     def _make_decoder(self) -> StreamParser | None:
         """The decoder of exact mode; in the other modes the engine sends text."""
