@@ -110,7 +110,10 @@ class _Probe:
         meaning = None
         if working:
             wire = ROUTES[kind][next(iter(working))]()
-            await self._check_overflow(wire)
+            if window:
+                await self._try("context overflow", self._provoke_overflow(wire, window))
+            else:
+                self._note("context overflow", None, "the window is not known")
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
         return EngineReport(
@@ -201,14 +204,8 @@ class _Probe:
         versions = "with weight versions" if versioned else "weight versions as announced"
         return f"{ids} ids and logprobs, {versions}"
 
-    async def _check_overflow(self, wire: EngineFormat) -> None:
-        """A prompt beyond the window must be refused as such, since harnesses compact on it."""
-        if window := self._card.max_model_len:
-            await self._try("context overflow", self._provoke_overflow(wire, window))
-        else:
-            self._note("context overflow", None, "the window is not known")
-
     async def _provoke_overflow(self, wire: EngineFormat, window: int) -> str:
+        """A prompt beyond the window must be refused as such, since harnesses compact on it."""
         ids = np.full(window + 64, self._prompt[-1], np.int32)
         messages = (Message(Role.USER, "word " * len(ids)),)
         try:
