@@ -158,21 +158,18 @@ class LiveSession:
         mended = mend_surrogates(incoming.body, known)
         repaired = mended is not incoming.body
         incoming = msgspec.structs.replace(incoming, body=mended)
+        wire = self._engine.upstream.wire
         try:
             request = dialect.parse(incoming, self.transcript.parse_cache)
-            return *self._make_prompt(request, len(mended) - known), repaired
+            check_request(request, wire.mode, wire.features)
+            self._engine.check_length(request, len(mended) - known)
+            self._engine.check_tool_choice(request)
+            self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
+            thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
+            prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
-
-    def _make_prompt(self, request: Request, new_bytes: int) -> tuple[Request, Prompt]:
-        wire = self._engine.upstream.wire
-        check_request(request, wire.mode, wire.features)
-        self._engine.check_length(request, new_bytes)
-        self._engine.check_tool_choice(request)
-        self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
-        thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
-        prompt = self.transcript.turns.match(request.messages, request.tools, thread)
-        return msgspec.structs.replace(request, thread=prompt.thread), prompt
+        return msgspec.structs.replace(request, thread=prompt.thread), prompt, repaired
 
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
         """Start sampling, or return the completion that this request repeats.
