@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -69,7 +69,7 @@ class _Wait:
     """Whether it is a stream whose first token has come."""
 
 
-class TokenSource(ABC):
+class TokenSource(contextlib.AbstractAsyncContextManager[Any]):
     """Where answers come from: an engine, or a recording."""
 
     wire: EngineFormat
@@ -79,16 +79,10 @@ class TokenSource(ABC):
     """``session@call`` of a recording whose calls are replayed first; else empty."""
 
     @abstractmethod
-    async def __aenter__(self) -> Self: ...
-
-    @abstractmethod
-    async def __aexit__(self, *_exc: object) -> None: ...
-
-    @abstractmethod
     async def model(self) -> ModelCard:
         """The model that is served. Raises `EngineError` if none is."""
 
-    def open_session(self, header: Header) -> None:  # noqa: B027 - an engine knows no sessions
+    def open_session(self, header: Header) -> None:
         """Called before the first request of a session."""
 
     @abstractmethod

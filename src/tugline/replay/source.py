@@ -151,9 +151,9 @@ class RecordedSource(TokenSource):
             await self._live.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         if self._live is not None:
-            await self._live.__aexit__(*exc)
+            await self._live.__aexit__(None, None, None)
 
     async def model(self) -> ModelCard:
         """Return the engine's model, or the recorded one."""
