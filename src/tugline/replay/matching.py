@@ -6,6 +6,7 @@ runs of a program may differ in, such as dates, durations and folders, is masked
 before they are compared; masked values that did differ are reported.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Normalizer:
         numbered = {f"mask{number}": one for number, one in enumerate(custom, start=1)}
         named = {**folders, **numbered, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
-        self._cache: dict[Message, Message] = {}
+        self.mask_message = functools.cache(self._mask_message)
+        """Mask the text and the tool calls of a message."""
 
     def mask_text(self, text: str) -> str:
         """Replace every match by the name of its pattern."""
@@ -73,18 +75,13 @@ class Normalizer:
         """Return every match in `text` with the name of its pattern."""
         return [(str(match.lastgroup), match[0]) for match in self._pattern.finditer(text)]
 
-    def mask_message(self, message: Message) -> Message:
-        """Mask the text and the tool calls of a message."""
-        masked = self._cache.get(message)
-        if masked is None:
-            calls = tuple(
-                msgspec.structs.replace(call, arguments=self.mask_text(call.arguments))
-                for call in message.tool_calls
-            )
-            text = self.mask_text(message.content)
-            masked = msgspec.structs.replace(message, content=text, tool_calls=calls)
-            self._cache[message] = masked
-        return masked
+    def _mask_message(self, message: Message) -> Message:
+        calls = tuple(
+            msgspec.structs.replace(call, arguments=self.mask_text(call.arguments))
+            for call in message.tool_calls
+        )
+        text = self.mask_text(message.content)
+        return msgspec.structs.replace(message, content=text, tool_calls=calls)
 
     def digest_messages(self, messages: Sequence[Message]) -> tuple[MessageDigest, ...]:
         """Return the digests of masked messages."""
