@@ -218,23 +218,18 @@ class ParseCache:
         if len(items) > _MAX_ITEMS:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
         counts = [(count_shared(known.items, items), known) for known in self._requests]
-        shared, best = max(counts, key=itemgetter(0), default=(0, None))
-        messages: list[Message] = []
-        ends: list[tuple[int, Message | None]] = []
-        prefix: list[msgspec.Raw] = []
-        if best is not None and shared:
-            prefix, ends = best.items[:shared], best.ends[:shared]
-            count, last = ends[-1]
-            messages = best.messages[:count]
-            if last is not None:
-                messages[-1] = last
+        shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [])))
+        prefix, ends = best.items[:shared], best.ends[:shared]
+        count, last = ends[-1] if ends else (0, None)
+        messages = best.messages[:count]
+        if last is not None:
+            messages[-1] = last
         for index in range(shared, len(items)):
             step(messages, decode(items[index], ANY, f"message {index} of the request"), index)
             ends.append((len(messages), messages[-1] if messages else None))
         new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
-        if best is not None and shared == len(best.items):
-            self._requests.remove(best)
-        self._requests = [_Parsed([*prefix, *new], messages, ends), *self._requests][:_CACHED]
+        others = (one for one in self._requests if one is not best or shared < len(best.items))
+        self._requests = [_Parsed([*prefix, *new], messages, ends), *others][:_CACHED]
         return tuple(messages)
 
     def parse_tools(
