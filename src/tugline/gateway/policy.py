@@ -121,9 +121,6 @@ class InFlight:
 
 
 # --------------------------------------------------------------------------- sampling
-_CHOSEN = ("temperature", "top_p", "top_k")
-
-
 def contract_for(sampling: Sampling, sample: int) -> Sampling:
     """A task's contract for one of its samples, with a seed of its own."""
     if sampling.seed is None:
@@ -223,7 +220,7 @@ def _refuse(field: str, feature: str, reason: str) -> None:
 
 
 def _refuse_deviation(requested: Sampling, contract: Sampling) -> None:
-    for field in _CHOSEN:
+    for field in ("temperature", "top_p", "top_k"):
         value, agreed = getattr(requested, field), getattr(contract, field)
         if value is not None and agreed is not None and value != agreed:
             msg = f"{field}={value} is refused by the task's sampling contract; it must be {agreed}"

@@ -10,7 +10,6 @@ Fields that would change the response and cannot be honoured are refused by name
 run on the API's own servers, documents, edits of the context, responses begun by the client.
 """
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -214,7 +213,7 @@ def _check(body: _MessagesBody) -> None:
         )
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
-        if not (re.match("clear_thinking_", str(kind)) and keep == "all"):
+        if not (str(kind).startswith("clear_thinking_") and keep == "all"):
             place = f"context_management.edits[{index}]"
             advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
             raise decoding.unsupported(edit, place, advice)
