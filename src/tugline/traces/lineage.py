@@ -7,6 +7,7 @@ work is linear in the unique ids (I7).
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
@@ -112,18 +113,16 @@ class Answer(NamedTuple):
     """Digests of the images before it, in order."""
 
 
+@dataclass(slots=True, eq=False)
 class Chain:
     """Calls whose prompts each begin with all ids of the call before."""
 
-    def __init__(
-        self, first: Call, kind: TraceKind, forked_after: int | None, images: tuple[str, ...]
-    ) -> None:
-        self.calls = [first]
-        self.kind = kind
-        self.forked_after = forked_after
-        """Number of the call that this chain follows; None for a new conversation."""
-        self.images = [images]
-        """Digests of the images in each call's prompt, in order."""
+    kind: TraceKind
+    forked_after: int | None
+    """Number of the call that this chain follows; None for a new conversation."""
+    calls: list[Call] = field(default_factory=list)
+    images: list[tuple[str, ...]] = field(default_factory=list)
+    """Digests of the images in each call's prompt, in order."""
 
     def is_extended_by(self, call: Call, images: tuple[str, ...]) -> bool:
         """Whether the prompt of `call` begins, id for id, with everything in this chain.
@@ -201,11 +200,10 @@ class _Chains:
             return
         chain = self._find_extended(call, images)
         if chain is None:
-            chain = Chain(call, *self._classify(call), images)
+            chain = Chain(*self._classify(call))
             self.all.append(chain)
-        else:
-            chain.calls.append(call)
-            chain.images.append(images)
+        chain.calls.append(call)
+        chain.images.append(images)
         self._chain_of[call.number] = chain
         self._by_number[call.number] = call
         if call.kind is not TraceKind.SIDE:
