@@ -286,6 +286,7 @@ class Choice:
     def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
         """Append the call to the recording; returns its sampled ids."""
         engine, request, sampled = self._engine, self._request, self.sampled
+        wire = engine.upstream.wire
         ids, logprobs = sampled.join()
         call = Call(
             session=self._transcript.session_id,
@@ -297,8 +298,8 @@ class Choice:
             thread=request.thread.id,
             parent_thread=request.thread.parent,
             dialect=request.dialect,
-            mode=engine.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
-            logprob_meaning=engine.upstream.wire.logprob_meaning,
+            mode=wire.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
+            logprob_meaning=wire.logprob_meaning,
             thinking_retention=engine.rendering.thinking_retention if engine.rendering else "",
             messages=self.prompt.added,
             answer=message,
@@ -317,7 +318,7 @@ class Choice:
             finish=sampled.finish or Finish.ABORT,
             stop=sampled.stop,
             outcome=outcome,
-            engine=engine.upstream.wire.name,
+            engine=wire.name,
             replicas=tuple(self._replicas),
             timings=Timings(self.received, self._sent_at, sampled.first_at, sampled.last_at),
         )

@@ -99,11 +99,6 @@ class EngineContext:
             return most
         return min(most, (1 << 20) + window * self.settings.token_bytes)
 
-    @property
-    def mode(self) -> Mode:
-        """Who makes the prompt's ids."""
-        return self.upstream.wire.mode
-
     def check_length(self, request: Request, new_bytes: int) -> None:
         """Raise `ContextOverflow` for far more text than the window holds.
 
@@ -171,7 +166,7 @@ class EngineContext:
 
     def header(self, session: Session, task: Task, workdir: str, home: str) -> Header:
         """First record of a session's recording."""
-        rendering = self.rendering
+        rendering, wire = self.rendering, self.upstream.wire
         return Header(
             session=session,
             task=task,
@@ -179,8 +174,8 @@ class EngineContext:
             tugline=version("tugline"),
             model=self.card.id,
             window=self.card.max_model_len,
-            engine=self.upstream.wire.name,
-            mode=self.mode,
+            engine=wire.name,
+            mode=wire.mode,
             template=rendering.name if rendering else "",
             thinking_retention=rendering.thinking_retention if rendering else "",
             tokenizer=self.tokenizer,
