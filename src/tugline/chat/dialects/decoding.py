@@ -4,8 +4,6 @@ A field that changes the response and cannot be honoured is refused by name. Wha
 wrong becomes a `RequestError` with the field, its value and what would be right.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ Field names are read in camel case and, as in the original, in snake case too, s
 overlooked. Fields that cannot be honoured are refused by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar

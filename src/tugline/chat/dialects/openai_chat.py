@@ -5,8 +5,6 @@ refused by name. Messages keep their order and their roles, and an answer
 that a client echoes, in any of the forms that clients use, parses to the same message (I1, I4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 

@@ -3,8 +3,6 @@
 Colours repeat what the text says. Long contexts and the middle of long sessions are folded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import asdict
@@ -35,6 +33,8 @@ CONTINUATION_STYLES = {
     Continuation.BROKEN: "red",
     Continuation.NO_TOKEN_IDS: "yellow",
 }
+_Row = tuple[tuple[str, str], ...]
+"""Texts and styles of the cells of a table's row."""
 _UNLIMITED = 1 << 16
 """Cells: a table that is wider than the terminal loses nothing, the terminal wraps its lines."""
 
@@ -254,7 +254,6 @@ class Terminal:
 
 
 # --------------------------------------------------------------------------- formatting
-_Row = tuple[tuple[str, str], ...]
 _LEFT = {"kind", "continues", "finish", "calls"}
 _TITLES = (
     *("call", "kind", "continues", "prompt", "sampled", "logprob", "finish"),
