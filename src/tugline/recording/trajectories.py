@@ -29,7 +29,6 @@ from tugline.types import Boundary, Failure, Ledger, PluginSpec, Status, Traject
 INDEX = "index.json"
 RESULTS = "results.jsonl"
 TRAJECTORIES = "trajectories"
-_LEVEL = 3
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +61,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 def pack(trajectory: Trajectory) -> bytes:
     """Encode a trajectory as the bytes of its file."""
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(encode(trajectory))
+    return zstandard.ZstdCompressor(level=3).compress(encode(trajectory))
 
 
 def unpack(data: bytes) -> Trajectory:

@@ -111,7 +111,8 @@ class ScriptedEngine:
         self, request: GenerateRequest, reply: Reply, aborted: asyncio.Event
     ) -> AsyncGenerator[SampledChunk, None]:
         stops = set(request.stop_ids) | (set() if request.ignore_eos else self._eos_ids)
-        ids, finish = _ending(reply.ids, stops, self._limit(request))
+        limit = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
+        ids, finish = _ending(reply.ids, stops, limit)
         logprobs = np.zeros(len(ids), np.float32)
         if reply.logprobs is not None:
             logprobs[:] = reply.logprobs[: len(ids)]
@@ -134,9 +135,6 @@ class ScriptedEngine:
                 finish=finish if last else None,
                 stop_id=int(ids[-1]) if last and finish == Finish.STOP else None,
             )
-
-    def _limit(self, request: GenerateRequest) -> int:
-        return min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
 
     async def _pass_time(self, seconds: float, aborted: asyncio.Event) -> None:
         if seconds:
