@@ -8,6 +8,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, TypeVar, cast
 
@@ -162,7 +163,7 @@ class ParseCache:
         self._bodies: list[BodyItems] = []
         self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(b""), 0
         """The last body that was compared, the one most alike, and the items in common."""
-        self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
+        self._parse_tools = lru_cache(_CACHED)(_parse_tools)
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
 
@@ -234,12 +235,9 @@ class ParseCache:
         self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
     ) -> tuple[Tool, ...]:
         """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
-        raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
-        known = self._tools.get(raw)
-        if known is None:
-            groups = parse_list(decode(raw, ANY, "the list of tools"), "tools", parse)
-            known = tuple(tool for group in groups for tool in group)
-            if len(self._tools) >= _CACHED:
-                self._tools.clear()
-            self._tools[raw] = known
-        return known
+        return self._parse_tools(bytes(raw), parse)  # a `msgspec.Raw` equals no bytes
+
+
+def _parse_tools(raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]) -> tuple[Tool, ...]:
+    groups = parse_list(decode(raw, ANY, "the list of tools"), "tools", parse)
+    return tuple(tool for group in groups for tool in group)
