@@ -192,6 +192,10 @@ def parse_custom(item: Any, where: str) -> Tool:
     return Tool(_parse_name(item, where), description, CUSTOM_INPUT, ToolKind.CUSTOM)
 
 
+TOOLS = {"function": parse_function, "custom": parse_custom}
+"""Parsers of the tools that both APIs have, by their type."""
+
+
 def _parse_name(item: Any, where: str) -> str:
     name = decoding.require(item, "name", str, where)
     if not name:

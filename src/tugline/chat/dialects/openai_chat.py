@@ -276,10 +276,7 @@ def _parse_call(call: Any, where: str) -> ToolCall:
 
 def _parse_tool(item: Any, where: str) -> tuple[Tool, ...]:
     kind = decoding.require(item, "type", str, where)
-    if kind == "function":
-        return (
-            openai.parse_function(decoding.require(item, kind, dict, where), f"{where}.{kind}"),
-        )
-    if kind == "custom":
-        return (openai.parse_custom(decoding.require(item, kind, dict, where), f"{where}.{kind}"),)
-    raise decoding.unsupported(kind, f"{where}.type", "; it must be function or custom")
+    if kind not in openai.TOOLS:
+        raise decoding.unsupported(kind, f"{where}.type", "; it must be function or custom")
+    inner = decoding.require(item, kind, dict, where)
+    return (openai.TOOLS[kind](inner, f"{where}.{kind}"),)

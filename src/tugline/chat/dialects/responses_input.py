@@ -242,10 +242,8 @@ def list_tools(tools: msgspec.Raw, items: Sequence[msgspec.Raw], body: bytes) ->
 def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     """The tools that one item declares, as the model sees them."""
     kind = decoding.require(item, "type", str, where)
-    if kind == "function":
-        return (openai.parse_function(item, where),)
-    if kind == "custom":
-        return (openai.parse_custom(item, where),)
+    if kind in openai.TOOLS:
+        return (openai.TOOLS[kind](item, where),)
     if kind == "local_shell":
         return (_SHELL,)
     if kind == "namespace":
