@@ -189,11 +189,10 @@ class Google(base.Dialect):
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
             raise RequestError("contents=[] must hold at least one content", param="contents")
-        if body.cached_content or body.cached_snake:
+        cached = body.cached_content or body.cached_snake
+        if cached:
             advice = ": nothing is cached here; send the whole prompt"
-            raise decoding.unsupported(
-                body.cached_content or body.cached_snake, "cachedContent", advice
-            )
+            raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], google_messages.fold_content)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
