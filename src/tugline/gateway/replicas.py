@@ -142,11 +142,7 @@ class Upstream(TokenSource):
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._client = aiohttp.ClientSession(
-            connector=connector,
-            timeout=self._timeout,
-            read_bufsize=1 << 20,
-            auto_decompress=True,
-            headers=self._headers,
+            connector=connector, timeout=self._timeout, read_bufsize=1 << 20, headers=self._headers
         )
         self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
         return self
