@@ -37,7 +37,7 @@ from tugline.replay.matching import (
     list_result_ids,
     sort_tool_results,
 )
-from tugline.types import Call, Message, Mode, shared_prefix
+from tugline.types import Call, Message, Mode, Role, shared_prefix
 from tugline.web.engine_http import ModelCard
 
 _DELTA_TOKENS = 16
@@ -282,13 +282,12 @@ class RecordedSource(TokenSource):
         yield Delta(replayed=call, unreported_tokens=call.unreported_tokens)
         if call.mode is not Mode.EXACT:
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
-            answer = call.answer
+            answer = call.answer or Message(Role.ASSISTANT)
             calls = [
-                CallDelta(i, one.name, one.arguments)
-                for i, one in enumerate(answer.tool_calls if answer else ())
+                CallDelta(i, one.name, one.arguments) for i, one in enumerate(answer.tool_calls)
             ]
-            reasoning, text = (answer.reasoning or "", answer.content) if answer else ("", "")
-            yield Delta(prompt=prompt, reasoning=reasoning, text=text, calls=calls)
+            thought = answer.reasoning or ""
+            yield Delta(prompt=prompt, reasoning=thought, text=answer.content, calls=calls)
         for span in call.versions:
             for start in range(span.start, span.end, _DELTA_TOKENS):
                 piece = slice(start, min(start + _DELTA_TOKENS, span.end))
