@@ -12,7 +12,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tugline import log, protocol
 from tugline.atomic import write_file
@@ -275,22 +274,15 @@ class Node:
         request = asyncio.create_task(
             self._dispatcher.call(lambda: self._server.lease(node, make_request()))
         )
+        request.add_done_callback(lambda _: self._changed.set())
         try:
             while not request.done() and not self._is_outdated(room):
-                await self._wait_for_change(request)
+                await self._changed.wait()
+                self._changed.clear()
             return request.result() if request.done() else None
         finally:
             request.cancel()
             await asyncio.wait({request})
-
-    async def _wait_for_change(self, request: asyncio.Task[protocol.LeaseResponse]) -> None:
-        changed = asyncio.create_task(self._changed.wait())
-        both: set[asyncio.Task[Any]] = {request, changed}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-        self._changed.clear()
 
     def _is_outdated(self, room: int) -> bool:
         """Whether an open request for so much room should be replaced."""
