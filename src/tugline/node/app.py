@@ -10,8 +10,9 @@ Whether a lease was lost meanwhile is the server's decision; epochs fence late r
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from tugline import log, protocol
 from tugline.atomic import write_file
@@ -100,6 +101,19 @@ def _read_instance(path: Path) -> str:
     return path.read_text("ascii")
 
 
+async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
+    """Run all of them until the first one ends, end the others, and raise what it raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in ended:
+        task.result()
+
+
 class Node:
     """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
 
@@ -169,20 +183,14 @@ class Node:
             asyncio.create_task(self._disk.run(), name="node-disk"),
             asyncio.create_task(self.runner.logs.run(), name="node-logs"),
         ]
-        main = {
-            asyncio.create_task(self._work(), name="node-work"),
-            asyncio.create_task(self._wait_until_drained(), name="node-drain"),
-        }
         try:
-            ended, _ = await asyncio.wait(main, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
+            await _run_until_one_ends(self._work(), self._wait_until_drained())
         finally:
             self._controls.close()
-            for task in (*background, *main):
+            for task in background:
                 task.cancel()
             await self.runner.close()
-            await asyncio.wait((*background, *main))
+            await asyncio.wait(background)
 
     def drain(self) -> None:
         """Take no more work, finish what runs within the grace, release the rest, end."""
@@ -215,19 +223,8 @@ class Node:
         self.id = registered.node
         self._controls.apply(registered.control)
         _log.info("registered", node=self.id, name=self.settings.name)
-        tasks = {
-            asyncio.create_task(self._renew(registered), name="node-renew"),
-            asyncio.create_task(self._lease(registered.node), name="node-lease"),
-        }
         try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        try:
-            for task in ended:
-                task.result()
+            await _run_until_one_ends(self._renew(registered), self._lease(registered.node))
         except ServerError as error:
             if not isinstance(error, FencedError) and error.status not in {401, 403}:
                 raise
