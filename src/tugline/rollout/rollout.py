@@ -181,9 +181,8 @@ class _Rollout:
         """Account for what was sampled before an end ahead of BUILD (I2)."""
         if not self.recording or Status.BUILD.value in self.seconds:
             return
-        with contextlib.suppress(
-            errors.CaptureError, errors.EngineError, OSError
-        ):  # the end has its failure
+        # The end has its failure already.
+        with contextlib.suppress(errors.CaptureError, errors.EngineError, OSError):
             self.calls, self.built = await asyncio.to_thread(self._build)
 
     def check_engine_and_harness(self) -> None:
@@ -289,9 +288,8 @@ class _Rollout:
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:
             calls = self.gateway.read_calls(self.session.id)
-        except (
-            errors.CaptureError
-        ) as error:  # the file is the node's; what is in it is the engine's
+        # The file is the node's; what is in it is the engine's.
+        except errors.CaptureError as error:
             raise OSError(str(error)) from error
         return calls, self.builder.build(calls)
 
