@@ -56,11 +56,11 @@ OnStage = Callable[[Status], None]
 
 
 class _AgentRun(NamedTuple):
-    """How the agent's program ended and what it left."""
+    """How the agent's program ended and what it left; by default it did not run."""
 
-    exit: Exit
-    patch: Patch
-    log_tail: str
+    exit: Exit = Exit(0, timed_out=False, seconds=0.0)
+    patch: Patch = Patch()
+    log_tail: str = ""
 
 
 class _EarlyEnd(Exception):
@@ -118,7 +118,7 @@ class _Rollout:
     slots: StageSlots
     sandbox: Sandbox | None = None
     """The agent's."""
-    agent_run: _AgentRun | None = None
+    agent_run: _AgentRun = field(default_factory=_AgentRun)
     calls: Sequence[Call] = ()
     built: Built = field(default_factory=lambda: Built((), Ledger()))
     verdict: Verdict | None = None
@@ -196,9 +196,9 @@ class _Rollout:
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
             msg = "the engine was lost in the middle of an answer, which the agent saw cut short"
             raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
-        if self.agent_run is None or self.agent_run.exit.cause is not None:
-            return
         end, tail, name = self.agent_run.exit, self.agent_run.log_tail, self.task.harness.name
+        if end.cause is not None:
+            return
         crash = self.harness.find_crash(end, tail)
         if crash is not None:
             raise _EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
@@ -294,8 +294,6 @@ class _Rollout:
         return calls, self.builder.build(calls)
 
     async def _evaluate_once(self) -> Verdict:
-        if self.agent_run is None:
-            raise errors.EvaluatorError("an agent that did not run cannot be evaluated")
         timeout_s = self.task.limits.eval_s
         outcome = SessionOutcome(
             task=self.task,
@@ -313,15 +311,14 @@ class _Rollout:
 
     def _find_agent_failure(self) -> Failure | None:
         """The limit that ended the agent; its work was evaluated all the same."""
-        end = self.agent_run.exit if self.agent_run is not None else None
-        if end is None or not (end.timed_out or end.cause):
+        end = self.agent_run.exit
+        if not (end.timed_out or end.cause):
             return None
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
     def _make_trajectory(self, end: _EarlyEnd | None) -> Trajectory:
-        timed_out = self.agent_run is not None and self.agent_run.exit.timed_out
-        completed = Status.TIMED_OUT if timed_out else Status.COMPLETED
+        completed = Status.TIMED_OUT if self.agent_run.exit.timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,
             task=self.task.id,
