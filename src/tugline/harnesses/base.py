@@ -55,11 +55,8 @@ class Harness(ABC):
     """Whether every call of its task declares tools; a call without any is a side request then."""
     log_globs: tuple[str, ...] = ()
     """Its own log files: glob patterns relative to the agent's home."""
-
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """Folders of its program; complete after `install`."""
-        return ()
+    mounts: tuple[Mount, ...] = ()
+    """Folders of its program; complete after `install`."""
 
     async def install(self) -> None:  # noqa: B027 - by default there is nothing to install
         """Make the program available; quick if it already is. Raises `HarnessError`."""

@@ -25,7 +25,7 @@ from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import MAX_ARGUMENT, Harness, Launch, LaunchContext, find_fatal_signal
 from tugline.harnesses.install import Package
 from tugline.harnesses.npm import Npm
-from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
+from tugline.sandbox.base import Exit, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
 from tugline.web.serve import Http, Message, Receive, Send, serve
@@ -68,11 +68,6 @@ class Preset(Harness):
     def __post_init__(self) -> None:
         self.package = self.make_package()
 
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """Folders of its program."""
-        return self.package.mounts
-
     def make_package(self) -> Package:
         """The package of this version, from npm by default."""
         return Npm(self.name, self.npm_package, self.version, self.setup_script)
@@ -88,6 +83,7 @@ class Preset(Harness):
     async def install(self) -> None:
         """Install this version unless it is there; its program must start."""
         await self.package.install(lambda _: start_once(self))
+        self.mounts = self.package.mounts
 
     def launch(self, context: LaunchContext) -> Launch:
         """The command for one session."""

@@ -50,15 +50,10 @@ class Shell(Harness):
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
                 raise ConfigError(msg)
         paths = dict.fromkeys([*filter(None, files), *folders])
-        self._mounts = tuple(Mount(path, path) for path in paths)
+        self.mounts = tuple(Mount(path, path) for path in paths)
         if not "".join(command).strip():
             raise ConfigError(f"harness 'shell': command is {command!r}, must name a program")
         self._env = dict(env or {})
-
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """The files that its command names, and `folders`."""
-        return self._mounts
 
     def launch(self, context: LaunchContext) -> Launch:
         """The command, with base URL, key and model under the names that SDKs read."""
