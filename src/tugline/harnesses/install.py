@@ -83,6 +83,8 @@ class Package(ABC):
         self.folder = install_dir() / f"{harness}-{version}"
         self.mounts: tuple[Mount, ...] = ()
         """Folders that a sandbox needs at the same path; set by `install`."""
+        self.env: Mapping[str, str] = {}
+        """Variables that the program needs; set by `install`."""
         self._harness, self._package, self._version = harness, package, version
         self._command: tuple[str, ...] = ()
         self._lock = asyncio.Lock()
@@ -94,24 +96,21 @@ class Package(ABC):
             raise HarnessError(f"harness {self._harness!r} is not installed yet")
         return self._command
 
-    @property
-    def env(self) -> Mapping[str, str]:
-        """Variables that the program needs."""
-        return {}
-
     async def install(self, trial: Step) -> None:
         """Install the program unless it is there; a new one must pass `trial`."""
         async with self._lock:  # sessions that start together share one installation
             if not self.mounts:
-                self.mounts = await self._install(trial)
+                program, *folders = await self._install(trial)
+                own = (Mount(str(folder), str(folder)) for folder in (self.folder, *folders))
+                self.mounts = (*own, *await mount_c_library(program))
 
     @abstractmethod
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
 
     @abstractmethod
-    async def _install(self, trial: Step) -> tuple[Mount, ...]:
-        """Install it and set `_command`; returns its mounts."""
+    async def _install(self, trial: Step) -> tuple[Path, ...]:
+        """Install it and set `_command`; returns its native program, and other folders it needs."""
 
 
 def install_dir() -> Path:

@@ -21,7 +21,6 @@ from tugline.errors import ConfigError
 from tugline.harnesses import install
 from tugline.harnesses.base import MAX_ARGUMENT, Launch, LaunchContext
 from tugline.harnesses.preset import Preset, fits_argument
-from tugline.sandbox.base import Mount
 
 _log = log.get("harness")
 
@@ -46,7 +45,7 @@ class PythonPackage(install.Package):
         self._module = module
         self._requirements = (f"{package}=={version}", *also)
 
-    async def _install(self, trial: install.Step) -> tuple[Mount, ...]:
+    async def _install(self, trial: install.Step) -> tuple[Path, ...]:
         async def fill(fresh: Path) -> None:
             _log.info("installing", packages=self._requirements, folder=str(self.folder))
             purpose = f"cannot install {self._requirements[0]}"
@@ -63,10 +62,7 @@ class PythonPackage(install.Package):
         await install.install_once(self.folder, fill, trial)
         # The environment may have been made by another Python than this one.
         own = await asyncio.to_thread(python.resolve)
-        return (
-            *(Mount(str(folder), str(folder)) for folder in (self.folder, own.parent.parent)),
-            *await install.mount_c_library(own),
-        )
+        return own, own.parent.parent
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""

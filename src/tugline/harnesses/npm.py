@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -27,10 +27,8 @@ from tugline.harnesses.install import (
     Step,
     install_dir,
     install_once,
-    mount_c_library,
     run_installer,
 )
-from tugline.sandbox.base import Mount
 
 _LOCKED_ON = ("linux", "x86_64")
 """The lock files name the native packages of this system."""
@@ -44,14 +42,8 @@ class Npm(Package):
         """`setup` is the package's install script that puts its native program in place."""
         super().__init__(harness, package, version)
         self._setup = setup
-        self._is_script = True
 
-    @property
-    def env(self) -> Mapping[str, str]:
-        """The compile cache, which halves the time that Node needs to start."""
-        return {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)} if self._is_script else {}
-
-    async def _install(self, trial: Step) -> tuple[Mount, ...]:
+    async def _install(self, trial: Step) -> tuple[Path, ...]:
         found, npm = find_node()
         node = await _copy_node(found)
 
@@ -65,22 +57,21 @@ class Npm(Package):
             await asyncio.to_thread(_share_compile_cache, folder / COMPILE_CACHE)
 
         await install_once(self.folder, fill, finish)
-        program = self._set_command(node)
-        folders = (self.folder, *((node.parent.parent,) if self._is_script else ()))
-        return (
-            *(Mount(str(folder), str(folder)) for folder in folders),
-            *await mount_c_library(node if self._is_script else program),
-        )
+        self._set_command(node)
+        program = Path(self._command[0])
+        return (node, node.parent.parent) if program == node else (program,)
 
-    def _set_command(self, node: Path) -> Path:
+    def _set_command(self, node: Path) -> None:
         package = self.folder / "node_modules" / self._package
         program = package / _read_bin(package)
         if not program.is_file():
             msg = f"npm could not install {self._package}@{self._version}: it has no program"
             raise HarnessError(msg)
-        self._is_script = program.suffix == ".js"
-        self._command = (str(node), str(program)) if self._is_script else (str(program),)
-        return program
+        self._command = (str(program),)
+        if program.suffix == ".js":
+            self._command = (str(node), str(program))
+            # This halves the time that Node needs to start.
+            self.env = {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)}
 
     async def _fetch(self, fresh: Path, node: Path, npm: Sequence[str]) -> None:
         purpose = f"npm could not install {self._package}@{self._version}"
