@@ -102,20 +102,16 @@ class RepoSource(msgspec.Struct, frozen=True):
         if not await self._has(repository, commit):
             msg = f"{self} has no commit {commit!r}: give a full hash, a tag or a branch of it"
             raise WorkspaceError(msg)
-        git = ("-C", str(into))
-        await self._git("init", "-q", "--template=", "-b", "main", str(into), env=_NO_CONFIG)
+        git = partial(self._git, "-C", str(into), env=_NO_CONFIG)
+        await git("init", "-q", "--template=", "-b", "main")
         for name, value in (_CONFIG | _USER).items():
-            await self._git(*git, "config", name, value)
+            await git("config", name, value)
         fetch = ("fetch", "-q", "--no-tags", _UPLOAD, "--", str(repository), commit)
-        await self._git(
-            *git, "-c", "fetch.unpackLimit=1", *fetch, env=_NO_CONFIG, timeout_s=_FETCH_S
-        )
-        await self._git(
-            *git, "checkout", "-q", "-B", "main", commit, env=_NO_CONFIG, timeout_s=_LOCAL_S
-        )
-        committed = await self._git(*git, "log", "-1", "--format=%ct", commit, env=_NO_CONFIG)
+        await git("-c", "fetch.unpackLimit=1", *fetch, timeout_s=_FETCH_S)
+        await git("checkout", "-q", "-B", "main", commit, timeout_s=_LOCAL_S)
+        committed = await git("log", "-1", "--format=%ct", commit)
         await asyncio.to_thread(_set_times, into, min(int(committed), int(time.time()) - 10))
-        await self._git(*git, "update-index", "-q", "--refresh", env=_NO_CONFIG, timeout_s=_LOCAL_S)
+        await git("update-index", "-q", "--refresh", timeout_s=_LOCAL_S)
 
     async def _has(self, repository: Path, commit: str) -> bool:
         query = ("-C", str(repository), "cat-file", "-e", f"{commit}^{{commit}}")
