@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -81,16 +81,19 @@ class ImageCache:
 
         Raises `ImageError` and `DiskFull`.
         """
-        make: Callable[[str], Coroutine[Any, Any, None]]
         if workspace.build is not None:
-            folder = Path(workspace.build)
-            name, make = await asyncio.to_thread(build_name, folder), partial(self._build, folder)
+            name = await asyncio.to_thread(build_name, Path(workspace.build))
         elif workspace.image is not None:
-            name, make = workspace.image, self._pull
+            name = workspace.image
         else:
             msg = "runtime 'container': neither the task's workspace nor the runtime has an image"
             raise UsageError(msg)
-        image = await self._find(name) or await self._make_shared(name, make)
+        image = await self._find(name)
+        if image is None:  # made once for all who wait
+            await self._making.run(name, partial(self._make, name, workspace.build))
+            image = await self._find(name)
+        if image is None:
+            raise ImageError(f"image {name!r} is gone again after it was made")
         await asyncio.to_thread(self._mark_used, name)
         return image
 
@@ -125,18 +128,8 @@ class ImageCache:
         async with self.engine.client() as docker:
             return await find_image(docker, name)
 
-    async def _make_shared(
-        self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]
-    ) -> ContainerImage:
-        """Make it once for all who wait."""
-        await self._making.run(name, partial(self._make, name, make))
-        image = await self._find(name)
-        if image is None:
-            raise ImageError(f"image {name!r} is gone again after it was made")
-        return image
-
-    async def _make(self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        await make(name)
+    async def _make(self, name: str, build: str | None) -> None:
+        await (self._pull(name) if build is None else self._build(Path(build), name))
         await asyncio.to_thread(self._mark_used, name, made=True)
         await self._evict(name)
 
