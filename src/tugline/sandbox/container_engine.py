@@ -68,9 +68,18 @@ class ContainerEngine:
 
     def find(self) -> FoundEngine:
         """Return the engine that answers. Blocks the first time. Raises `SandboxError`."""
-        if self._engine is None:
-            self._engine = self._search()
-        return self._engine
+        if self._engine is not None:
+            return self._engine
+        if MISSING is not None:
+            raise SandboxError(MISSING)
+        places = [path for kind, path in _list_sockets() if self._wanted in {None, kind}]
+        if self._wanted is not None and self._wanted.startswith("unix://"):
+            places = [self._wanted.removeprefix("unix://")]
+        for path in places:
+            if (found := _ping(path)) is not None:
+                self._engine = found
+                return found
+        raise SandboxError(f"no container engine answers at {', '.join(places)}; {_HOW}")
 
     @contextlib.asynccontextmanager
     async def client(
@@ -106,18 +115,6 @@ class ContainerEngine:
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already
             return thread.submit(asyncio.run, run()).result()
-
-    def _search(self) -> FoundEngine:
-        if MISSING is not None:
-            raise SandboxError(MISSING)
-        places = [place for place in _list_sockets() if self._wanted in {None, place[0]}]
-        if self._wanted is not None and self._wanted.startswith("unix://"):
-            places = [("", self._wanted.removeprefix("unix://"))]
-        for _kind, path in places:
-            if (found := _ping(path)) is not None:
-                return found
-        tried = ", ".join(path for _kind, path in places)
-        raise SandboxError(f"no container engine answers at {tried}; {_HOW}")
 
 
 @contextlib.contextmanager
