@@ -243,8 +243,8 @@ class ContainerSandbox(IsolatedSandbox):
                 self._runner.close()
             await asyncio.to_thread(self._clean_up)
 
-    def _create_folders(self) -> None:
-        super()._create_folders()
+    def _create(self) -> None:
+        super()._create()
         (self._directory / "control").mkdir(exist_ok=True)  # Docker looks for it before the start
         if not self._is_root:  # who it is only the image knows
             for folder in self._folders.values():

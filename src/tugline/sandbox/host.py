@@ -101,15 +101,12 @@ class HostSandbox(base.Sandbox):
         """Create the folders. Blocks."""
         self._workspace.make()
         self._mount_workspace()
-        self._create_folders()
-
-    def _mount_workspace(self) -> None:
-        self._workspace.mount()
-
-    def _create_folders(self) -> None:
         with files.translate_errors(f"cannot make {self._directory}"):
             for folder in (self.logs, *self._folders.values()):
                 folder.mkdir(parents=True, exist_ok=True)
+
+    def _mount_workspace(self) -> None:
+        self._workspace.mount()
 
     def _clean_up(self) -> None:
         """Unmount and remove what nobody reads any more. Blocks."""
