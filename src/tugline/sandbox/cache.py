@@ -59,16 +59,12 @@ class WorkspaceCache:
     """Entries under `folder`, together at most `max_gb` as far as they are not in use."""
 
     def __init__(self, folder: Path | None = None, *, max_gb: float = 50.0) -> None:
-        self._folder = folder
+        self.folder = folder or cache_folder() / "workspaces"
+        """Where the entries are."""
         self._max_bytes = max_gb * _GB
         self._making = SharedTasks()
         self._resolved: dict[tuple[str, str | None], tuple[float, str]] = {}
         """When a repository was asked for a tag or branch, and the commit."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the entries are."""
-        return self._folder or cache_folder() / "workspaces"
 
     @contextlib.asynccontextmanager
     async def open(self, workspace: Workspace) -> AsyncIterator[Path | None]:
