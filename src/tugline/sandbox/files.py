@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
@@ -33,26 +33,6 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 Root = Path | int
 """A folder: its path, or an open descriptor, which stays open."""
-
-
-def resolve_path(
-    path: PurePath, folders: Mapping[PurePosixPath, Path], *, is_root: bool = False
-) -> tuple[Path, str]:
-    """Return the folder on this machine that holds a sandbox's `path`, and the rest of the path.
-
-    `folders` are keyed by where programs see them; the innermost wins. With `is_root`, `path` is
-    one of them itself. Raises `UsageError` for a path that is in none.
-    """
-    for parent in (path,) if is_root else path.parents:
-        if (folder := folders.get(PurePosixPath(parent))) is not None:
-            return folder, str(path.relative_to(parent))
-    known = " or ".join(map(str, folders))
-    msg = (
-        f"files are put under {known}, not under {path}"
-        if is_root
-        else f"{path} is not below {known}"
-    )
-    raise UsageError(msg)
 
 
 def write_files(root: Root, files: Mapping[str, Content]) -> None:

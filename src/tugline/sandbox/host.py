@@ -76,13 +76,21 @@ class HostSandbox(base.Sandbox):
 
     async def put(self, root: PurePath, contents: Mapping[str, base.Content]) -> None:
         """Write files under the workdir or the home."""
-        folder, _ = files.resolve_path(root, await self._locate(root), is_root=True)
+        folders = await self._locate(root)
+        folder = folders.get(PurePosixPath(root))
+        if folder is None:
+            known = " or ".join(map(str, folders))
+            raise UsageError(f"files are put under {known}, not under {root}")
         await asyncio.to_thread(files.write_files, folder, contents)
 
     async def get(self, path: PurePath, *, max_bytes: int = base.MAX_READ_BYTES) -> bytes | None:
         """Read a regular file."""
-        folder, rest = files.resolve_path(path, await self._locate(path))
-        return await asyncio.to_thread(files.read_file, folder, rest, max_bytes)
+        folders = await self._locate(path)
+        for parent in path.parents:  # the innermost wins
+            if (folder := folders.get(PurePosixPath(parent))) is not None:
+                rest = str(path.relative_to(parent))
+                return await asyncio.to_thread(files.read_file, folder, rest, max_bytes)
+        raise UsageError(f"{path} is not below {' or '.join(map(str, folders))}")
 
     async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Stop the sandbox and return what changed in the workdir."""
