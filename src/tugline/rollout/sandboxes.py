@@ -63,15 +63,11 @@ class PrewarmedSandbox:
     async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """The prewarmed sandbox the first time, if unchanged, else a new one; with `files`."""
         sandbox = await self._take_prewarmed()
-        try:
-            if sandbox is not None:
-                await sandbox.put(sandbox.workdir, files)
-                yield sandbox
-                return
-        finally:
-            if sandbox is not None:
-                await self.aclose()
-        async with self._open_sandbox() as sandbox:
+        async with contextlib.AsyncExitStack() as stack:
+            if sandbox is None:
+                sandbox = await stack.enter_async_context(self._open_sandbox())
+            else:
+                stack.push_async_callback(self.aclose)
             await sandbox.put(sandbox.workdir, files)
             yield sandbox
 
