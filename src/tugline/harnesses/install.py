@@ -24,15 +24,7 @@ import stat
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -132,7 +124,7 @@ async def install_once(folder: Path, fill: Step, finish: Step | None = None) -> 
     """
     if read_manifest(folder):
         return
-    async with _lock_folder(folder):
+    async with await _lock_folder(folder):
         if read_manifest(folder):
             return
         for leftover in (folder, *folder.parent.glob(f"{folder.name}.*/")):
@@ -158,19 +150,14 @@ async def install_once(folder: Path, fill: Step, finish: Step | None = None) -> 
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.asynccontextmanager
-async def _lock_folder(folder: Path) -> AsyncIterator[None]:
+async def _lock_folder(folder: Path) -> contextlib.AbstractAsyncContextManager[object]:
     lock = AsyncFileLock(folder.with_name(f"{folder.name}.lock"), preserve_lock_file=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        await lock.acquire(poll_interval=0.1)
+        return await lock.acquire(poll_interval=0.1)
     except OSError as error:
         msg = f"cannot write to {folder.parent}: {error.strerror}; set TUGLINE_CACHE elsewhere"
         raise HarnessError(msg) from error
-    try:
-        yield
-    finally:
-        await lock.release()
 
 
 @contextlib.contextmanager
