@@ -174,7 +174,9 @@ class WorkspaceCache:
         Also removes what killed processes left half-made or half-removed. Blocks.
         """
         for part in self.folder.glob("*.part"):
-            self._sweep(part)
+            with contextlib.suppress(OSError), _try_lock(part.with_suffix(".make")) as free:
+                if free:  # no other process is at it
+                    remove(self.folder, part.name)
         entries = self._list_entries()
         total = sum(size for _, _, size in entries)
         count = 0
@@ -216,12 +218,6 @@ class WorkspaceCache:
             remove(self.folder, f"{key}.part")
         _log.info("workspace evicted", key=key)
         return True
-
-    def _sweep(self, part: Path) -> None:
-        """Remove what is half-made or half-removed, unless another process is at it."""
-        with contextlib.suppress(OSError), _try_lock(part.with_suffix(".make")) as free:
-            if free:
-                remove(self.folder, part.name)
 
 
 def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
