@@ -73,8 +73,8 @@ class Apptainer(host.HostRuntime):
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> ApptainerSandbox:
-        if not self._available and (problem := await asyncio.to_thread(self.check_available)):
-            raise SandboxError(problem)
+        if not self._available:
+            await asyncio.to_thread(self.inspect)
         self._available = True
         image, workdir, base = await self._prepare(spec.workspace, stack)
         workspace = OverlayWorkspace(directory, base, spec.files)
@@ -119,12 +119,12 @@ class Apptainer(host.HostRuntime):
         entry = self._cache.entry(key, partial(_build, image), f"image {image}")
         return await stack.enter_async_context(entry)
 
-    def check_available(self) -> str | None:
-        """Return why ``apptainer --version`` does not work, if it does not."""
+    def inspect(self) -> None:
+        """Try ``apptainer --version``."""
         if shutil.which("apptainer") is None:
-            return _INSTALL
-        problem = host.try_command(["apptainer", "--version"])
-        return f"apptainer does not run here: {problem}" if problem else None
+            raise SandboxError(_INSTALL)
+        if problem := host.try_command(["apptainer", "--version"]):
+            raise SandboxError(f"apptainer does not run here: {problem}")
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return what is not isolated."""

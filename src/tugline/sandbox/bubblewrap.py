@@ -97,7 +97,9 @@ class Bubblewrap(host.HostRuntime):
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> BubblewrapSandbox:
         workdir = _check(spec)
-        machine = self._inspect() if self._machine else await asyncio.to_thread(self._inspect)
+        machine = self._machine
+        if machine is None:
+            machine = await asyncio.to_thread(self.inspect)
         base = await self._prepare(spec.workspace, stack)
         workspace = OverlayWorkspace(directory, base, spec.files)
         mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
@@ -109,17 +111,9 @@ class Bubblewrap(host.HostRuntime):
         strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
         return strays + super().reap(directory)
 
-    def check_available(self) -> str | None:
-        """Try to start a sandbox."""
-        try:
-            self._machine = self._probe()
-        except SandboxError as error:
-            return str(error)
-        return None
-
     def list_weaknesses(self) -> Sequence[str]:
         """Return limits that nothing enforces here, and what is not filtered."""
-        machine = self._inspect()
+        machine = self._machine or self.inspect()
         lines = limits.list_unenforced(machine.cgroup_parent)
         if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
@@ -129,13 +123,8 @@ class Bubblewrap(host.HostRuntime):
             lines.append("sandboxes are run by root, without its rights: a normal user is safer")
         return lines
 
-    def _inspect(self) -> _Machine:
-        """Blocks until it has worked once. Raises `SandboxError`."""
-        if self._machine is None:
-            self._machine = self._probe()
-        return self._machine
-
-    def _probe(self) -> _Machine:
+    def inspect(self) -> _Machine:
+        """Try to start a sandbox."""
         if sys.platform != "linux":
             raise SandboxError(f"bubblewrap needs Linux{_INSTEAD}")
         if shutil.which("bwrap") is None:
@@ -150,7 +139,9 @@ class Bubblewrap(host.HostRuntime):
         argv = ["bwrap", *first, *visible, *view.last_arguments(), "/bin/sh", "-c", "exit 0"]
         if problem := host.try_command(argv):
             raise SandboxError(f"bwrap cannot make a sandbox here ({problem}); {_HINT}{_INSTEAD}")
-        return _Machine(tuple(first), tuple(visible), bpf_filter(), limits.find_cgroup_parent())
+        cgroup_parent = limits.find_cgroup_parent()
+        self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent)
+        return self._machine
 
 
 class BubblewrapSandbox(host.IsolatedSandbox):

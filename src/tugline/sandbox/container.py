@@ -151,14 +151,6 @@ class Container(HostRuntime):
         directory = Path.cwd() / directory
         return sum(map(_reap, find_records(directory, _RECORD))) + super().reap(directory)
 
-    def check_available(self) -> str | None:
-        """Return why no container can be run here."""
-        try:
-            self.inspect()
-        except SandboxError as error:
-            return str(error)
-        return None
-
     def list_weaknesses(self) -> Sequence[str]:
         """Return what the engine does not isolate; nothing where there is no engine."""
         try:
@@ -167,7 +159,7 @@ class Container(HostRuntime):
             return ()
 
     def inspect(self) -> EngineInfo:
-        """Find out once what the engine does on this machine. Blocks. Raises `SandboxError`."""
+        """Find out once what the engine does on this machine."""
         with self._probing:
             if self._info is None:
                 found = self.engine.find()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tugline.errors import TuglineError, UsageError
+from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
@@ -312,6 +312,18 @@ class HostRuntime(base.Runtime):
         """Remove the control groups and mounts that a killed process left under `directory`."""
         groups = sum(map(reap_cgroups, find_records(directory, RECORD)))
         return groups + unmount_all(directory)
+
+    def check_available(self) -> str | None:
+        """Return why `inspect` fails, if it does."""
+        try:
+            self.inspect()
+        except SandboxError as error:
+            return str(error)
+        return None
+
+    def inspect(self) -> Any:
+        """Find out what this machine offers, if that matters. Blocks. Raises `SandboxError`."""
+        return None
 
     @contextlib.asynccontextmanager
     async def open(
