@@ -62,7 +62,8 @@ class ChildProcess:
     def __init__(self, argv: Sequence[str], *, descriptors: Sequence[int] = ()) -> None:
         """Start it without input; its output is kept for `read_output`. Raises `OSError`."""
         self._output = os.memfd_create("output")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._output)
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -71,19 +72,13 @@ class ChildProcess:
                 pass_fds=descriptors,
                 start_new_session=True,
             )
-        except OSError:
-            os.close(self._output)
-            raise
-        self.pid = self._process.pid
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            self._pidfd = os.pidfd_open(self.pid)  # there may be too many open files
+            undo.pop_all()
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # too many open files
-            self._process.kill()
-            self._process.wait()
-            os.close(self._output)
-            raise
         loop.add_reader(self._pidfd, self._on_exit, loop)
 
     def kill(self) -> None:
