@@ -136,7 +136,7 @@ class Bubblewrap(host.HostRuntime):
             place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
             raise SandboxError(f"bubblewrap cannot write to {place}") from error
         first, visible = view.first_arguments(etc), view.visible_folders(self._readable)
-        argv = ["bwrap", *first, *visible, *view.last_arguments(), "/bin/sh", "-c", "exit 0"]
+        argv = ["bwrap", *first, *visible, *view.LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
         if problem := host.try_command(argv):
             raise SandboxError(f"bwrap cannot make a sandbox here ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
@@ -245,7 +245,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         del binds[tmp]
         for target in sorted(binds, key=lambda path: len(path.parts)):  # parents before children
             arguments += [*binds[target], str(target)]
-        return [*arguments, *view.last_arguments()]
+        return [*arguments, *view.LAST_ARGUMENTS]
 
     def _mount_workspace(self) -> None:
         """Nothing: each start mounts it in a namespace of its own."""

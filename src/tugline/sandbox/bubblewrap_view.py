@@ -40,6 +40,8 @@ _NAMESPACES = (
     *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
     *("--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"),
 )
+LAST_ARGUMENTS = ("--chdir", "/", "--remount-ro", "/")
+"""They make the root read-only."""
 SHARED_MB = 256
 """Size of ``/dev/shm``."""
 
@@ -47,7 +49,7 @@ SHARED_MB = 256
 def first_arguments(etc: Path) -> list[str]:
     """Return the namespaces and mounts that all sandboxes share. `etc` comes from `copy_etc`.
 
-    The root stays writable until `last_arguments`, for a sandbox's own mounts: its ``/tmp``, then
+    The root stays writable until `LAST_ARGUMENTS`, for a sandbox's own mounts: its ``/tmp``, then
     `visible_folders`.
     """
     args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
@@ -65,11 +67,6 @@ def visible_folders(readable: Sequence[str]) -> list[str]:
     if any(Path(one).is_relative_to("/var/tmp") for one in seen):  # noqa: S108
         other = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
     return [*other, *(word for one in seen for word in ("--ro-bind", one, one))]
-
-
-def last_arguments() -> list[str]:
-    """Return the arguments that make the root read-only."""
-    return ["--chdir", "/", "--remount-ro", "/"]
 
 
 def copy_etc(folder: Path) -> Path:
