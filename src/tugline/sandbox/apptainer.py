@@ -29,7 +29,6 @@ from tugline.sandbox import host, limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.hardening import ApptainerHardening
-from tugline.sandbox.limits import Cgroup, check_limits
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, copy
 from tugline.sandbox.processes import ChildProcess, run_command
@@ -65,7 +64,7 @@ class Apptainer(host.HostRuntime):
         **bounds: int,
     ) -> None:
         super().__init__(cache_gb)
-        self.limits = check_limits("apptainer", **bounds)
+        self.limits = limits.check_limits("apptainer", **bounds)
         self._image = image
         self.allow = AllowList(allow) if network == "none" else None
         self._available, self.hardening = False, ApptainerHardening()
@@ -139,7 +138,7 @@ class ApptainerSandbox(host.IsolatedSandbox):
     """One Apptainer container."""
 
     def __init__(
-        self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: Cgroup
+        self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: limits.Cgroup
     ) -> None:
         """Without an `allow` list the network is this machine's."""
         super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
