@@ -254,8 +254,7 @@ class Node:
             response = await self._request_lease(node)
             if response is not None:
                 self._follow_orders(response)
-            if not self._controls.is_settled:
-                await self._controls.wait(_CONTROL_POLL_S)
+            await self._controls.wait(_CONTROL_POLL_S)
 
     async def _request_lease(self, node: str) -> protocol.LeaseResponse | None:
         """The server's answer; None if the request was outdated before it came."""
