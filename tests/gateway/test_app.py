@@ -253,6 +253,17 @@ async def test_a_bound_that_no_engine_takes_is_a_wrong_request(
         assert "2147483647" in await reply.text()
 
 
+async def test_items_that_are_no_message_are_a_wrong_request(tmp_path: Path) -> None:
+    """An input of the Responses API that declares tools and says nothing."""
+    tools = {"type": "additional_tools", "role": "developer", "tools": []}
+    async with rig(tmp_path, in_turn("hello")) as it:
+        keys = {"authorization": f"Bearer {it.key}"}
+        body = {"model": "m", "input": [tools]}
+        async with it.http.post(f"{it.url}/v1/responses", json=body, headers=keys) as reply:
+            error = (await reply.json())["error"]
+        assert (reply.status, error["param"]) == (400, "input"), error
+
+
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:
     """Starting before nothing is one clear error."""
     with pytest.raises(EngineError, match="no usable engine"):

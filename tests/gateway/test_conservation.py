@@ -17,6 +17,10 @@ from hypothesis import strategies as st
 from rig import Play, ids, rig, says, text_of, until
 from tugline.chat.engines.base import Delta
 from tugline.gateway.policy import CallSettings
+from tugline.recording import file as recordings
+from tugline.recording.file import Recording
+from tugline.recording.verify.session import VerifyVerdict, verify_session
+from tugline.recording.verify.text import TextVerifier
 from tugline.testing.scripted_engine import Reply
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Ids
@@ -103,3 +107,24 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
     assert answer == text
     assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE]
     assert np.concatenate([call.sampled_ids for call in calls]).tolist() == ids(text)
+
+
+def read_in(folder: Path) -> tuple[Path, Recording]:
+    """The one recording below a folder."""
+    (path,) = folder.rglob("*.rec")
+    return path, recordings.read(path)
+
+
+async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> None:
+    """The second part was sent after the first, which is in its prompt: its text is both."""
+    text = "one two three four five six seven eight nine ten " * 4 + "end."
+    async with rig(tmp_path, cut_at(text, [], [0.02, 0.02]), tuning=AT_ONCE) as it:
+        await it.hang_up(characters=10)
+        await until(lambda: not it.session.running)
+        await it.hang_up(characters=60)
+        await until(lambda: not it.session.running)
+    path, recording = read_in(tmp_path)
+    assert [call.outcome for call in recording.calls] == [CallOutcome.CLIENT_GONE] * 2
+    assert recording.calls[1].resumed == len(recording.calls[0].sampled_ids) > 0
+    report = verify_session(path, recording, TextVerifier())
+    assert report.checks["text"].verdict is VerifyVerdict.PASS, report.checks

@@ -131,7 +131,7 @@ async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
     async with local(tmp_path) as cluster:
         running = asyncio.create_task(cluster.run([task("a", samples=1, command="sleep 30")]))
         await asyncio.sleep(0.2)
-        cluster._running_node.cancel()
+        cluster._node.cancel()
         done, _ = await asyncio.wait({running}, timeout=20)
         assert done
         assert isinstance(running.exception(), ServerError)

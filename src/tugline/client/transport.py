@@ -277,7 +277,9 @@ def find_server(
 def _read_field(path: Path, name: str) -> str | None:
     """A field of a JSON file; None without the file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])[name]
+        return msgspec.convert(
+            msgspec.json.decode(path.read_bytes(), type=dict[str, Any])[name], str
+        )
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, KeyError) as error:

@@ -157,6 +157,8 @@ def resolve_sampling(
 
 def check_request(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
     """Raise `Unsupported` naming the field that this engine cannot honour."""
+    if not request.messages:
+        raise RequestError("the request holds no message", param="messages")
     text_only = mode is Mode.EXACT or Feature.IMAGES not in features
     if text_only and any(map(attrgetter("images"), request.messages)):
         _refuse("messages", "images", "this model's prompt is made of text alone")

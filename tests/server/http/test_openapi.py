@@ -95,6 +95,7 @@ def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str,
     tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": token}
     if real and "id" in case.path_parameters:
         ids = {"tasks": "t", "sessions": session, "nodes": node, "consumers": "trainer"}
+        ids |= {"runs": "r"}
         case.path_parameters["id"] = ids[case.path.split("/")[2]]
     if case.path.endswith(("lease", "pause")) and isinstance(case.body, dict):
         case.body.setdefault("within_s" if case.path.endswith("pause") else "wait_s", 0.01)

@@ -191,7 +191,7 @@ class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["client", "read"] = "client"
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """The server's own tokens, all different. Raises `UsageError` for a malformed one."""
 
     client: str
