@@ -47,23 +47,29 @@ def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str,
     return sql, bound
 
 
-class Tx(ABC):
+class Tx:
     """An open transaction; all of it takes effect or nothing."""
 
     now: float = 0.0
     """When it began, Unix seconds; the only clock of the operations in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, db: Any) -> None:
+        """`db` is the driver's own connection."""
+        self._db = db
         self.topics: set[str] = set()
         """Topics that its commit notifies."""
 
-    @abstractmethod
+    def translate(self, sql: str) -> Any:
+        """A statement with its parameters as the driver writes them."""
+        return sql
+
     def execute(self, sql: str, values: Mapping[str, object]) -> Any:
         """Run a statement; returns the driver's cursor."""
+        return self._db.execute(self.translate(sql), values)
 
-    @abstractmethod
     def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
-        """Run the same statement for each of `rows`."""
+        """Run the same statement for each of `rows`; PostgreSQL pipelines them."""
+        self._db.cursor().executemany(self.translate(sql), rows)
 
     def all(self, sql: str, **values: object) -> list[Row]:
         """All rows. A value may be a list, after ``IN``."""
@@ -130,13 +136,8 @@ class Tx(ABC):
         self.topics.update(topics)
 
 
-class Connection(Tx):
+class Connection(Tx, ABC):
     """An open connection and its transaction in one. Raises what `Driver.explain` knows."""
-
-    def __init__(self, db: Any) -> None:
-        """`db` is the driver's own connection."""
-        super().__init__()
-        self._db = db
 
     def check_pages(self) -> None:
         """Raise one of the driver's errors if a page is damaged, where it can tell."""

@@ -317,6 +317,7 @@ class Database:
 
     def _commit_once(self, jobs: list[_Job]) -> tuple[list[_Outcome], set[str]]:
         connection = self._connection.open(self._driver)
+        connection.topics = set()
         connection.begin(durable=any(job.durable for job in jobs))
         connection.now = self.clock()
         outcomes = [self._run_job(connection, job) for job in jobs]

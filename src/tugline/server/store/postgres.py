@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from typing import Any
@@ -125,7 +125,6 @@ class PostgresConnection(Connection):
 
     def begin(self, *, durable: bool) -> None:
         """Wait for this server's turn to write."""
-        self.topics = set()
         settings = "" if durable else "SET LOCAL synchronous_commit = off; "
         self._db.execute(f"BEGIN; {settings}{_LOCK_POSITIONS}")
 
@@ -155,14 +154,9 @@ class PostgresConnection(Connection):
         """Whether the transaction continues."""
         return self._db.info.transaction_status is TransactionStatus.INTRANS
 
-    def execute(self, sql: str, values: Mapping[str, object]) -> Any:
-        """Run a statement."""
-        return self._db.execute(_translate(sql), values)
-
-    def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
-        """Run the same statement for each of `rows`, pipelined."""
-        with self._db.cursor() as cursor:
-            cursor.executemany(_translate(sql), list(rows))
+    def translate(self, sql: str) -> Any:
+        """``:name`` as psycopg writes it."""
+        return _translate(sql)
 
 
 def _connect(url: str) -> psycopg.Connection[Row]:
@@ -181,8 +175,7 @@ def _connect(url: str) -> psycopg.Connection[Row]:
 
 
 @lru_cache(maxsize=256)
-def _translate(sql: str) -> Any:
-    """``:name`` as psycopg writes it."""
+def _translate(sql: str) -> str:
     return re.sub(r"(?<![:\w]):([a-z]\w*)", r"%(\1)s", sql)
 
 

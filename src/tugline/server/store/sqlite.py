@@ -10,10 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from tugline.errors import StoreError, UsageError
 from tugline.server.store.base import STEPS, Connection, Driver
@@ -93,7 +91,6 @@ class SqliteConnection(Connection):
 
     def begin(self, *, durable: bool) -> None:
         """Take the write lock."""
-        self.topics = set()
         self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
 
@@ -116,11 +113,3 @@ class SqliteConnection(Connection):
     def usable(self) -> bool:
         """False once SQLite has ended the transaction itself, as on a full disk."""
         return bool(self._db.in_transaction)
-
-    def execute(self, sql: str, values: Mapping[str, object]) -> Any:
-        """Run a statement."""
-        return self._db.execute(sql, values)
-
-    def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
-        """Run the same statement for each of `rows`."""
-        self._db.executemany(sql, rows)
