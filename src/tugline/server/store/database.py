@@ -156,9 +156,7 @@ class Database:
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
-        self._readers: queue.LifoQueue[_Slot] = queue.LifoQueue()
-        for _ in range(_READERS):
-            self._readers.put(_Slot())
+        self._readers = [_Slot() for _ in range(_READERS)]
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
         self._connection = _Slot()
@@ -276,11 +274,11 @@ class Database:
 
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:
-        slot = self._readers.get()
+        slot = self._readers.pop()  # there is one for each thread of the pool
         try:
             return self._retry(partial(self._read_once, slot, op), self._retry_s / 3, slot)
         finally:
-            self._readers.put(slot)
+            self._readers.append(slot)
 
     def _read_once(self, slot: _Slot, op: Callable[[Tx], T]) -> T:
         connection = slot.open(self._driver, reading=True)
@@ -344,7 +342,7 @@ class Database:
         self._writer.join()
         self._listening.__exit__(None, None, None)
         self._pool.shutdown()
-        for slot in (self._connection, *self._readers.queue):
+        for slot in (self._connection, *self._readers):
             slot.close()
         self._driver.release()
 
