@@ -149,11 +149,11 @@ class Lifecycle:
         held = [HeldSession(lease.session, lease.epoch, stage) for lease in self.known[node]]
 
         try:
-            orders = self._do(lambda tx: leases.renew(tx, node, held, 0, lease_s=LEASE_S))
+            again, orders = self._do(lambda tx: leases.renew(tx, node, held, 0, lease_s=LEASE_S))
         except FencedError:
             del self.known[node]
             return
-        self._hold(node, orders.again, lost=False)
+        self._hold(node, again, lost=False)
         has = self._do(lambda tx: sessions.select(tx, "node = :node", node=node))
         mine = {lease[1:] for lease in self.known[node]}
         assert {(entry.id, entry.epoch) for entry in has} <= mine

@@ -10,7 +10,8 @@ renewals repeat everything.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from tugline import log, protocol
 from tugline.errors import StoreError
@@ -18,7 +19,7 @@ from tugline.server.blobs import Blobs
 from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database, Subscription
-from tugline.server.store.leases import LeaseOrders
+from tugline.server.store.leases import Orders
 from tugline.server.validation import check_bounds, compute_digest, read_end
 from tugline.types import Session, Task
 
@@ -37,22 +38,14 @@ class _Waiter:
     granted: list[Session] = field(default_factory=list)
 
 
-class _Known(NamedTuple):
-    """What a node knows from its last answer."""
-
-    stop: frozenset[protocol.Stop] = frozenset()
-    generation: int = 0
-    draining: bool = False
-    follow: frozenset[str] = frozenset()
-
-
 class ServerDispatcher:
     """Implements `protocol.Dispatcher` on the store; gives out work while `run` runs."""
 
     def __init__(self, database: Database, blobs: Blobs, logs: Logs, *, lease_s: float) -> None:
         self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
         self._waiting: dict[str, _Waiter] = {}
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, protocol.LeaseResponse] = {}
+        """The last answer to each node, without its work."""
         self._nodes_changed = database.hub.add("nodes")
         self._work = database.hub.add("work")
 
@@ -78,26 +71,27 @@ class ServerDispatcher:
         """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
         until = asyncio.get_running_loop().time() + min(request.wait_s, MAX_WAIT_S)
         with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
-            orders = await self._renew(node, request)
-            waiter = _Waiter(request.capacity - len(orders.again), subscription)
+            again, orders = await self._renew(node, request)
+            waiter = _Waiter(request.capacity - len(again), subscription)
             if waiter.capacity > 0:  # a newer request of the same node takes its place
                 self._waiting[node] = waiter
                 self._work.notify()
             try:
-                while not (orders.again or self._has_news(node, orders, request)):
+                while not (again or self._has_news(node, orders, request)):
                     notified = await subscription.wait(until)
                     if waiter.granted or not notified:
                         break
                     # What it holds may have changed since it asked, so this does not renew.
-                    orders = await self._database.read(leases.reconcile, node, request.held)
+                    again, orders = await self._database.read(leases.reconcile, node, request.held)
             finally:
                 if self._waiting.get(node) is waiter:
                     del self._waiting[node]
-        return await self._respond(node, orders, request.held, (*orders.again, *waiter.granted))
+        return await self._respond(node, orders, request.held, (*again, *waiter.granted))
 
     async def renew(self, node: str, renewal: protocol.Renewal) -> protocol.LeaseResponse:
         """Extend the lease; returns all orders, but no work."""
-        return await self._respond(node, await self._renew(node, renewal), renewal.held, ())
+        _, orders = await self._renew(node, renewal)
+        return await self._respond(node, orders, renewal.held, ())
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
         """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result.
@@ -131,34 +125,31 @@ class ServerDispatcher:
         return await self._database.read(nodes.find_by_token, token)
 
     # ------------------------------------------------------------------ one request
-    async def _renew(
-        self, node: str, request: protocol.LeaseRequest | protocol.Renewal
-    ) -> LeaseOrders:
+    async def _renew(self, node: str, request: protocol.LeaseRequest | protocol.Renewal) -> Orders:
         return await self._database.write_relaxed(
             leases.renew, node, request.held, request.applied, lease_s=self._lease_s
         )
 
-    def _has_news(self, node: str, orders: LeaseOrders, request: protocol.LeaseRequest) -> bool:
+    def _has_news(
+        self, node: str, orders: protocol.LeaseResponse, request: protocol.LeaseRequest
+    ) -> bool:
         if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
             self._known.clear()
-        known, new = self._known.get(node, _Known()), self._summarize(orders, request.held)
+        known = self._known.get(node, protocol.LeaseResponse())
         return bool(
-            new.stop - known.stop
-            or new.generation > max(request.applied, known.generation)
-            or new.draining > known.draining
-            or new.follow - known.follow
+            set(orders.stop) - set(known.stop)
+            or orders.control.generation > max(request.applied, known.control.generation)
+            or orders.draining > known.draining
+            or self._list_followed(request.held) - set(known.follow)
         )
 
-    def _summarize(self, orders: LeaseOrders, held: Sequence[protocol.HeldSession]) -> _Known:
-        follow = {each.session for each in held}.intersection(self._logs.followed())
-        return _Known(
-            frozenset(orders.stop), orders.control.generation, orders.draining, frozenset(follow)
-        )
+    def _list_followed(self, held: Sequence[protocol.HeldSession]) -> set[str]:
+        return {each.session for each in held}.intersection(self._logs.followed())
 
     async def _respond(
         self,
         node: str,
-        orders: LeaseOrders,
+        orders: protocol.LeaseResponse,
         held: Sequence[protocol.HeldSession],
         granted: Sequence[Session],
     ) -> protocol.LeaseResponse:
@@ -166,15 +157,11 @@ class ServerDispatcher:
         bodies: dict[str, Task] = {}
         if ids:
             bodies = await self._database.read(lambda tx: {id_: tasks.body(tx, id_) for id_ in ids})
-        known = self._known[node] = self._summarize(orders, held)
+        known = replace(orders, follow=tuple(sorted(self._list_followed(held))))
+        self._known[node] = known
         unique = {session.id: session for session in granted}
-        return protocol.LeaseResponse(
-            work=tuple(protocol.Work(session, bodies[session.task]) for session in unique.values()),
-            stop=orders.stop,
-            control=orders.control,
-            draining=orders.draining,
-            follow=tuple(sorted(known.follow)),
-        )
+        work = tuple(protocol.Work(session, bodies[session.task]) for session in unique.values())
+        return replace(known, work=work)
 
     # ------------------------------------------------------------------ granting
     async def _grant(self) -> None:

@@ -7,7 +7,6 @@ longer holds belongs to another node: it is told to drop it.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from tugline import protocol
 from tugline.server.store import events, nodes, results, sessions
@@ -26,14 +25,8 @@ EPOCHS_FROM = 1_600_000_000
 """Unix seconds at which epochs begin: what a store leases, no store that it replaces has leased."""
 
 
-class LeaseOrders(NamedTuple):
-    """Orders for a node, besides new work."""
-
-    again: tuple[Session, ...]
-    """Leased to it before, in an answer that it did not receive."""
-    stop: tuple[protocol.Stop, ...]
-    control: protocol.Control
-    draining: bool
+Orders = tuple[tuple[Session, ...], protocol.LeaseResponse]
+"""What is leased to a node in an answer that it did not receive, and an answer without work."""
 
 
 # --------------------------------------------------------------------------- to a node
@@ -52,7 +45,7 @@ def register(
 
 def renew(
     tx: Tx, node: str, held: Sequence[protocol.HeldSession], applied: int, *, lease_s: float
-) -> LeaseOrders:
+) -> Orders:
     """Extend a node's lease, record the stages it reports, and reconcile.
 
     Raises `FencedError` for a lost node.
@@ -63,7 +56,7 @@ def renew(
 
 def reconcile(
     tx: Tx, node: str, held: Sequence[protocol.HeldSession], *, advance: bool = False
-) -> LeaseOrders:
+) -> Orders:
     """Compare what a node holds with the table. Raises `FencedError` for a lost node.
 
     With `advance`, the reported stages are recorded; without, nothing is written.
@@ -82,7 +75,8 @@ def reconcile(
         if entry.stop is not None:
             stop.append(protocol.Stop(session, epoch, protocol.StopKind(entry.stop), entry.stop_by))
     again = tuple(entry.session() for entry in entries.values())
-    return LeaseOrders(again, tuple(stop), nodes.control(tx), draining)
+    control = nodes.control(tx)
+    return again, protocol.LeaseResponse(stop=tuple(stop), control=control, draining=draining)
 
 
 def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
