@@ -17,16 +17,7 @@ from msgspec.structs import replace
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
-from tugline.launch.server import (
-    OTHER_FOLDER,
-    Echo,
-    describe_console,
-    folder_lock,
-    handle_signals,
-    managed_gc,
-    open_control_plane,
-    serve_control_plane,
-)
+from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc, open_server
 from tugline.launch.settings import Settings
 from tugline.node.admission import Engines
 from tugline.node.app import Node
@@ -102,19 +93,13 @@ def name_node(settings: Settings) -> str:
 
 async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> None:
     """Run a server and a node that talk to each other without a socket, until a signal."""
-    with folder_lock(folder, instead=OTHER_FOLDER):
-        async with (
-            open_control_plane(settings.server, folder) as control,
-            serve_control_plane(control, settings.server, folder) as (url, metrics),
-        ):
-            echo(f"the server is up at {url}")
-            echo(describe_console(settings.server, folder, url))
+    async with open_server(settings.server, folder, echo) as (control, metrics):
 
-            async def run(opened: OpenNode) -> None:
-                metrics.others.append(opened.metrics.render)
-                await opened.node.run()
+        async def run(opened: OpenNode) -> None:
+            metrics.others.append(opened.metrics.render)
+            await opened.node.run()
 
-            await _run_node(settings, folder, control.dispatcher, echo, run)
+        await _run_node(settings, folder, control.dispatcher, echo, run)
 
 
 async def run_node(settings: Settings, folder: Path, url: str, token: str, echo: Echo) -> None:

@@ -43,7 +43,6 @@ TOKENS = "tokens.json"
 CALLBACK_KEY = "callback.key"
 STORE = "server.db"
 BLOBS = "blobs"
-OTHER_FOLDER = "choose another --dir"
 TOKENS_EVERY_S = 5.0
 """How often ``tokens.json`` is read again."""
 _TOKEN_BYTES = 32
@@ -146,19 +145,17 @@ def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs
     return database, open_blobs(settings.blobs or str(folder / BLOBS))
 
 
-@contextlib.asynccontextmanager
-async def open_control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator[ControlPlane]:
+def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
     """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
     database, blobs = locate_data(settings, folder)
-    async with ControlPlane(
+    return ControlPlane(
         database,
         blobs,
         folder=folder,
         settings=settings,
         check=check_runnable,
         secret=load_callback_key(folder),
-    ) as control:
-        yield control
+    )
 
 
 @contextlib.asynccontextmanager
@@ -183,21 +180,30 @@ async def serve_control_plane(
             raise
 
 
+@contextlib.asynccontextmanager
+async def open_server(
+    settings: ServerSettings, folder: Path, echo: Echo, *, hint: str = ""
+) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
+    """The server with its API, alone in `folder`; prints where it is, and `hint` behind that."""
+    with folder_lock(folder, instead="choose another --dir"):
+        async with (
+            open_control_plane(settings, folder) as control,
+            serve_control_plane(control, settings, folder) as (url, metrics),
+        ):
+            echo(f"the server is up at {url}{hint}")
+            echo(describe_console(settings, folder, url))
+            yield control, metrics
+
+
 async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
     """Run a server for nodes elsewhere, until a signal."""
     raise_file_limit()
-    with folder_lock(folder, instead=OTHER_FOLDER):
-        async with (
-            open_control_plane(settings.server, folder) as control,
-            serve_control_plane(control, settings.server, folder) as (url, _),
-        ):
-            echo(f"the server is up at {url}; it has no node yet")
-            echo(describe_console(settings.server, folder, url))
-            freeze_gc()
-            stopped = asyncio.Event()
-            with handle_signals(stopped.set):
-                await stopped.wait()
-            echo("stopping")
+    async with open_server(settings.server, folder, echo, hint="; it has no node yet"):
+        freeze_gc()
+        stopped = asyncio.Event()
+        with handle_signals(stopped.set):
+            await stopped.wait()
+        echo("stopping")
 
 
 def check_runnable(task: Task) -> None:
