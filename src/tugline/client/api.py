@@ -173,8 +173,8 @@ class Client:
         Without `follow` the stream ends at the newest result.
         """
         query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
-        pages = streams.stream_results(self._http, query, follow=follow)
-        return self._read(pages, consumer, auto_ack=auto_ack)
+        pages = streams.stream_pages(self._http, query, follow=follow)
+        return self._read((found async for _, found in pages), consumer, auto_ack=auto_ack)
 
     def groups(
         self,
@@ -186,9 +186,10 @@ class Client:
         auto_ack: bool = False,
     ) -> AsyncGenerator[streams.GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks))
-        pages = streams.stream_groups(self._http, query, follow=follow)
-        return self._read(pages, consumer, auto_ack=auto_ack)
+        query = protocol.ResultQuery(consumer=consumer, after=after, task=tuple(tasks), groups=True)
+        pages = streams.stream_pages(self._http, query, follow=follow)
+        groups = (streams.group_results(page, found) async for page, found in pages)
+        return self._read(groups, consumer, auto_ack=auto_ack)
 
     async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""

@@ -132,33 +132,22 @@ class GroupResults(NamedTuple):
         return self.view.released or 0
 
 
-async def stream_results(
-    http: Transport, query: protocol.ResultQuery, *, follow: bool
-) -> AsyncGenerator[Sequence[Result], None]:
-    """Pages of results, from `query.after` on; an empty one when nothing new has come for a while.
-
-    Without `follow` it ends with the newest result. Raises `ServerError` at the deadline.
-    """
-    async for _, results in _stream_pages(http, query, follow=follow):
-        yield results
+def group_results(page: protocol.Results, results: Sequence[Result]) -> list[GroupResults]:
+    """The groups of a page, with their results."""
+    members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
+    for result in results:
+        members[result.view.task].append(result)
+    return [GroupResults(group, tuple(members[group.id])) for group in page.groups]
 
 
-async def stream_groups(
-    http: Transport, query: protocol.ResultQuery, *, follow: bool
-) -> AsyncGenerator[Sequence[GroupResults], None]:
-    """Pages of whole groups; see `stream_results`."""
-    query = replace(query, groups=True)
-    async for page, results in _stream_pages(http, query, follow=follow):
-        members: dict[str, list[Result]] = {group.id: [] for group in page.groups}
-        for result in results:
-            members[result.view.task].append(result)
-        yield [GroupResults(group, tuple(members[group.id])) for group in page.groups]
-
-
-async def _stream_pages(
+async def stream_pages(
     http: Transport, query: protocol.ResultQuery, *, follow: bool
 ) -> AsyncGenerator[tuple[protocol.Results, list[Result]], None]:
-    """Each page, and its items with their trajectories."""
+    """Each page from `query.after` on, and its items with their trajectories.
+
+    One without items comes when there was nothing new for a while. Without `follow` it ends with
+    the newest result. Raises `ServerError` at the deadline.
+    """
     query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
         page = await http.ask(
