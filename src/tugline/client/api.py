@@ -82,11 +82,11 @@ class Client:
 
     async def task(self, task: str) -> protocol.TaskView:
         """Read the state of a task. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/tasks/{quote_id(task)}", protocol.TaskView)
+        return await self._http.get(f"/v1/tasks/{quote_id(task)}", protocol.TaskView)
 
     async def task_body(self, task: str) -> Task:
         """Read a task as submitted. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/tasks/{quote_id(task)}/body", Task)
+        return await self._http.get(f"/v1/tasks/{quote_id(task)}/body", Task)
 
     async def tasks(
         self,
@@ -103,9 +103,7 @@ class Client:
 
     async def session(self, session: str) -> protocol.SessionView:
         """Read the state of a session. Raises `Missing`."""
-        return await self._http.ask(
-            "GET", f"/v1/sessions/{quote_id(session)}", protocol.SessionView
-        )
+        return await self._http.get(f"/v1/sessions/{quote_id(session)}", protocol.SessionView)
 
     async def sessions(
         self, *, task: str | None = None, status: Status | None = None, node: str | None = None
@@ -200,7 +198,7 @@ class Client:
 
     async def consumers(self) -> list[protocol.Consumer]:
         """List consumers with their positions."""
-        return await self._http.ask("GET", "/v1/consumers", list[protocol.Consumer])
+        return await self._http.get("/v1/consumers", list[protocol.Consumer])
 
     async def delete_consumer(self, consumer: str) -> None:
         """Forget a consumer; retention no longer waits for it. Raises `Missing`."""
@@ -208,15 +206,11 @@ class Client:
 
     async def result(self, session: str) -> protocol.ResultView:
         """Read the result of a session, without tokens. Raises `Missing`."""
-        return await self._http.ask(
-            "GET", f"/v1/sessions/{quote_id(session)}/result", protocol.ResultView
-        )
+        return await self._http.get(f"/v1/sessions/{quote_id(session)}/result", protocol.ResultView)
 
     async def trajectory(self, session: str) -> Trajectory:
         """Read the trajectory of a session. Raises `Missing` for one that never ran."""
-        return unpack(
-            await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}/trajectory", bytes)
-        )
+        return unpack(await self._http.get(f"/v1/sessions/{quote_id(session)}/trajectory", bytes))
 
     async def recording(self, session: str, folder: Path) -> None:
         """Save the recording of a session, with its tokenizer, in `folder`.
@@ -224,7 +218,7 @@ class Client:
         Raises `Missing`, also if its node keeps it outside of the server's folder.
         """
         path = f"/v1/sessions/{quote_id(session)}/recording"
-        data = await self._http.ask("GET", path, bytes, query={"files": True})
+        data = await self._http.get(path, bytes, query={"files": True})
         if not data:
             raise Missing(f"{self.url} has no recording of {session}: look on the node that ran it")
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
@@ -245,20 +239,20 @@ class Client:
 
     async def status(self) -> protocol.Counts:
         """Read the counts of sessions, tasks and nodes."""
-        return await self._http.ask("GET", "/v1/status", protocol.Counts)
+        return await self._http.get("/v1/status", protocol.Counts)
 
     async def list_events(self, *, after: int = 0, limit: int = 1000) -> list[protocol.Event]:
         """List up to `limit` past events after a position."""
         query = {"after": after, "limit": limit}
-        return await self._http.ask("GET", "/v1/events", list[protocol.Event], query=query)
+        return await self._http.get("/v1/events", list[protocol.Event], query=query)
 
     async def metrics(self) -> str:
         """Read the server's metrics in Prometheus format."""
-        return (await self._http.ask("GET", "/metrics", bytes)).decode()
+        return (await self._http.get("/metrics", bytes)).decode()
 
     async def nodes(self) -> list[protocol.NodeView]:
         """List the nodes."""
-        return await self._http.ask("GET", "/v1/nodes", list[protocol.NodeView])
+        return await self._http.get("/v1/nodes", list[protocol.NodeView])
 
     async def drain(self, node: str) -> None:
         """Drain a node: it finishes its sessions and leaves."""
@@ -269,7 +263,7 @@ class Client:
     ) -> list[protocol.Delivery]:
         """List webhook deliveries: pending, delivered or dead."""
         query = {"state": state, "after": after, "limit": limit}
-        return await self._http.ask("GET", "/v1/deliveries", list[protocol.Delivery], query=query)
+        return await self._http.get("/v1/deliveries", list[protocol.Delivery], query=query)
 
     async def redeliver(self, delivery: int) -> protocol.Delivery:
         """Retry a webhook delivery. Raises `Missing`."""
@@ -307,7 +301,7 @@ class Client:
     # ---------------------------------------------------------------------- weights
     async def weights(self) -> protocol.Control:
         """Read the newest weight version, and whether model calls are paused."""
-        return await self._http.ask("GET", "/v1/weights", protocol.Control)
+        return await self._http.get("/v1/weights", protocol.Control)
 
     async def announce(self, version: int) -> protocol.Barrier:
         """Announce new weights. `Barrier.missing` names nodes that have not confirmed."""
@@ -345,7 +339,7 @@ class Client:
     ) -> AsyncGenerator[protocol.Page, None]:
         after: str | None = None
         while True:
-            page = await self._http.ask("GET", path, protocol.Page, query={**query, "after": after})
+            page = await self._http.get(path, protocol.Page, query={**query, "after": after})
             yield page
             if (after := page.next) is None:
                 return

@@ -31,12 +31,10 @@ async def stream_events(
 ) -> AsyncGenerator[protocol.Event, None]:
     """Events after a position, or from now on. Raises `ServerError` at the deadline."""
     if after is None:
-        after = (await http.ask("GET", "/v1/status", protocol.Counts)).position
+        after = (await http.get("/v1/status", protocol.Counts)).position
     while True:
         query = {"after": after, "task": task, "limit": 1000, "wait_s": _WAIT_S}
-        page = await http.ask(
-            "GET", "/v1/events", list[protocol.Event], query=query, wait_s=_WAIT_S
-        )
+        page = await http.get("/v1/events", list[protocol.Event], query=query, wait_s=_WAIT_S)
         for event in page:
             yield event
             after = event.position
@@ -79,7 +77,7 @@ async def stream_log(
 
 
 async def _is_final(http: Transport, session: str) -> bool:
-    view = await http.ask("GET", f"/v1/sessions/{quote_id(session)}", protocol.SessionView)
+    view = await http.get(f"/v1/sessions/{quote_id(session)}", protocol.SessionView)
     return view.status in TERMINAL
 
 
@@ -150,8 +148,8 @@ async def stream_pages(
     """
     query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
-        page = await http.ask(
-            "GET", "/v1/results", protocol.Results, query=asdict(query), wait_s=query.wait_s
+        page = await http.get(
+            "/v1/results", protocol.Results, query=asdict(query), wait_s=query.wait_s
         )
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
@@ -167,9 +165,7 @@ async def _read_result(http: Transport, view: protocol.ResultView) -> Result:
     packed = b""
     if view.bytes:
         try:
-            packed = await http.ask(
-                "GET", f"/v1/sessions/{quote_id(view.session)}/trajectory", bytes
-            )
+            packed = await http.get(f"/v1/sessions/{quote_id(view.session)}/trajectory", bytes)
         except Missing as error:  # what comes after it can still be read
             _log.error("a trajectory is lost", session=view.session, error=str(error))
     return Result(view, packed)

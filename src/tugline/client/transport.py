@@ -153,6 +153,12 @@ class Transport:
             budget.limit(self.deadline_s + sending_s)  # the requested wait is over
             await budget.wait(error, pause_s)
 
+    async def get(
+        self, path: str, kind: type[T], *, query: Query | None = None, wait_s: float = 0.0
+    ) -> T:
+        """Read what is at `path`; see `ask`."""
+        return await self.ask("GET", path, kind, query=query, wait_s=wait_s)
+
     def start_budget(self) -> RetryBudget:
         """Start the retry budget of a stream, to be renewed by progress."""
         return RetryBudget(self.deadline_s, self._sleep)
