@@ -285,23 +285,6 @@ def field_docs(kind: type) -> Mapping[str, str]:
     return docs
 
 
-def describe_structs(kinds: Iterable[Any], ref_template: str) -> dict[str, Any]:
-    """JSON schemas of all structs in these types, by name, with the docstrings of their fields."""
-    waiting = [struct for kind in kinds for struct in list_structs(kind)]
-    _, schemas = msgspec.json.schema_components(waiting, ref_template=ref_template)
-    seen = set()
-    while waiting:
-        struct = waiting.pop()
-        if struct in seen:
-            continue
-        seen.add(struct)
-        for name, text in field_docs(struct).items():
-            schemas[struct.__name__]["properties"][name].setdefault("description", text)
-        for field in msgspec.structs.fields(struct):
-            waiting += list_structs(field.type)
-    return schemas
-
-
 def list_structs(annotation: Any) -> list[type[msgspec.Struct]]:
     """Every struct inside an annotation, such as that of ``Callback | None``."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):

@@ -16,9 +16,9 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 from starlette.responses import Response
+from struct_schemas import describe_structs
 
 from tugline.protocol import Problem
-from tugline.schema import describe_structs
 from tugline.server.http import handlers
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from struct_schemas import describe_structs
 
-from tugline.schema import describe_structs
 from tugline.task_files import INSTRUCTION_FILE, PLUGINS
 from tugline.types import Task
 
