@@ -6,12 +6,11 @@ Exit code 0 if every check that could be made passed, 1 if one failed or a recor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import format_counts, print_report, print_text
+from tugline.cli.output import format_counts, make_table, print_report, print_text
 from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.verify.engine import Scorer, connect_scorer
@@ -104,20 +103,17 @@ def _make_table(report: SessionReport) -> Table:
     if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
     numbers = (Column(name, justify="right", min_width=7) for name in names)
-    table = Table("call", "continuation", Column("detail", overflow="fold"), *numbers, box=None)
+    rows = []
     for turn in report.turns:
         continuation = Text(turn.continuation, CONTINUATION_STYLES[turn.continuation])
-        counts = (str(count) for count in (turn.prompt, turn.shared, turn.sampled))
+        counts = (turn.prompt, turn.shared, turn.sampled)
         values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl)
         scores = ("" if value is None else f"{value:.1e}" for value in values)
-        cells: list[RenderableType] = [
-            str(turn.call),
-            continuation,
-            Text(turn.detail),
-            *counts,
-            *scores,
-        ]
-        table.add_row(*cells[: 3 + len(names)], style="red" if turn.faults else "")
+        cells = (turn.call, continuation, turn.detail, *counts, *scores)
+        rows.append(cells[: 3 + len(names)])
+    detail = Column("detail", overflow="fold")
+    table = make_table(("call", "continuation", detail, *numbers), rows)
+    table.row_styles = ["red" if turn.faults else "" for turn in report.turns]
     return table
 
 
