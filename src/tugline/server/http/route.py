@@ -28,6 +28,7 @@ from starlette.responses import Response, StreamingResponse
 
 from tugline import errors, log
 from tugline.protocol import PROBLEM, FieldError, Problem
+from tugline.schema import copy_fields
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import Database
@@ -92,22 +93,12 @@ def respond(error: Exception) -> Response:
         _log.error("fault", id=fault, exception="".join(traceback.format_exception(error)))
         detail = f"something went wrong here; the server's log has it under the id {fault}"
     status, title = PROBLEMS[name]
-    problem = Problem(
-        type=PROBLEM + name,
-        title=title,
-        status=status,
-        detail=detail,
-        field=getattr(error, "field", ""),
-        known=getattr(error, "known", ()),
-        errors=tuple(map(_describe, getattr(error, "problems", ()) if status == 422 else ())),
-    )
+    mistakes = getattr(error, "problems", ()) if status == 422 else ()
+    listed = tuple(copy_fields(FieldError, each, detail=str(each)) for each in mistakes)
+    own = {"type": PROBLEM + name, "title": title, "status": status, "detail": detail}
+    problem = copy_fields(Problem, error, **own, errors=listed)
     headers = {"allow": ", ".join(problem.known)} if status == 405 else _HEADERS.get(status)
     return Response(msgspec.json.encode(problem), status, headers, media_type=PROBLEM_JSON)
-
-
-def _describe(error: errors.TuglineError) -> FieldError:
-    """One of several mistakes."""
-    return FieldError(str(error), getattr(error, "field", ""), getattr(error, "known", ()))
 
 
 def _name_of(error: Exception) -> str:
