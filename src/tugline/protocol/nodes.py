@@ -114,7 +114,6 @@ LEASE_WAIT_S = 30.0
 """Default time that a lease request waits for work."""
 Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1, description="Epoch of the lease.")]
 SessionId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
-Generation = Annotated[int, Meta(ge=0, le=BIG)]
 
 
 class HeldSession(msgspec.Struct, frozen=True):
@@ -125,13 +124,19 @@ class HeldSession(msgspec.Struct, frozen=True):
     status: Status
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class Renewal(msgspec.Struct, frozen=True, kw_only=True):
+    """Heartbeat of a node, with everything it holds."""
+
+    held: tuple[HeldSession, ...] = ()
+    applied: Annotated[int, Meta(ge=0, le=BIG)] = 0
+    """Generation of the applied `Control`; a request is answered at once if there is a newer one.
+    """
+
+
+class LeaseRequest(Renewal, frozen=True, kw_only=True):
     """Request for up to `capacity` sessions; it also renews, so `held` lists all that are held."""
 
     capacity: Annotated[int, Meta(ge=0, le=1_000_000)]
-    held: tuple[HeldSession, ...] = ()
-    applied: Generation = 0
-    """Generation of the applied `Control`; the answer comes at once if there is a newer one."""
     wait_s: Annotated[float, Meta(ge=0, le=2 * LEASE_WAIT_S)] = LEASE_WAIT_S
 
 
@@ -172,13 +177,6 @@ class LeaseResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The node should finish what it holds and leave."""
     follow: tuple[str, ...] = ()
     """Sessions whose log is being read."""
-
-
-class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """Heartbeat of a node, with everything it holds."""
-
-    held: tuple[HeldSession, ...] = ()
-    applied: Generation = 0
 
 
 class CommitOutcome(StrEnum):

@@ -125,7 +125,7 @@ class ServerDispatcher:
         return await self._database.read(nodes.find_by_token, token)
 
     # ------------------------------------------------------------------ one request
-    async def _renew(self, node: str, request: protocol.LeaseRequest | protocol.Renewal) -> Orders:
+    async def _renew(self, node: str, request: protocol.Renewal) -> Orders:
         return await self._database.write_relaxed(
             leases.renew, node, request.held, request.applied, lease_s=self._lease_s
         )
