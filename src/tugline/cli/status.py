@@ -132,7 +132,7 @@ def _make_summary(seen: Overview) -> Table:
     rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
     reward = "" if seen.reward is None else f"  mean reward {seen.reward:.3g}"
     finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
-    stragglers = (f"{task.id} ({_count_finished(task)})" for task in seen.stragglers)
+    stragglers = (f"{one.id} ({one.finished} of {one.samples})" for one in seen.stragglers)
     rows = {
         "server": f"{seen.url}  position {counts.position:,}  {weights}",
         "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(seen.queue)}",
@@ -149,11 +149,6 @@ def _make_summary(seen: Overview) -> Table:
         if text:
             table.add_row(Text(name, style="bold"), Text(text))
     return table
-
-
-def _count_finished(task: TaskView) -> str:
-    finished = sum(task.counts.get(status, 0) for status in TERMINAL)
-    return f"{finished} of {task.samples}"
 
 
 def _make_nodes_table(seen: Overview) -> Table:

@@ -17,7 +17,6 @@ import msgspec
 from tugline.client.api import Client
 from tugline.errors import TuglineError
 from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, TaskState, TaskView
-from tugline.types import TERMINAL
 
 _RATE_WINDOW_S = 60.0
 _HISTORY = 1000
@@ -169,8 +168,7 @@ def _is_listed(node: NodeView, now: float) -> bool:
 
 
 def _is_straggling(task: TaskView) -> bool:
-    finished = sum(task.counts.get(status.value, 0) for status in TERMINAL)
-    return task.samples > 1 and task.samples / 2 <= finished < task.samples
+    return task.samples > 1 and task.samples / 2 <= task.finished < task.samples
 
 
 # --------------------------------------------------------------------------- health

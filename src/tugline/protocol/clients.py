@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tugline.types import Failure, Status
+from tugline.types import TERMINAL, Failure, Status
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +46,11 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     released: int | None = None
     """Position of its release."""
     tags: dict[str, str] = {}
+
+    @property
+    def finished(self) -> int:
+        """Sessions that are final."""
+        return sum(self.counts.get(status, 0) for status in TERMINAL)
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
