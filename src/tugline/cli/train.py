@@ -26,11 +26,6 @@ from tugline.errors import UsageError
 
 RUNS = Path("runs")
 SUMMARY = "summary.json"
-_DEMO_SETTINGS = (
-    "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
-    "port",
-)  # fmt: skip
-"""The flags of `demo` that are settings of its run; a resumed run keeps them."""
 
 TrainingFolder = Annotated[
     Path | None, Parameter("--out", help="Folder of the run (default: runs/<name>-<time>).")
@@ -141,11 +136,12 @@ def demo(
         config: YAML or TOML file with any of the settings.
     """
     flags = locals()
-    given = {name: flags[name] for name in _DEMO_SETTINGS if flags[name] is not None}
     console = Console(stderr=True, highlight=False)
     with _name_missing_extra("demo"):
         from tugline.demo import run  # noqa: PLC0415 - needs the extra
 
+        fields = run.DemoSettings.__struct_fields__
+        given = {name: flags[name] for name in fields if flags.get(name) is not None}
         folder = _choose_folder(out, "demo", run.SETTINGS, resume=resume)
         settings = run.choose_settings(folder, given, config)
         training = run.make_config(settings)
