@@ -23,6 +23,8 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 Required = Annotated[str, Parameter(required=True)]
 """A positional argument of which at least one must be given."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "warm_start_model"
+"""The tiny model that is served or trained where none is named."""
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
 

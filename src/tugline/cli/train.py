@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED, Json
+from tugline.cli.options import DEMO_MODEL, INTERRUPTED, Json
 from tugline.cli.output import print_json, save_report
 from tugline.errors import UsageError
 
@@ -57,8 +56,7 @@ def train(
         from tugline.trainers import batches, loop, models, sinks, state  # noqa: PLC0415 - needs the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
 
-        model = Path(str(files("tugline.demo"))) / "warm_start_model"
-        settings = read_config(config, model, server=server, engines=engine or ())
+        settings = read_config(config, DEMO_MODEL, server=server, engines=engine or ())
         if _is_follower():
             if not dry_run:
                 models.follow(settings)

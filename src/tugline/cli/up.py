@@ -11,7 +11,6 @@ import sqlite3
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from cyclopts import App, Parameter
 from msgspec.structs import replace
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED, Json
+from tugline.cli.options import DEMO_MODEL, INTERRUPTED, Json
 from tugline.cli.output import print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import STORE, is_local, locate_data, run_server
@@ -33,7 +32,6 @@ from tugline.server.store.results import list_digests
 from tugline.types import Mode
 
 DATA = Path("tugline-data")
-_MODEL = "warm_start_model"
 
 Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
 
@@ -152,9 +150,8 @@ def add_default_engine(settings: Settings) -> Settings:
         raise UsageError(msg)
     if engine.urls or engine.model:
         return settings
-    model = Path(str(files("tugline.demo"))) / _MODEL
     echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
-    return replace(settings, engine=replace(engine, model=model))
+    return replace(settings, engine=replace(engine, model=DEMO_MODEL))
 
 
 def echo(line: str) -> None:
