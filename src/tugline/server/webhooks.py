@@ -21,11 +21,12 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from tugline import log
 from tugline.errors import Invalid, Missing, StoreError
@@ -94,19 +95,21 @@ class WebhookSender:
         self._hosts, self._retries = hosts, retries
         self._name = hashlib.sha256(secret).hexdigest()[:12]
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self._client: Any = None
-        """Made for the first delivery: importing aiohttp delays a start by a fifth of a second."""
 
     async def run(self) -> None:
         """Send until it is cancelled."""
-        try:
-            await self._watch()
-        finally:
-            for sender in self._senders.values():
-                sender.cancel()
-            await asyncio.gather(*self._senders.values(), return_exceptions=True)
-            if self._client is not None:
-                await self._client.close()
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._retries.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(self._hosts is None)),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
+        ) as self._client:
+            try:
+                await self._watch()
+            finally:
+                for sender in self._senders.values():
+                    sender.cancel()
+                await asyncio.gather(*self._senders.values(), return_exceptions=True)
 
     def check(self, task: Task) -> None:
         """Raises `Invalid` for a task whose callback would never be sent."""
@@ -149,17 +152,9 @@ class WebhookSender:
     async def _send_all(self, host: str) -> None:
         """Send what is due at a host, a few at a time, until there is nothing more."""
         failures = 0
-        http = await asyncio.to_thread(import_module, "aiohttp")
-        self._client = self._client or http.ClientSession(
-            timeout=http.ClientTimeout(total=self._retries.timeout_s),
-            connector=http.TCPConnector(limit=0, resolver=_Resolver(self._hosts is None)),
-            cookie_jar=http.DummyCookieJar(),
-            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
-        )
-        send = partial(self._send, http.ClientError)
         try:
             while claimed := await self._claim(host):
-                tries = await asyncio.gather(*map(send, claimed))
+                tries = await asyncio.gather(*map(self._send, claimed))
                 await self._database.write(_record, tries, self._retries)
                 failures = (
                     0 if any(each.final or not each.error for each in tries) else failures + 1
@@ -177,7 +172,7 @@ class WebhookSender:
             events.claim_deliveries, host, for_s=for_s, limit=limit
         )
 
-    async def _send(self, broken: type[Exception], delivery: Delivery) -> _Try:
+    async def _send(self, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`; no more than the head of the answer is read."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
         if not is_allowed(delivery.url, self._hosts):
@@ -193,15 +188,14 @@ class WebhookSender:
             async with self._client.post(
                 delivery.url, data=body, headers=headers, allow_redirects=False
             ) as answer:
-                return self._read_answer(
-                    delivery, answer.status, answer.headers.get("Retry-After", "")
-                )
+                return self._read_answer(delivery, answer)
         except TimeoutError:
             return _Try(delivery, f"no answer within {self._retries.timeout_s:g} s")
-        except (broken, ValueError) as error:  # the latter for an invalid URL
+        except (aiohttp.ClientError, ValueError) as error:  # the latter for an invalid URL
             return _Try(delivery, str(error) or type(error).__name__)
 
-    def _read_answer(self, delivery: Delivery, status: int, retry_after: str) -> _Try:
+    def _read_answer(self, delivery: Delivery, answer: aiohttp.ClientResponse) -> _Try:
+        status, retry_after = answer.status, answer.headers.get("Retry-After", "")
         if 200 <= status < 300:
             return _Try(delivery)
         if status == 410:
@@ -258,7 +252,7 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
 
 
 # --------------------------------------------------------------------------- HTTP
-class _Resolver:
+class _Resolver(AbstractResolver):
     """Resolves names in threads of its own, so a slow name server blocks nothing else."""
 
     def __init__(self, public_only: bool) -> None:  # noqa: FBT001 - named by its class
@@ -267,7 +261,7 @@ class _Resolver:
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[dict[str, Any]]:
+    ) -> list[ResolveResult]:
         """Addresses of `host`. Raises `OSError`."""
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
