@@ -30,7 +30,7 @@ _STAGES = tuple(str(one) for one in Status if one not in {*TERMINAL, Status.QUEU
 _NODE_STYLES = {NodeState.LIVE: "", NodeState.DRAINING: "yellow", NodeState.GONE: "dim"}
 
 
-def status(
+async def status(
     name: str | None = None,
     /,
     *,
@@ -47,26 +47,21 @@ def status(
         every: Seconds between refreshes.
     """
     console = Console(highlight=False)
-    live = watch and console.is_terminal and not as_json
+    async with remote.connect() as client:
+        monitor = Monitor(client)
 
-    async def main() -> None:
-        async with remote.connect() as client:
-            monitor = Monitor(client)
+        async def read() -> tuple[object, RenderableType]:
+            if name is not None:
+                return await _read_named(client, name)
+            overview = await monitor.read()
+            return overview, render(overview)
 
-            async def read() -> tuple[object, RenderableType]:
-                if name is not None:
-                    return await _read_named(client, name)
-                overview = await monitor.read()
-                return overview, render(overview)
-
-            if live:
+        if watch and console.is_terminal and not as_json:
+            with contextlib.suppress(asyncio.CancelledError):  # by an interrupt
                 await _watch(read, every, console)
-                return
-            report, screen = await read()
-            print_report(report, lambda: print_text(screen), as_json=as_json)
-
-    with contextlib.suppress(KeyboardInterrupt) if live else contextlib.nullcontext():
-        asyncio.run(main())
+            return
+        report, screen = await read()
+        print_report(report, lambda: print_text(screen), as_json=as_json)
 
 
 async def _watch(
