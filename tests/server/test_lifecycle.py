@@ -247,7 +247,7 @@ class Lifecycle:
             }
             assert task.usable == len(judged)
             assert not ended or set(task.missing) == set(range(task.samples)) - judged
-        counts = stats.count_by_status(tx)
+        counts = stats.counts(tx).sessions
         for status in Status:
             assert counts.get(status, 0) == sum(e.status == status for e in entries.values())
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from tugline.histogram import Values
 from tugline.protocol import Counts, NodeState
-from tugline.server.store import events, nodes
+from tugline.server.store import nodes
 from tugline.server.store.base import Tx
 from tugline.types import TERMINAL, Status
 
@@ -38,31 +38,25 @@ def gauges(tx: Tx) -> dict[str, Values]:
 
 
 def counts(tx: Tx) -> Counts:
-    """Summary for clients, in a time that does not grow with finished sessions."""
+    """Summary for clients. Finished sessions have counters: they are not scanned."""
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
+    sessions: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
+    sessions |= Counter(
+        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
+    )
+    sessions[Status.QUEUED.value] = at["sessions"] - sum(sessions.values())
     return Counts(
-        sessions=count_by_status(tx),
+        sessions={name: n for name, n in sessions.items() if n},
         tasks_open=at["tasks"] - at["released"],
         nodes=live,
         slots=slots,
-        position=events.latest(tx),
+        position=at["events"],
         version=control.version,
         paused=control.paused is not None,
         dead_deliveries=_count_deliveries(tx, "dead"),
     )
-
-
-def count_by_status(tx: Tx) -> dict[str, int]:
-    """Sessions by status, from counters: finished sessions are not scanned."""
-    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
-    counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
-    counts |= Counter(
-        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
-    )
-    counts[Status.QUEUED.value] = at["sessions"] - sum(counts.values())
-    return {name: n for name, n in counts.items() if n}
 
 
 def _count_deliveries(tx: Tx, state: str) -> int:
