@@ -16,12 +16,11 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from tugline.errors import BadSignature, UsageError
 
 PREFIX = "whsec_"
-_BYTES = 32
 
 
 def new_secret() -> str:
     """A random secret."""
-    return PREFIX + base64.b64encode(secrets.token_bytes(_BYTES)).decode()
+    return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def key_of(secret: str) -> bytes:

@@ -24,7 +24,6 @@ from tugline.schema import copy_fields
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
-_SUM = 1e-6
 
 
 @Parameter(name="*")
@@ -165,7 +164,7 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
-    fine = all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < _SUM
+    fine = all(share > 0 for share in shares.values()) and abs(sum(shares.values()) - 1) < 1e-6
     if not fine or len(shares) <= text.count(","):
         msg = f"--split {text!r}: shares must be above 0 and add up to 1, each name be there once"
         raise UsageError(msg)

@@ -34,7 +34,6 @@ from tugline.types import (
 INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
 FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
 LAST_WORDS = "All done, both words are in."
-_AGENT_S = 120.0
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +178,7 @@ async def _run_session(
         runtime=runtime,
         evaluator=PluginSpec("session_completed"),
         files=FILES,
-        limits=Limits(agent_s=_AGENT_S),
+        limits=Limits(agent_s=120.0),
     )
     session = Session(id="check-0", task=task.id, sample=0)
     async with (

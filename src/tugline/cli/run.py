@@ -40,8 +40,6 @@ from tugline.recording.folder import list_recordings
 from tugline.trainers import evaluation
 from tugline.types import Boundary, PluginSpec, Task
 
-EVALUATION = "evaluation.json"
-GENERATION = "generation.json"
 FILES = {
     "conversations.jsonl": PluginSpec("sft", {"arguments": "object"}),
     "traces.parquet": PluginSpec("parquet"),
@@ -135,7 +133,7 @@ def eval(  # noqa: A001 - the name of the command
     attempts = [evaluation.to_attempt(view) for view in views]
     found = evaluation.evaluate(attempts, k=k, tags=_read_tags(tasks))
     change = evaluation.compare(attempts, before) if before is not None else None
-    save_report(out / EVALUATION, {"evaluation": found, "change": change}, as_json=as_json)
+    save_report(out / "evaluation.json", {"evaluation": found, "change": change}, as_json=as_json)
     if as_json:
         return
     rows = [*evaluation.summarize(found)]
@@ -200,7 +198,7 @@ def generate(
     for one in totals.values():
         one.cost = (one.prompt_tokens * price_in + one.sampled_tokens * price_out) / 1e6
     rows = _write_set(out, accepted)
-    save_report(out / GENERATION, {"tags": totals, "files": rows}, as_json=as_json)
+    save_report(out / "generation.json", {"tags": totals, "files": rows}, as_json=as_json)
     if not as_json:
         _print_figures(totals, rows)
     if not accepted:

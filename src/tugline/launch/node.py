@@ -28,7 +28,6 @@ from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec
 from tugline.web.serve import raise_file_limit, serve
 
-RECORDINGS = "recordings"
 NODES = "nodes"
 
 
@@ -62,7 +61,7 @@ async def open_node(
         versions={"tugline": version("tugline"), **settings.node.versions},
     )
     tracer = open_tracer(os.environ, node=own.name)
-    recordings = folder / RECORDINGS
+    recordings = folder / "recordings"
     host, port = settings.gateway.host, settings.gateway.port
     async with (
         Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port) as gateway,

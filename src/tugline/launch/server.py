@@ -45,7 +45,6 @@ STORE = "server.db"
 BLOBS = "blobs"
 TOKENS_EVERY_S = 5.0
 """How often ``tokens.json`` is read again."""
-_TOKEN_BYTES = 32
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = log.get("server")
 Echo = Callable[[str], None]
@@ -97,7 +96,7 @@ def load_tokens(folder: Path) -> Tokens:
     """The server's tokens, created if missing. Raises `UsageError` for a damaged file."""
     path = folder / TOKENS
     if not path.exists():
-        client, join, read = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(3))
+        client, join, read = (secrets.token_urlsafe(32) for _ in range(3))
         tokens = Tokens(client, join, read)
         write_file(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
     return _read_tokens(path)

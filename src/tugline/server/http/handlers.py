@@ -29,7 +29,6 @@ from tugline.web.sse import encode_event
 
 MAX_BATCH = 1000
 """Tasks of one request."""
-MAX_BATCH_BYTES = 64 << 20
 MAX_RESULT = 256 << 20
 """Bytes of a trajectory as its node sends it."""
 MAX_CHUNK = 4 << 20
@@ -46,7 +45,7 @@ class CancelQuery(msgspec.Struct, frozen=True):
     """Named in the results that end this way."""
 
 
-@ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=MAX_BATCH_BYTES)
+@ROUTES.add("POST", "/v1/tasks", route.CLIENTS, max_body=64 << 20)
 async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
