@@ -68,10 +68,9 @@ Flags = Mapping[str, object]
 
 def load_settings(config: Path | None, *, server: Flags, node: Flags, engine: Flags) -> Settings:
     """The file at `config`, if any, overridden by flags. Raises `ConfigError`."""
-    values = read_values(config) if config else {}
-    if config:
-        from_mapping(values or {}, Settings, source=str(config))
-    merged = {table: dict(keys) for table, keys in (values or {}).items()}
+    values = (read_values(config) if config else None) or {}
+    from_mapping(values, Settings, source=str(config))
+    merged = {table: dict(keys) for table, keys in values.items()}
     for table, given in (("server", server), ("node", node), ("engine", engine)):
         flags = {key: value for key, value in given.items() if value is not None}
         merged.setdefault(table, {}).update(flags)
