@@ -81,6 +81,13 @@ class Tx:
         rows = self.all(sql, **values)
         return rows[0] if rows else None
 
+    def require_one(self, sql: str, missing: Exception, **values: object) -> Row:
+        """The first row. Raises `missing` if there is none."""
+        row = self.fetch_one(sql, **values)
+        if row is None:
+            raise missing
+        return row
+
     def read_after(
         self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None
     ) -> list[Row]:

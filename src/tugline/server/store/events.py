@@ -161,16 +161,15 @@ def settle(
 
 def retry_delivery(tx: Tx, delivery: int) -> Delivery:
     """Send it again, with all its tries, whatever its state. Raises `Missing`."""
-    rows = tx.all(
+    row = tx.require_one(
         "UPDATE outbox SET state = 'pending', tries = 0, next_try = :now"  # noqa: S608 - constants
         f" WHERE id = :id RETURNING {_DELIVERY}",
+        Missing(f"no delivery {delivery}"),
         id=delivery,
         now=tx.now,
     )
-    if not rows:
-        raise Missing(f"no delivery {delivery}")
     tx.notify("outbox")
-    return to_struct(Delivery, _DELIVERY, rows[0])
+    return to_struct(Delivery, _DELIVERY, row)
 
 
 def list_deliveries(tx: Tx, query: DeliveryQuery) -> list[Delivery]:

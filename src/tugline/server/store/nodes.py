@@ -68,11 +68,9 @@ def list_named(tx: Tx, name: str, instance: str = "") -> list[str]:
 
 def state(tx: Tx, node: str) -> NodeState:
     """Raises `FencedError` for one that is gone or was never here."""
-    row = tx.fetch_one("SELECT state FROM nodes WHERE id = :node AND state <> 'gone'", node=node)
-    if row is None:
-        msg = f"node {node!r} was lost: what it held is given to others; register again"
-        raise FencedError(msg)
-    return NodeState(row[0])
+    query = "SELECT state FROM nodes WHERE id = :node AND state <> 'gone'"
+    lost = FencedError(f"node {node!r} was lost: what it held is given to others; register again")
+    return NodeState(tx.require_one(query, lost, node=node)[0])
 
 
 def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:

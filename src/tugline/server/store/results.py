@@ -181,13 +181,10 @@ def get_at(tx: Tx, position: int) -> ResultView:
 
 
 def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
-    row = tx.fetch_one(
-        f"SELECT blob, digest, view FROM results WHERE {column} = :value",  # noqa: S608 - constants
-        value=value,
-    )
-    if row is None:
-        raise Missing(f"{column} {value!r} has no result, or is unknown")
-    return row[0], row[1], _view.decode(row[2])
+    query = f"SELECT blob, digest, view FROM results WHERE {column} = :value"  # noqa: S608 - constants
+    missing = Missing(f"{column} {value!r} has no result, or is unknown")
+    blob, digest, packed = tx.require_one(query, missing, value=value)
+    return blob, digest, _view.decode(packed)
 
 
 def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:

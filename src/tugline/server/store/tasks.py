@@ -142,18 +142,14 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
 # --------------------------------------------------------------------------- reading
 def body(tx: Tx, task: str) -> Task:
     """The task as it was submitted. Raises `Missing`."""
-    row = tx.fetch_one("SELECT body FROM tasks WHERE id = :task", task=task)
-    if row is None:
-        raise _missing(task)
-    return unpack(row[0])
+    query = "SELECT body FROM tasks WHERE id = :task"
+    return unpack(tx.require_one(query, _missing(task), task=task)[0])
 
 
 def view(tx: Tx, task: str) -> TaskView:
     """Current state of a task. Raises `Missing`."""
-    rows = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id = :task", task=task)  # noqa: S608 - constants
-    if not rows:
-        raise _missing(task)
-    return _views(tx, rows)[0]
+    query = f"SELECT {_COLUMNS} FROM tasks WHERE id = :task"  # noqa: S608 - constants
+    return _views(tx, [tx.require_one(query, _missing(task), task=task)])[0]
 
 
 def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
@@ -220,8 +216,7 @@ def _parse_tag(tag: str) -> str:
 
 
 def _missing(task: str) -> Missing:
-    msg = f"no task {task!r}"
-    return Missing(msg)
+    return Missing(f"no task {task!r}")
 
 
 # --------------------------------------------------------------------------- retention
