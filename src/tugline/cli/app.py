@@ -44,7 +44,7 @@ COMMANDS = {
     "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
 }
 """Each is a function, or a group of commands, of this name."""
-MODULES = {"cancel": "status", "logs": "status", "node": "up", "server": "up"}
+MODULES = {"cancel": "status", "logs": "status", "node": "up", "plan": "bench", "server": "up"}
 MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
 """Where it is not in a module of its own name."""
 

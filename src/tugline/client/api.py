@@ -281,8 +281,7 @@ class Client:
     ) -> None:
         """Report finite figures and notes of a step of a trainer, which the console shows.
 
-        What was reported of the step under other names stays. A run that goes on from an earlier
-        step is `rewound` there: what was reported of later ones is deleted.
+        What was reported of it under other names stays; of a `rewound` run, later steps go.
         """
         body = protocol.RunStep(
             step=step, figures=dict(figures), notes=dict(notes), rewound=rewound
@@ -291,12 +290,12 @@ class Client:
 
     async def runs(self) -> list[protocol.RunView]:
         """List the runs of trainers, the one that reported last first."""
-        return await self._http.ask("GET", "/v1/runs", list[protocol.RunView])
+        return await self._http.get("/v1/runs", list[protocol.RunView])
 
     async def run_steps(self, run: str, *, after: int = -1) -> list[protocol.RunStep]:
         """List up to 1,000 steps after one."""
         path = f"/v1/runs/{quote_id(run)}/steps"
-        return await self._http.ask("GET", path, list[protocol.RunStep], query={"after": after})
+        return await self._http.get(path, list[protocol.RunStep], query={"after": after})
 
     # ---------------------------------------------------------------------- weights
     async def weights(self) -> protocol.Control:

@@ -32,7 +32,7 @@ from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
 from tugline.server.settings import ServerSettings
-from tugline.server.store import events, leases, nodes, results, runs, sessions, tasks
+from tugline.server.store import events, leases, nodes, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, uptime
 from tugline.server.validation import compute_digest, pack_tasks
@@ -304,7 +304,7 @@ class Retention:
             alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
             while await write(tasks.delete_finished, before, alive):
                 pass
-            await write(runs.trim, before)
+            await write(stats.trim_runs, before)
         await sweep(self._blobs, self._database)
         while await write(events.trim, now - settings.keep_events_days * _DAY_S):
             pass

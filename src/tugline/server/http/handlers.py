@@ -22,7 +22,7 @@ from tugline.protocol.nodes import Epoch
 from tugline.recording.folder import file_name, pack_files
 from tugline.recording.view.html_page import pack_recording
 from tugline.server.http import route
-from tugline.server.store import events, nodes, results, runs, sessions, stats, tasks
+from tugline.server.store import events, nodes, results, sessions, stats, tasks
 from tugline.server.validation import decode_trajectory
 from tugline.types import Task, encode
 from tugline.web.sse import encode_event
@@ -31,8 +31,6 @@ MAX_BATCH = 1000
 """Tasks of one request."""
 MAX_RESULT = 256 << 20
 """Bytes of a trajectory as its node sends it."""
-MAX_CHUNK = 4 << 20
-"""Bytes of log in one request."""
 MAX_HELD = 16 << 20
 """Bytes of a request that lists what a node holds."""
 ROUTES = route.Routes()
@@ -199,7 +197,7 @@ async def release(call: route.BodyCall[protocol.Release]) -> None:
     await call.control.dispatcher.release(call.id, call.body)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, max_body=MAX_CHUNK)
+@ROUTES.add("POST", "/v1/sessions/{id}/log", route.NODES, max_body=4 << 20)
 async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> protocol.LogLength:
     """Append to a session's log."""
     await _check_holder(call)
@@ -271,9 +269,8 @@ async def announce(call: route.BodyCall[protocol.Version]) -> protocol.Barrier:
 @ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
 async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
-    return await call.attend(
-        call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
-    )
+    pausing = call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
+    return await call.attend(pausing)
 
 
 @ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
@@ -286,19 +283,19 @@ async def resume(call: route.PlainCall) -> protocol.Barrier:
 @ROUTES.add("GET", "/v1/runs", route.READERS)
 async def list_runs(call: route.PlainCall) -> list[protocol.RunView]:
     """List the runs of trainers, the one that reported last first."""
-    return await call.db.read(runs.list_views)
+    return await call.db.read(stats.list_runs)
 
 
 @ROUTES.add("GET", "/v1/runs/{id}/steps", route.READERS)
 async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol.RunStep]:
     """List what a trainer reported of its steps."""
-    return await call.db.read(runs.steps, call.id, call.query)
+    return await call.db.read(stats.list_steps, call.id, call.query)
 
 
 @ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS)
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; those of the same names are replaced."""
-    await call.db.write(runs.report, call.id, call.body)
+    await call.db.write(stats.report_step, call.id, call.body)
 
 
 # --------------------------------------------------------------------------- results
