@@ -36,7 +36,7 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-CODE_LINES = 33_335
+CODE_LINES = 33_333
 """Lines of code in the package, without blank lines, comments and docstrings."""
 FILES = 254
 ALLOWED = {

@@ -182,9 +182,8 @@ async def earned(
         assert not end.timed_out
         patch = await sandbox.diff()
     outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
-    for _ in range(
-        3
-    ):  # on a busy machine there is no verdict; the server runs such a session again
+    # On a busy machine there is no verdict; the server runs such a session again.
+    for _ in range(3):
         with contextlib.suppress(SandboxError):
             return (await evaluator.evaluate(outcome)).reward.value
     return (await evaluator.evaluate(outcome)).reward.value

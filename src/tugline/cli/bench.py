@@ -3,8 +3,8 @@
 Benchmarks are separate programs beside the package, with stub engines and load generators that no
 installation needs.
 
-A plan is made as docs/deploy.md says, with constants of the benchmarks. They are of one kind of
-processor, so it may be wrong by half: it says what to look at first.
+A plan is made as docs/deploy.md says, with constants of the benchmarks, which are of one kind of
+processor: it says what to look at first.
 """
 
 import math

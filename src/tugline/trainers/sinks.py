@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -183,18 +183,17 @@ class ServerSink(Sink):
 
     def __init__(self, server: str) -> None:
         """`server` is its URL."""
-        self._client = SyncClient(server, deadline_s=_SEND_S)
+        self._server = server
         self._sender = ThreadPoolExecutor(1, "report-steps")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Name the run after its folder; figures that a kill kept on their way are sent again."""
         name = re.sub(r"[^A-Za-z0-9._-]", "_", folder.absolute().name)[:100]
         self._run = f"{name}-{name_run(folder).rstrip('.')}"
+        self._client = SyncClient(self._server, deadline_s=_SEND_S)
         self._client.__enter__()
         self._send(step, rewound=True)
-        for row in read_lines(folder / METRICS):
-            if row.pop("step") != step:
-                continue
+        for row in [row for row in read_lines(folder / METRICS) if row.pop("step") == step]:
             if "note" in row:
                 self.note(step, row["note"], row["text"])
             else:
@@ -203,25 +202,26 @@ class ServerSink(Sink):
     def log(self, step: int, figures: Figures) -> None:
         """Send them soon."""
         finite = {name: value for name, value in figures.items() if math.isfinite(value)}
-        self._send(step, finite)
+        self._send(step, figures=finite)
 
     def note(self, step: int, name: str, text: str) -> None:
         """Send it soon."""
         self._send(step, notes={name: text})
 
     def close(self) -> None:
-        """Wait for what is on its way."""
-        self._sender.shutdown()
+        """Wait for what is on its way, at most twice the deadline of one report."""
+        wait([self._last], _SEND_S)
+        self._sender.shutdown(cancel_futures=True)
         self._client.__exit__()
 
-    def _send(self, step: int, *figures: Figures, **more: Any) -> None:
+    def _send(self, step: int, **fields: Any) -> None:
         def send() -> None:
             try:
-                self._client.report_step(self._run, step, *figures, **more)
+                self._client.report_step(self._run, step, **fields)
             except TuglineError as error:
                 _log.warning("figures not sent", step=step, error=str(error))
 
-        self._sender.submit(send)
+        self._last = self._sender.submit(send)
 
 
 class TensorBoardSink(Sink):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import stat
 
 import msgspec
 import pytest
@@ -168,8 +169,14 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     assert (await server.ask("GET", "/v1/tasks", "bob-token")).status == 200
     assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404
     assert (await server.ask("POST", "/v1/tasks/a/cancel?by=me", "client")).status == 200
+    for path, body in (
+        ("/v1/results/ack?consumer=c", {"cursor": 0}),
+        ("/v1/runs/r/steps", {"step": 1}),
+    ):
+        assert (await server.ask("POST", path, "ann-token", json=body)).status < 300
     node = await server.join()
     await server.lease(node, wait_s=0.0)
+    assert stat.S_IMODE((server.control.folder / "audit.jsonl").stat().st_mode) == 0o600
     assert audited(server) == [
         ("ann", "POST /v1/tasks", "a"),
         ("client", "POST /v1/tasks/a/cancel"),

@@ -8,10 +8,12 @@ connections. Every error is answered as a problem.
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -129,7 +131,7 @@ class Api:
         answer = await route.handler(
             ApiCall(self._control, self._metrics, self.waits, caller, request, ident, query, body)
         )
-        if request.method != "GET" and caller.role is not ApiRole.NODE:
+        if route.audited and request.method != "GET" and caller.role is not ApiRole.NODE:
             self._note_change(caller, request, body)
         if isinstance(answer, Response):
             return answer
@@ -149,7 +151,7 @@ class Api:
         }
         entry = {key: value for key, value in line.items() if value}
         try:
-            with self._audit.open("ab") as file:
+            with open(self._audit, "ab", opener=partial(os.open, mode=0o600)) as file:
                 file.write(msgspec.json.encode(entry) + b"\n")
         except OSError as error:  # the change is made, so the client is not told of a fault
             _log.error("audit log not written", error=str(error), **entry)

@@ -292,7 +292,7 @@ async def list_steps(call: route.QueryCall[protocol.StepQuery]) -> list[protocol
     return await call.db.read(stats.list_steps, call.id, call.query)
 
 
-@ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS)
+@ROUTES.add("POST", "/v1/runs/{id}/steps", route.CLIENTS, audited=False)
 async def report_step(call: route.BodyCall[protocol.RunStep]) -> None:
     """Report figures of a step; those of the same names are replaced."""
     await call.db.write(stats.report_step, call.id, call.body)
@@ -313,7 +313,7 @@ async def list_results(call: route.QueryCall[protocol.ResultQuery]) -> protocol.
     return await (call.attend(page) if call.query.wait_s else page)
 
 
-@ROUTES.add("POST", "/v1/results/ack", route.CLIENTS)
+@ROUTES.add("POST", "/v1/results/ack", route.CLIENTS, audited=False)
 async def acknowledge(call: route.ApiCall[AckQuery, protocol.Ack]) -> protocol.Consumer:
     """Acknowledge results up to a cursor."""
     return await call.db.write(results.ack, call.query.consumer, call.body.cursor)

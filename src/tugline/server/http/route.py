@@ -196,9 +196,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens = own | {f"people.{name}": one.token for name, one in self.people.items()}
         for name, token in tokens.items():
             if not token or not token.isascii() or any(c.isspace() for c in token):
-                raise errors.UsageError(
-                    f"the {name} token must be ASCII without spaces, and not empty"
-                )
+                msg = f"the {name} token must be ASCII without spaces, and not empty"
+                raise errors.UsageError(msg)
         if len(set(tokens.values())) < len(tokens):
             raise errors.UsageError(f"the {', '.join(tokens)} tokens must differ from each other")
 
@@ -298,6 +297,8 @@ class Route(NamedTuple):
     """Of an answer that has a body."""
     max_body: int = 1 << 20
     """Bytes."""
+    audited: bool = True
+    """Whether the audit log has what people and programs change by it."""
 
     @property
     def name(self) -> str:

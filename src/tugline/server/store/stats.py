@@ -17,7 +17,7 @@ from tugline.types import TERMINAL, Status
 MAX_SCAN = 100_000
 """Rows that are looked through at once."""
 _MOST_RUNS = 1000
-"""Of which are listed."""
+"""Runs that are listed."""
 
 
 def gauges(tx: Tx) -> dict[str, Values]:
@@ -99,9 +99,8 @@ def report_step(tx: Tx, run: str, given: RunStep) -> None:
 
 def list_steps(tx: Tx, run: str, query: StepQuery) -> list[RunStep]:
     """What is known of each step, in order."""
-    rows = tx.read_after(
-        "step, figures, notes FROM run_steps", "step", query.after, query.limit, run=run
-    )
+    found = "step, figures, notes FROM run_steps"
+    rows = tx.read_after(found, "step", query.after, query.limit, run=run)
     return [
         RunStep(step=step, figures=msgspec.json.decode(figures), notes=msgspec.json.decode(notes))
         for step, figures, notes in rows
@@ -120,8 +119,5 @@ def list_runs(tx: Tx) -> list[RunView]:
 
 def trim_runs(tx: Tx, before: float) -> int:
     """Delete runs that have reported nothing since; how many steps."""
-    return tx.run(
-        "DELETE FROM run_steps WHERE run IN"
-        " (SELECT run FROM run_steps GROUP BY run HAVING MAX(updated) < :before)",
-        before=before,
-    )
+    silent = "SELECT run FROM run_steps GROUP BY run HAVING MAX(updated) < :before"
+    return tx.run(f"DELETE FROM run_steps WHERE run IN ({silent})", before=before)  # noqa: S608 - constants
