@@ -18,6 +18,7 @@ from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
 from tugline.gateway.app import Gateway
+from tugline.gateway.base import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
@@ -192,7 +193,9 @@ async def rig(
             Gateway(upstream, RENDERING, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
-            gateway.open(Session(id="s1", task="t", sample=0), task, spent_status=spent_status)
+            gateway.open(
+                Session(id="s1", task="t", sample=0), task, SessionTerms(spent_status=spent_status)
+            )
         )
         http = await stack.enter_async_context(
             aiohttp.ClientSession(

@@ -88,12 +88,12 @@ class HoldingGateway(StubGateway):
         self.actions.append(("pause", str(mode)))
         self.open_gate.clear()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Let them go on."""
         self.actions.append("resume")
         self.open_gate.set()
 
-    def set_weights_version(self, version: int) -> None:
+    async def set_weights_version(self, version: int) -> None:
         """Note the version."""
         self.actions.append(version)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tugline.gateway.base import DEFAULT_TERMS, SessionState, SessionTerms
 from tugline.recording.records import RecordedResult
 from tugline.types import Call, Failure, Finish, Sampling, Session, Task, Timings, VersionSpan
 from tugline.web.serve import serve
@@ -54,11 +56,8 @@ class StubGateway:
         self,
         session: Session,
         task: Task,
+        terms: SessionTerms = DEFAULT_TERMS,
         *,
-        spent_status: int = 400,
-        offers_tools: bool = False,
-        workdir: str = "",
-        home: str = "",
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Door]:
         """Take this session's calls until left."""
@@ -81,12 +80,9 @@ class StubGateway:
         """Keep what became of it."""
         self.results[session] = result
 
-    def engine_failure(self, session: str) -> Failure | None:
-        """What the test said it should be."""
-        return self.failures.get(session)
-
-    def find_spent_limit(self, session: str) -> None:
-        """None: it has no budgets."""
+    def describe(self, session: str) -> SessionState:
+        """The failure that the test said it should be; it has no budgets."""
+        return SessionState(Path(), self.failures.get(session))
 
     async def chat(self, request: Request) -> Response:
         """The next step of the script, as a stream."""

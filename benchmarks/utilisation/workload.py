@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.gateway.base import SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
 from tugline.recording.records import RecordedResult
@@ -39,7 +40,6 @@ from tugline.sandbox.base import (
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import (
     Call,
-    Failure,
     Finish,
     PluginSpec,
     Reward,
@@ -274,7 +274,9 @@ class Gateway:
     url = ""
 
     @contextlib.asynccontextmanager
-    async def open(self, session: Session, task: Task, **_terms: object) -> AsyncIterator[_Door]:
+    async def open(
+        self, session: Session, task: Task, *_terms: object, **_hang: object
+    ) -> AsyncIterator[_Door]:
         """Its address is its name."""
         yield _Door(session.id, "")
 
@@ -301,15 +303,15 @@ class Gateway:
     async def write_result(self, session: str, result: RecordedResult) -> None:
         """Nothing is kept."""
 
-    def engine_failure(self, session: str) -> Failure | None:
-        """The engine never fails."""
-        return None
+    def describe(self, session: str) -> SessionState:
+        """The engine never fails, and there are no budgets."""
+        return SessionState(Path(session))
 
     async def pause(self, mode: str, *, within_s: float = 600.0) -> None:
         """Nothing is in flight."""
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """It was not paused."""
 
-    def set_weights_version(self, version: int) -> None:
+    async def set_weights_version(self, version: int) -> None:
         """There are none."""

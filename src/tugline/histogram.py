@@ -54,6 +54,11 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def merge(self, other: "Distribution") -> None:
+        """Add the measurements of another one with the same bounds."""
+        self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
 
 One = float | Distribution
 Values = One | Mapping[Any, One]

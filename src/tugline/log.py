@@ -13,11 +13,14 @@ from typing import Any
 import structlog
 
 NEWLINE = "↵"
+configured: dict[str, Any] = {}
+"""Arguments of the last `configure`, for processes that this one starts."""
 _VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
 
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
     """Write events of at least `level` to `path` as JSON lines, or to stderr for people."""
+    configured.update(level=level, path=path)
     renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     # Looked up for each event, so that a replaced sys.stderr is honoured.
     factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731

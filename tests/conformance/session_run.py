@@ -11,6 +11,7 @@ from pathlib import Path
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
+from tugline.gateway.base import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.harnesses.base import Harness, LaunchContext
@@ -175,14 +176,13 @@ async def _launch(case: Case, scenario: Scenario, gateway: Gateway, sandbox: San
         files=dict(scenario.files),
         limits=Limits(max_turns=scenario.max_turns),
     )
-    async with gateway.open(
-        _SESSION,
-        task,
+    terms = SessionTerms(
         spent_status=harness.spent_status,
         offers_tools=harness.offers_tools,
         workdir=str(sandbox.workdir),
         home=str(sandbox.home),
-    ) as opened:
+    )
+    async with gateway.open(_SESSION, task, terms) as opened:
         context = LaunchContext(
             instruction=task.instruction,
             workdir=str(sandbox.workdir),

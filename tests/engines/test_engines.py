@@ -138,7 +138,7 @@ async def bench(
         Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
         gateway.open(session, task) as opened,
     ):
-        gateway.set_weights_version(served.version)
+        await gateway.set_weights_version(served.version)
         it = Bench(served, gateway, opened.base_url, opened.key, name)
         async with it.client:
             yield it
@@ -406,9 +406,9 @@ async def swap(it: Bench, folder: Path, version: int) -> None:
     async with it.served.weights() as weights:
         await weights.pause("keep")
         await weights.load(folder, version)
-        it.gateway.set_weights_version(version)
+        await it.gateway.set_weights_version(version)
         await weights.resume()
-    it.gateway.resume()
+    await it.gateway.resume()
 
 
 async def test_weights_that_change_in_an_answer_are_told_per_token(

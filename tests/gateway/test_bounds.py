@@ -178,7 +178,7 @@ async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
         assert reply["status"] == 400
         assert "too long" in reply["error"]["message"]
         assert 0 < sum(encoded) < 4 * window + (1 << 15)
-        assert it.gateway.engine_failure("s1") is not None
+        assert it.gateway.describe("s1").failure is not None
 
 
 async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: Path) -> None:
@@ -315,4 +315,4 @@ async def test_a_full_recording_is_the_end_of_its_session(tmp_path: Path) -> Non
         for _ in range(20):
             await it.ask()
         assert it.session.transcript.writer.size == size, "refusals are not recorded any more"
-    assert it.gateway.find_spent_limit("s1") is SpentLimit.MAX_RECORDING
+    assert it.gateway.describe("s1").spent is SpentLimit.MAX_RECORDING

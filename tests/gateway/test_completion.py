@@ -82,10 +82,10 @@ async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
 
     async with rig(tmp_path, reply, tuning=QUICK) as it:
         assert (await it.ask())["content"] == [{"type": "text", "text": "Hi."}]
-        assert it.gateway.engine_failure("s1") is None
+        assert it.gateway.describe("s1").failure is None
         assert (await it.ask())["status"] == 529
         assert len(it.calls) == 1
-        failure = it.gateway.engine_failure("s1")
+        failure = it.gateway.describe("s1").failure
     assert failure is not None
     assert failure.boundary == "engine"
 
@@ -222,7 +222,7 @@ async def test_paused_calls_wait_and_running_ones_finish(tmp_path: Path) -> None
         held = asyncio.create_task(it.ask([*ASK, *ASK]))
         await until(lambda: it.session.running)
         assert len(it.engines[0].calls) == 1
-        it.gateway.resume()
+        await it.gateway.resume()
         assert (await held)["stop_reason"] == (await running)["stop_reason"] == "end_turn"
 
 
@@ -232,7 +232,7 @@ async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path)
         reading = asyncio.create_task(it.read())
         await until(lambda: it.sampled > 5)
         await it.gateway.pause("abort", within_s=5)
-        it.gateway.resume()
+        await it.gateway.resume()
         assert '"stop_reason":"max_tokens"' in await reading
         call = it.calls[0]
     assert (call.outcome, call.finish) == (CallOutcome.COMPLETE, Finish.ABORT)
@@ -246,7 +246,7 @@ async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
         await until(lambda: it.running)
         with pytest.raises(EngineError, match="still in flight"):
             await it.gateway.pause("wait", within_s=0.01)
-        it.gateway.resume()
+        await it.gateway.resume()
         await reading
 
 

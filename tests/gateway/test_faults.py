@@ -133,7 +133,7 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
         code, _, reply = await it.send(dialect, json.dumps(dialect.body("x" * 1_000_000)).encode())
         assert code == 400
         check(dialect, 400, reply, "4000")
-        failure = it.gateway.engine_failure("s1")
+        failure = it.gateway.describe("s1").failure
     assert failure is None, "an earlier call was answered"
 
 
@@ -198,7 +198,7 @@ async def test_an_engine_that_only_fails_is_the_dialects_error(
             assert headers["retry-after"] == "60"
         assert 1 <= it.engine.requests <= 5
         assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
-        failure = it.gateway.engine_failure("s1")
+        failure = it.gateway.describe("s1").failure
         assert failure is not None
         assert failure.boundary == "engine"
         assert it.gateway.read_calls("s1") == ()

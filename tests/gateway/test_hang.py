@@ -107,7 +107,7 @@ async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
                 assert upstream.choose("s") is not hung
                 os.kill(processes[hung.url], signal.SIGCONT)
                 await until(lambda: not hung.ejected)
-            assert gateway.engine_failure("s") is None
+            assert gateway.describe("s").failure is None
 
 
 async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_pa
             messages = f"{opened.base_url}/v1/messages"
             async with http.post(messages, json={**BODY, "stream": True}) as response:
                 assert '"end_turn"' in await asyncio.wait_for(response.text(), 20)
-            assert gateway.engine_failure("s") is None
+            assert gateway.describe("s").failure is None
     assert sum(lost) > quick.silent_s
 
 
@@ -167,7 +167,7 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
                 await asyncio.wait_for(asked.wait(), 10)
                 await asyncio.sleep(2 * slow.silent_s)
                 asking.cancel()
-            failure = gateway.engine_failure("s")
+            failure = gateway.describe("s").failure
     assert failure is not None
     assert failure.cause is Cause.ENGINE_LOST
 
@@ -198,7 +198,7 @@ async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest
             messages = f"{opened.base_url}/v1/messages"
             async with http.post(messages, json={**BODY, "stream": True}) as response:
                 text = await asyncio.wait_for(response.text(), 20)
-            calls, failure = gateway.read_calls("s"), gateway.engine_failure("s")
+            calls, failure = gateway.read_calls("s"), gateway.describe("s").failure
     if failure is None:
         assert '"stop_reason":"max_tokens"' in text
     else:  # what came in one piece with broken framing is not read

@@ -70,14 +70,14 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
         now[0] += 70.0  # the time before the first call does not count
         assert (await it.ask())["status"] == 200
         cut = spent is SpentLimit.MAX_SAMPLED_TOKENS  # the last answer, before any call is refused
-        assert it.gateway.find_spent_limit("s1") is (spent if cut else None)
+        assert it.gateway.describe("s1").spent is (spent if cut else None)
         now[0] += 61.0
         reply = await it.ask([*ASK, *ASK])
         assert reply["status"] == 404
         assert expected in reply["error"]["message"]
         assert len(it.calls) == len(it.engines[0].calls) == 1
-        assert it.gateway.find_spent_limit("s1") is spent
-    assert it.gateway.find_spent_limit("s1") is spent  # closed, it is still known
+        assert it.gateway.describe("s1").spent is spent
+    assert it.gateway.describe("s1").spent is spent  # closed, it is still known
 
 
 async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
         for number in (0, 5):
             with pytest.raises(KeyError):
                 it.gateway.read_calls(f"o{number}")
-            assert it.gateway.engine_failure(f"o{number}") is None
+            assert it.gateway.describe(f"o{number}").failure is None
 
 
 # --------------------------------------------------------------------------- events
@@ -148,8 +148,8 @@ async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) ->
     """In their order, with the mode and the version."""
     async with rig(tmp_path, says("ok")) as it:
         await it.gateway.pause("abort")
-        it.gateway.set_weights_version(7)
-        it.gateway.resume()
+        await it.gateway.set_weights_version(7)
+        await it.gateway.resume()
         found = recording(tmp_path).events
     assert [(event.kind, event.detail) for event in found] == [
         (RecordedEventKind.PAUSED, "abort"),

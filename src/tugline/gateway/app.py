@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
@@ -17,20 +16,19 @@ import msgspec
 
 from tugline import errors, log
 from tugline.chat.dialects import DIALECTS, fallback_dialect
-from tugline.chat.dialects.base import Action, Dialect, HttpRequest, is_refused_by_engine
+from tugline.chat.dialects.base import Action, Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
+from tugline.gateway.base import DEFAULT_TERMS, ModelGateway, Opened, SessionState, SessionTerms
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext
+from tugline.gateway.engine import EngineContext, Traffic
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.session import Clock, LiveSession, Sessions, SessionState
+from tugline.gateway.session import Clock, LiveSession, Sessions
 from tugline.protocol import PauseMode
-from tugline.recording import file as recordings
 from tugline.recording.file import Writer
-from tugline.recording.folder import file_name
-from tugline.recording.records import RecordedEventKind, RecordedResult
-from tugline.types import HANDLING, Call, Cause, Failure, Mode, Session, SpentLimit, Task
+from tugline.recording.records import RecordedEventKind
+from tugline.types import Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, serve
 
@@ -42,17 +40,8 @@ _PATH = re.compile(
 _log = log.get("gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Address and key of an open session."""
-
-    base_url: str
-    """Without ``/v1``: each harness appends what its CLI wants."""
-    key: str
-
-
-class Gateway:
-    """A gateway in front of one engine's replicas, on a socket of its own."""
+class Gateway(ModelGateway):
+    """A gateway of one process, in front of one engine's replicas, on a socket of its own."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
@@ -65,25 +54,25 @@ class Gateway:
         flush_s: float = 1.0,
         settings: CallSettings = DEFAULTS,
         clock: Clock = time.monotonic,
+        prepare: Callable[["Gateway"], Awaitable[None]] | None = None,
     ) -> None:
         """Recordings are written to `folder`, one file per session; port 0 takes any free one.
 
         `rendering` makes the prompts in exact mode and is None in the other modes. A call that
         was answered survives the death of any process; every `flush_s` it becomes safe from a loss
-        of power as well.
+        of power as well. `prepare` is awaited before it listens.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise errors.UsageError(msg)
-        self.url = ""
-        self._upstream, self._folder = upstream, folder
+        super().__init__(folder)
+        self._upstream = upstream
         self._host, self._port = host, port
-        self._flush_s = flush_s
+        self._flush_s, self._prepare = flush_s, prepare
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
         self._engine.gate.set()
-        self.traffic = self._engine.traffic
         self._sessions = Sessions(settings.closed_sessions)
         upstream.on_hang = self._sessions.credit
         self._stack = contextlib.AsyncExitStack()
@@ -93,6 +82,8 @@ class Gateway:
             await stack.enter_async_context(self._upstream)
             self._engine.card = await self._upstream.model()
             await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
+            if self._prepare is not None:
+                await self._prepare(self)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             flusher = asyncio.create_task(self._flush(), name="flush-recordings")
             stack.callback(flusher.cancel)
@@ -102,50 +93,49 @@ class Gateway:
     async def __aexit__(self, *_exc: object) -> None:
         await self._stack.aclose()
 
-    # ----------------------------------------------------------------------- for a node
+    # ----------------------------------------------------------------------- for nodes and trainers
     @property
     def card(self) -> ModelCard:
-        """The model that the engine serves."""
+        """See `ModelGateway.card`."""
         return self._engine.card
 
     @property
+    def traffic(self) -> Traffic:
+        """See `ModelGateway.traffic`."""
+        return self._engine.traffic
+
+    @property
     def idle(self) -> bool:
-        """Whether no model call is under way."""
+        """See `ModelGateway.idle`."""
         return not any(live.running for live in self._sessions)
 
     @contextlib.asynccontextmanager
-    async def open(  # noqa: PLR0913 - what is known of a session
+    async def open(
         self,
         session: Session,
         task: Task,
+        terms: SessionTerms = DEFAULT_TERMS,
         *,
-        spent_status: int = 400,
-        offers_tools: bool = False,
-        workdir: str = "",
-        home: str = "",
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
-        """Take the model calls of one attempt at a session while the block lasts.
-
-        `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
-        `offers_tools` says that its calls declare tools, so that one without is a side call.
-        `workdir` and `home` are its folders, recorded for a replay. `on_hang` gets the seconds that
-        a hanging engine took.
-        """
-        header = self._engine.header(session, task, workdir, home)
+        """See `ModelGateway.open`."""
+        header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
-        path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
+        if not terms.key:
+            path.unlink(missing_ok=True)  # of a run that a restored store has forgotten
         live = LiveSession(
             header,
             Writer(path, header),
             self._engine,
-            spent_status=spent_status,
+            spent_status=terms.spent_status,
             clock=self._clock,
             on_hang=on_hang,
         )
-        live.transcript.declares_tools = offers_tools
-        secret = self._sessions.open(live)
+        live.transcript.declares_tools = terms.offers_tools
+        if terms.key:
+            await asyncio.to_thread(live.restore, path)
+        secret = self._sessions.open(live, terms.key)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
@@ -156,48 +146,12 @@ class Gateway:
             await asyncio.sleep(self._flush_s)
             await self._sessions.flush()
 
-    def recording_path(self, session: Session) -> Path:
-        """Where an attempt's calls are recorded."""
-        return self._folder / file_name(session)
+    def describe(self, session: str) -> SessionState:
+        """See `ModelGateway.describe`."""
+        return self._sessions.describe(session)
 
-    def read_calls(self, session: str) -> tuple[Call, ...]:
-        """Calls of the session's last attempt. Raises `KeyError`."""
-        return recordings.read(self._find(session).path).calls
-
-    async def write_result(self, session: str, result: RecordedResult) -> None:
-        """Record the outcome of a session that has been closed. Raises `CaptureError`."""
-        await asyncio.to_thread(recordings.write_result, self._find(session).path, result)
-
-    def _find(self, session: str) -> SessionState:
-        state = self._sessions.describe(session)
-        if state is None:
-            raise KeyError(session)
-        return state
-
-    def engine_failure(self, session: str) -> Failure | None:
-        """Why its last call got no answer, if that was the engine or its window.
-
-        A session that outgrows the window later has answers to be judged by.
-        """
-        state = self._sessions.describe(session)
-        error = state.error if state else None
-        if not isinstance(error, errors.ContextOverflow | errors.EngineError):
-            return None
-        refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
-        cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
-        return Failure(HANDLING[cause].boundary, str(error), cause)
-
-    def find_spent_limit(self, session: str) -> SpentLimit | None:
-        """Which budget of a session was spent, so that its last answer was cut or refused."""
-        state = self._sessions.describe(session)
-        return state.spent if state else None
-
-    # ----------------------------------------------------------------------- for a trainer
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
-        """Hold new calls; those in flight finish, are ended where they are, or go on, by `mode`.
-
-        Raises `EngineError` when they are not over in time; the gateway then stays paused.
-        """
+        """See `ModelGateway.pause`."""
         self._engine.gate.clear()
         self._sessions.note(RecordedEventKind.PAUSED, mode)
         running = [c for live in self._sessions for call in live.running for c in call.choices]
@@ -213,13 +167,13 @@ class Gateway:
             msg = f"model calls were still in flight {within_s:g} s after pause({str(mode)!r})"
             raise errors.EngineError(msg) from error
 
-    def resume(self) -> None:
-        """Let held calls go on."""
+    async def resume(self) -> None:
+        """See `ModelGateway.resume`."""
         self._engine.gate.set()
         self._sessions.note(RecordedEventKind.RESUMED, "")
 
-    def set_weights_version(self, version: int) -> None:
-        """Announce what the engine now serves, for engines that do not report it with tokens."""
+    async def set_weights_version(self, version: int) -> None:
+        """See `ModelGateway.set_weights_version`."""
         self._engine.version = version
         self._sessions.note(RecordedEventKind.WEIGHTS, str(version))
 
@@ -246,7 +200,7 @@ class Gateway:
             return
         except errors.TuglineError as error:
             status, headers, body = dialect.encode_error(error)
-            self.traffic.refused[type(error).__name__] += 1
+            self._engine.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
             if live is not None:
                 live.note_refusal(error, status)

@@ -7,6 +7,7 @@ probing an engine.
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
@@ -57,6 +58,19 @@ class Traffic:
         if times.first_token is not None and times.last_token is not None:
             self.first_token_s.add(times.first_token - times.received)
             self.answer_s.add(times.last_token - times.received)
+
+    @classmethod
+    def total(cls, parts: Iterable["Traffic"]) -> "Traffic":
+        """The sum of counters."""
+        whole = cls()
+        for part in parts:
+            whole.calls.update(part.calls)
+            whole.refused.update(part.refused)
+            whole.prompt_tokens += part.prompt_tokens
+            whole.sampled_tokens += part.sampled_tokens
+            whole.first_token_s.merge(part.first_token_s)
+            whole.answer_s.merge(part.answer_s)
+        return whole
 
 
 _LONG = 6
@@ -269,6 +283,12 @@ class Transcript:
     def full(self) -> bool:
         """Whether the recording has reached its bound."""
         return self.writer.size > self._max_recording
+
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Go on behind calls that were recorded by another process."""
+        self.sampled_tokens = sum(len(one.sampled_ids) + one.unreported_tokens for one in calls)
+        self.declares_tools = self.declares_tools or any(call.tools for call in calls)
+        self.turns.restore(calls)
 
     def append(self, call: Call) -> None:
         """Write a call: a copy into the page cache, which is quicker than asking a thread."""

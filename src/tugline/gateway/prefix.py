@@ -21,11 +21,25 @@ from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.errors import Unsupported
 from tugline.gateway import turns
-from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall, TraceKind
+from tugline.types import (
+    Branch,
+    Call,
+    CallOutcome,
+    EchoChange,
+    Ids,
+    Message,
+    Role,
+    Tool,
+    ToolCall,
+    TraceKind,
+)
 
 _EMPTY = TokenSequence(np.empty(0, np.int32))
 _SHORTEST_TASK = 12
 """Characters of an argument that is taken for the task of a sub-agent."""
+_EXTENDING = (None, Branch.ENGINE_RERENDERED)
+"""Where a call's messages go on from its parent's conversation."""
+_Messages = tuple[Message, ...]
 _REMEMBERED = 4
 """Requests whose digests are kept: one for each thread that takes turns."""
 
@@ -142,6 +156,41 @@ class CallTree:
         self._turns.append(turn)
         if turn.parent is not None:
             self._children.setdefault(turn.parent.number, []).append(turn)
+
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Make recorded calls turns again."""
+        origins: dict[int, tuple[turns.Turn | None, _Messages, _Messages]] = {}
+        """The turn that a request goes on from, its conversation, and what the request added."""
+        made: dict[int | None, tuple[turns.Turn, _Messages]] = {}
+        for call in calls:
+            origin = made.get(call.parent) if call.branch in _EXTENDING else None
+            turn, before = origin or (None, ())
+            added = call.messages
+            if call.resumed and call.parent in origins:  # the rest of an answer that broke off
+                turn, before, added = origins[call.parent]
+            origins[call.number] = turn, before, added
+            broke_off = call.outcome is CallOutcome.CLIENT_GONE
+            if call.answer is None or broke_off or call.kind is TraceKind.SIDE:
+                continue
+            messages, kind = (*before, *added), None if call.kind is TraceKind.MAIN else call.kind
+            thread = ThreadInfo(call.thread, call.parent_thread, kind)
+            request = self._digest_request(messages, self._digest_tools(call.tools), thread)
+            given = len(call.prompt_ids) - call.resumed - call.forced
+            prompt = Prompt(
+                tokens=self._find_nearest(call.prompt_ids[:given])[0],
+                turn=turn,
+                parent=call.parent,
+                branch=call.branch,
+                added=added,
+                digests=tuple(request.digests[len(before) :]),
+                reused=0,
+                digest=request.chain[-1],
+                tools=request.tools,
+                thread=thread,
+            )
+            rest = np.concatenate((call.prompt_ids[given:], call.sampled_ids))
+            self.add(prompt, call.number, rest, call.answer)
+            made[call.number] = self._turns[-1], (*messages, call.answer)
 
     def is_extended(self, number: int) -> bool:
         """Whether a later turn extends the call `number`."""

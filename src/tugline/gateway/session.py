@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from tugline import errors, log
-from tugline.chat.dialects.base import Dialect, HttpRequest
+from tugline.chat.dialects.base import Dialect, HttpRequest, is_refused_by_engine
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
+from tugline.gateway.base import SessionState
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext, Transcript
@@ -32,9 +33,10 @@ from tugline.gateway.policy import (
     resolve_sampling,
 )
 from tugline.gateway.prefix import Prompt, WholePrompt
+from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEventKind
-from tugline.types import SpentLimit
+from tugline.types import HANDLING, Cause, Failure, SpentLimit
 from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
@@ -43,18 +45,6 @@ _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionState:
-    """A live session as it is, or a closed one as it ended."""
-
-    path: Path
-    """Of its recording."""
-    error: errors.TuglineError | None
-    """How its last call ended; the overflow if nothing was ever sampled."""
-    spent: SpentLimit | None
-    """The budget that refused a call or cut off the last answer."""
 
 
 class LiveSession:
@@ -111,11 +101,20 @@ class LiveSession:
     def describe(self) -> SessionState:
         """Return its state. One that ends with its last permitted call was not cut off."""
         cut = self.tokens_left is not None and self.tokens_left < 1
+        error = self._recent[-1].error if self._recent else self._overflow
         return SessionState(
             self.transcript.writer.path,
-            self._recent[-1].error if self._recent else self._overflow,
+            _find_engine_failure(error),
             self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None),
         )
+
+    def restore(self, path: Path) -> None:
+        """Go on from the calls that an earlier process recorded. Raises `CaptureError`."""
+        calls = recordings.read(path).calls
+        if calls:
+            self._calls = max(call.number for call in calls) + 1
+            self._opened -= time.time() - calls[0].timings.received
+        self.transcript.restore(calls)
 
     # ----------------------------------------------------------------------- one call
     async def read_body(self, http: Http, take: Callable[[int], None]) -> bytes:
@@ -296,11 +295,11 @@ class Sessions:
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
 
-    def open(self, live: LiveSession) -> str:
-        """Take a session's calls; returns its secret, which is not kept."""
+    def open(self, live: LiveSession, secret: str = "") -> str:
+        """Take a session's calls; returns its secret, a new one unless given, which is not kept."""
         if live.id in self._live:
             raise errors.UsageError(f"session {live.id!r} is live already")
-        secret = f"tl-{secrets.token_urlsafe(24)}"
+        secret = secret or f"tl-{secrets.token_urlsafe(24)}"
         live.secret_digest = _digest(secret)
         self._live[live.id] = self._by_secret[live.secret_digest] = live
         return secret
@@ -323,10 +322,10 @@ class Sessions:
             raise errors.Unauthorized(msg)
         return live
 
-    def describe(self, session_id: str) -> SessionState | None:
-        """The state of a live or recently closed session; None for an unknown one."""
+    def describe(self, session_id: str) -> SessionState:
+        """The state of a live or recently closed session. Raises `KeyError`."""
         live = self._live.get(session_id)
-        return live.describe() if live else self._closed.get(session_id)
+        return live.describe() if live else self._closed[session_id]
 
     def credit(self, session_id: str, seconds: float) -> None:
         """Give a session back what a hanging engine took."""
@@ -343,6 +342,15 @@ class Sessions:
         dirty = [live.transcript.writer for live in self if live.transcript.writer.dirty]
         if dirty:
             await asyncio.to_thread(_flush, dirty)
+
+
+def _find_engine_failure(error: errors.TuglineError | None) -> Failure | None:
+    """The failure of a session whose last call ended so; None if that does not end it."""
+    if not isinstance(error, errors.ContextOverflow | errors.EngineError):
+        return None
+    refused = isinstance(error, errors.ContextOverflow) or is_refused_by_engine(error)
+    cause = Cause.ENGINE if refused else Cause.ENGINE_LOST
+    return Failure(HANDLING[cause].boundary, str(error), cause)
 
 
 def _digest(secret: str) -> bytes:

@@ -16,9 +16,11 @@ from msgspec.structs import replace
 
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
+from tugline.gateway.base import ModelGateway
 from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc, open_server
 from tugline.launch.settings import Settings
+from tugline.launch.workers import Workers, count_workers
 from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
@@ -36,7 +38,7 @@ class OpenNode:
     """A node with its gateway and metrics."""
 
     node: Node
-    gateway: Gateway
+    gateway: ModelGateway
     metrics: NodeMetrics
     parts: Parts
 
@@ -63,11 +65,13 @@ async def open_node(
     tracer = open_tracer(os.environ, node=own.name)
     recordings = folder / "recordings"
     host, port = settings.gateway.host, settings.gateway.port
-    async with (
-        Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port) as gateway,
-        Engines(own.engines) as engines,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    count = count_workers(settings.gateway.workers, len(os.sched_getaffinity(0)))
+    gateway: ModelGateway = (
+        Workers(engine, recordings, host=host, port=port, count=count)
+        if count > 1
+        else Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port)
+    )
+    async with gateway, Engines(own.engines) as engines, contextlib.AsyncExitStack() as stack:
         if tracer is not None:
             stack.push_async_callback(asyncio.to_thread, tracer.close)
         parts = Parts()
@@ -81,7 +85,7 @@ async def open_node(
             tracer=tracer,
             engines=engines,
         )
-        metrics = NodeMetrics(node, gateway.traffic, engines)
+        metrics = NodeMetrics(node, gateway, engines)
         yield OpenNode(node, gateway, metrics, parts)
 
 

@@ -6,7 +6,9 @@ overrides the file.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tugline.config import Config, from_mapping
 from tugline.node.settings import NodeSettings
@@ -46,7 +48,10 @@ class GatewaySettings(Config, frozen=True):
     host: str = "127.0.0.1"
     """Address that the gateway listens on; loopback suffices for agents on this machine."""
     port: Port = 0
-    """Its port; 0 takes any free one."""
+    """Its port; 0 takes any free one. Further processes have the ports after it."""
+    workers: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
+    """Processes that share a node's sessions; `auto`: one for each 16 processors. One of them is
+    the node's own, unless there are more."""
 
 
 class Settings(Config, frozen=True):

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tugline.gateway.engine import Traffic
+from tugline.gateway.base import ModelGateway
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.admission import Engines
 from tugline.node.app import Node
@@ -49,9 +49,8 @@ _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 class NodeMetrics:
     """The metrics of one node."""
 
-    def __init__(self, node: Node, traffic: Traffic, engines: Engines) -> None:
-        """`traffic` is that of its gateway."""
-        self._node, self._traffic, self._engines = node, traffic, engines
+    def __init__(self, node: Node, gateway: ModelGateway, engines: Engines) -> None:
+        self._node, self._gateway, self._engines = node, gateway, engines
 
     async def render(self) -> bytes:
         """All of them as text."""
@@ -101,7 +100,7 @@ class NodeMetrics:
         }
 
     def _read_gateway_and_engines(self) -> dict[str, Values]:
-        traffic, loads = self._traffic, self._engines.loads
+        traffic, loads = self._gateway.traffic, self._engines.loads
         tokens = {"prompt": traffic.prompt_tokens, "sampled": traffic.sampled_tokens}
         return {
             "tugline_gateway_calls_total": traffic.calls,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.gateway.app import Gateway, Opened
+from tugline.gateway.base import ModelGateway, Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts
@@ -39,6 +39,7 @@ from tugline.types import (
     Failure,
     Ledger,
     Session,
+    SpentLimit,
     Status,
     Task,
     Trajectory,
@@ -75,7 +76,7 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
     task: Task,
     session: Session,
     *,
-    gateway: Gateway,
+    gateway: ModelGateway,
     directory: Path,
     parts: Parts,
     on_stage: OnStage = lambda _status: None,
@@ -111,7 +112,7 @@ class _Rollout:
 
     task: Task
     session: Session
-    gateway: Gateway
+    gateway: ModelGateway
     directory: Path
     parts: Parts
     on_stage: OnStage
@@ -190,7 +191,7 @@ class _Rollout:
 
         A program that gave up after it had called the model is evaluated.
         """
-        failure = self.gateway.engine_failure(self.session.id)
+        failure = self.gateway.describe(self.session.id).failure
         if failure is not None:
             raise _EarlyEnd(failure)
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
@@ -274,16 +275,19 @@ class _Rollout:
         finally:
             self.slots.cancel_scope.resume()
 
+    @property
+    def _spent(self) -> SpentLimit | None:
+        """Which budget was spent, so that the last answer was cut or refused."""
+        return self.gateway.describe(self.session.id).spent if self.recording else None
+
     def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Opened]:
-        return self.gateway.open(
-            self.session,
-            self.task,
+        terms = SessionTerms(
             spent_status=self.harness.spent_status,
             offers_tools=self.harness.offers_tools,
             workdir=str(sandbox.workdir),
             home=str(sandbox.home),
-            on_hang=self.slots.credit,
         )
+        return self.gateway.open(self.session, self.task, terms, on_hang=self.slots.credit)
 
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:
@@ -303,7 +307,7 @@ class _Rollout:
             calls=self.calls,
             traces=self.built.traces,
             exit=self.agent_run.exit,
-            spent=self.gateway.find_spent_limit(self.session.id),
+            spent=self._spent,
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
         async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
@@ -329,7 +333,7 @@ class _Rollout:
             reward=self.verdict.reward if self.verdict else None,
             report=self.verdict.report if self.verdict else {},
             failure=end.failure if end else self._find_agent_failure(),
-            spent=self.gateway.find_spent_limit(self.session.id),
+            spent=self._spent,
             seconds=self.seconds,
             harness=self.task.harness.name,
         )

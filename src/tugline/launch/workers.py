@@ -1,0 +1,292 @@
+"""A gateway of several processes, each with its own sessions, for machines with many processors.
+
+The node starts, watches and replaces them. They share nothing but the disk: a session's address
+names its process. A call is on disk before its answer ends (I3), so a process that dies takes none
+with it: the one that replaces it listens at the same address, opens its sessions again from their
+recordings, and an agent that asks again goes on. What ends with it are the conversations that it
+kept for requests without a history (``previous_response_id``).
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from tugline import errors, log
+from tugline.gateway.base import DEFAULT_TERMS, ModelGateway, Opened, SessionState, SessionTerms
+from tugline.gateway.engine import Traffic
+from tugline.gateway.policy import DEFAULTS
+from tugline.launch.engine import EngineConnection
+from tugline.launch.gateway_process import Channel, GatewayStart
+from tugline.protocol import PauseMode
+from tugline.recording.folder import tokenizer_name
+from tugline.recording.tokenizer_file import save_tokenizer
+from tugline.types import Session, Task
+from tugline.web.engine_http import ModelCard
+
+_PROCESS = "tugline.launch.gateway_process"
+_CORES = 16
+"""Processors that a process suffices for: their agents keep it half busy."""
+_ANSWER_S = 60.0
+"""How long a process may take to answer, its replacement included."""
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+"""Pause before a process is replaced; doubled while it does not come up."""
+_START_S = 60.0
+"""How long a process may take to listen."""
+_STOP_S = 15.0
+_log = log.get("launch.workers")
+
+
+def count_workers(wanted: int | str, processors: int) -> int:
+    """Number of processes for ``gateway.workers``."""
+    return max(1, processors // _CORES) if isinstance(wanted, str) else wanted
+
+
+class _Worker:
+    """A process that is replaced whenever it ends."""
+
+    def __init__(self, start: GatewayStart) -> None:
+        self.start = start
+        """State for a process that comes up later; its sessions are `sessions`."""
+        self.sessions: dict[str, tuple[Session, Task, SessionTerms]] = {}
+        self.on_hang: dict[str, Callable[[float], None]] = {}
+        self.traffic, self.ended = Traffic(), Traffic()
+        """Of the present process, and of those that are gone."""
+        self.url, self.card = "", ModelCard("", 0)
+        self.pid = self.load = 0
+        """Process id; sessions that are open or being opened."""
+        self._channel: Channel | None = None
+        self._ready = asyncio.Event()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._asked = 0
+
+    async def run(self) -> None:
+        """Keep a process up until cancelled."""
+        pause_s = _MIN_PAUSE_S
+        while True:
+            began, reason = time.monotonic(), "it was killed"
+            try:
+                async with self._open_process() as reading:
+                    await asyncio.wait({reading}, timeout=_START_S)
+                    if not self._ready.is_set() and not reading.done():
+                        raise TimeoutError(f"it was not up within {_START_S:.0f} s")
+                    await reading
+            except EOFError:
+                pass
+            except OSError as error:
+                reason = str(error)
+            count = len(self.sessions)
+            _log.error("gateway process replaced", url=self.url, sessions=count, reason=reason)
+            await asyncio.sleep(pause_s)
+            lasted = time.monotonic() - began > _START_S
+            pause_s = _MIN_PAUSE_S if lasted else min(_MAX_PAUSE_S, 2 * pause_s)
+
+    async def stop(self, running: asyncio.Task[None]) -> None:
+        """End the process and the task that runs it."""
+        running.cancel()
+        await asyncio.wait({running})
+        self._ready.set()
+
+    async def wait_until_up(self) -> None:
+        """Wait for the first process. Raises `TimeoutError`."""
+        async with asyncio.timeout(_START_S):
+            await self._ready.wait()
+
+    async def ask(
+        self, name: str, *arguments: Any, deadline_s: float = _ANSWER_S, **options: Any
+    ) -> Any:
+        """Have the process do something, or its replacement if it dies meanwhile.
+
+        Raises what it raises, and `TimeoutError`.
+        """
+        number = self._asked = self._asked + 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                while await self._ready.wait() and self._channel is not None:
+                    answer = self._answers[number] = asyncio.get_running_loop().create_future()
+                    self._channel.send(number, name, arguments, options)
+                    with contextlib.suppress(EOFError):
+                        return await answer
+        finally:
+            self._answers.pop(number, None)
+        raise errors.EngineError("the gateway is closed")
+
+    @contextlib.asynccontextmanager
+    async def _open_process(self) -> AsyncIterator[asyncio.Task[None]]:
+        """A process that listens, and the task that reads its messages; both end with the block."""
+        own, other = socket.socketpair()
+        with other:
+            command = (sys.executable, "-m", _PROCESS, str(other.fileno()))
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=[other.fileno()])
+        channel = await Channel.open(own)
+        channel.send(replace(self.start, sessions=tuple(self.sessions.values())))
+        reading = asyncio.create_task(self._read(channel), name="gateway-process-messages")
+        try:
+            self.pid = process.pid
+            yield reading
+        finally:
+            channel.close()
+            reading.cancel()
+            await asyncio.wait({reading})
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    async def _read(self, channel: Channel) -> None:
+        """Handle messages until the process is gone; whoever waits then gets `EOFError`."""
+        try:
+            while True:
+                message = await channel.receive()
+                self._handle(message)
+                if message[0] == "up":
+                    self._channel = channel
+                    self._ready.set()
+        finally:
+            self._ready.clear()
+            self._channel = None
+            self.ended, self.traffic = Traffic.total((self.ended, self.traffic)), Traffic()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(EOFError())
+
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("up", url, card):
+                self.url, self.card = url, card
+                # Its replacement is found at the same address.
+                self.start = replace(self.start, port=urlsplit(url).port or 0)
+            case ("traffic", traffic):
+                self.traffic = traffic
+            case ("hang", session, seconds) if session in self.on_hang:
+                self.on_hang[session](seconds)
+            case ("answer", number, value, error) if number in self._answers:
+                answer = self._answers[number]
+                if answer.done():
+                    return
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    name, text = error
+                    answer.set_exception(getattr(errors, name, OSError)(text))
+
+
+class Workers(ModelGateway):
+    """A gateway of `count` processes in front of an engine; see the module."""
+
+    def __init__(
+        self, engine: EngineConnection, folder: Path, *, host: str, port: int, count: int
+    ) -> None:
+        """Recordings are written to `folder`. The processes listen at `port` and those after it."""
+        super().__init__(folder)
+        self._engine, self._host, self._port, self._count = engine, host, port, count
+        self.workers: list[_Worker] = []
+        self._closed: dict[str, SessionState] = {}
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        template, rendering = None, self._engine.rendering
+        if rendering is not None:
+            digest = await asyncio.to_thread(save_tokenizer, rendering.tokenizer, self._folder)
+            tokenizer = self._folder / tokenizer_name(digest)
+            template = tokenizer, rendering.name, rendering.thinking_retention
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(self._count):
+                port = self._port + number if self._port else 0
+                where = self._folder, self._host, port
+                start = GatewayStart(self._engine.upstream, template, *where, log.configured)
+                worker = _Worker(start)
+                running = asyncio.create_task(worker.run(), name="gateway-process")
+                stack.push_async_callback(worker.stop, running)
+                self.workers.append(worker)
+            await asyncio.gather(*(worker.wait_until_up() for worker in self.workers))
+            self.url = self.workers[0].url
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def card(self) -> ModelCard:
+        """See `ModelGateway.card`."""
+        return self.workers[0].card
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `ModelGateway.traffic`; of running processes a second old."""
+        return Traffic.total(part for one in self.workers for part in (one.ended, one.traffic))
+
+    @property
+    def idle(self) -> bool:
+        """See `ModelGateway.idle`."""
+        return True
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        session: Session,
+        task: Task,
+        terms: SessionTerms = DEFAULT_TERMS,
+        *,
+        on_hang: Callable[[float], None] = lambda _seconds: None,
+    ) -> AsyncIterator[Opened]:
+        """See `ModelGateway.open`."""
+        worker = min(self.workers, key=lambda one: one.load)
+        worker.load += 1
+        try:
+            opened: Opened = await worker.ask("open", session, task, terms)
+            worker.sessions[session.id] = session, task, replace(terms, key=opened.key)
+            worker.on_hang[session.id] = on_hang
+            try:
+                yield opened
+            finally:
+                await asyncio.shield(self._close(worker, session))
+        finally:
+            worker.load -= 1
+
+    async def _close(self, worker: _Worker, session: Session) -> None:
+        try:
+            self._closed[session.id] = await worker.ask("close", session.id)
+        finally:
+            del worker.sessions[session.id], worker.on_hang[session.id]
+        if len(self._closed) > DEFAULTS.closed_sessions:
+            del self._closed[next(iter(self._closed))]
+
+    def describe(self, session: str) -> SessionState:
+        """See `ModelGateway.describe`; of a live session only where its recording is."""
+        for worker in self.workers:
+            if session in worker.sessions:
+                return SessionState(self.recording_path(worker.sessions[session][0]))
+        return self._closed[session]
+
+    async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
+        """See `ModelGateway.pause`."""
+        self._keep(paused=mode)
+        await self._ask_all("pause", mode, deadline_s=within_s + _ANSWER_S, within_s=within_s)
+
+    async def resume(self) -> None:
+        """See `ModelGateway.resume`."""
+        self._keep(paused=None)
+        await self._ask_all("resume")
+
+    async def set_weights_version(self, version: int) -> None:
+        """See `ModelGateway.set_weights_version`."""
+        self._keep(version=version)
+        await self._ask_all("set_weights_version", version)
+
+    def _keep(self, **state: Any) -> None:
+        """Keep the state for processes that come up later."""
+        for worker in self.workers:
+            worker.start = replace(worker.start, **state)
+
+    async def _ask_all(self, name: str, *arguments: Any, **options: Any) -> None:
+        await asyncio.gather(*(one.ask(name, *arguments, **options) for one in self.workers))

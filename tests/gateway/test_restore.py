@@ -1,0 +1,70 @@
+"""A session's turns, made again from its recording, are those that the process before had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import ASK, RENDERING, Rig, in_turn, rig, says
+from tugline.gateway.prefix import CallTree
+from tugline.recording.file import read
+from tugline.types import Branch
+
+CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
+
+
+def describe(tree: CallTree) -> list[tuple[Any, ...]]:
+    """All that a later request is matched with."""
+    return [
+        (
+            turn.number,
+            turn.tokens.to_array().tolist(),
+            turn.prompt_length,
+            turn.wording,
+            turn.digests,
+            turn.parent.number if turn.parent else None,
+            turn.tools,
+            turn.thread,
+            [key for key, turns in tree._by_digest.items() if turn in turns],
+        )
+        for turn in tree._turns
+    ]
+
+
+async def talk(it: Rig) -> None:
+    """Tools, an edited history, a repeated question, a side call and an answer that broke off."""
+    messages: list[Any] = list(ASK)
+    for number in range(3):
+        reply = await it.ask(messages)
+        calls = [part for part in reply["content"] if part["type"] == "tool_use"]
+        results = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": f"result {number}"}
+            for call in calls
+        ]
+        messages += [
+            {"role": "assistant", "content": reply["content"]},
+            {"role": "user", "content": results or "Go on."},
+        ]
+    await it.ask([*messages[:2], {"role": "user", "content": "Something else."}])
+    await it.ask([{"role": "user", "content": "Mend it, please."}, *messages[1:3]])
+    await it.ask(ASK, temperature=0.5)
+    await it.ask([{"role": "user", "content": "A title, please."}], tools=[])
+    await it.hang_up()
+    await it.read()
+
+
+@pytest.mark.parametrize("answers", [("Done and over.",), (CALL, CALL, "That is all of it.")])
+async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple[str, ...]) -> None:
+    """Tokens, meanings and their places in the tree."""
+    play = in_turn(*answers) if len(answers) > 1 else says(answers[0], delay_s=0.02)
+    async with rig(tmp_path, play) as it:
+        await talk(it)
+        live = it.session.transcript
+        calls = read(tmp_path / "s1.0.rec").calls
+        assert Branch.HISTORY_EDITED in {call.branch for call in calls}
+        again = CallTree(RENDERING)
+        again.restore(calls)
+        assert describe(again) == describe(live.turns)
+        assert len(describe(again)) >= 6
