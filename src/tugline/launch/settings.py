@@ -50,8 +50,7 @@ class GatewaySettings(Config, frozen=True):
     port: Port = 0
     """Its port; 0 takes any free one. Further processes have the ports after it."""
     workers: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
-    """Processes that share a node's sessions; `auto`: one for each 16 processors. One of them is
-    the node's own, unless there are more."""
+    """Processes for model calls: 1 is the node's own, `auto` means one for each 16 processors."""
 
 
 class Settings(Config, frozen=True):

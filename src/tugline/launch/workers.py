@@ -223,7 +223,9 @@ class Workers(ModelGateway):
     @property
     def traffic(self) -> Traffic:
         """See `ModelGateway.traffic`; of running processes a second old."""
-        return Traffic.total(part for one in self.workers for part in (one.ended, one.traffic))
+        return Traffic.total(
+            part for worker in self.workers for part in (worker.ended, worker.traffic)
+        )
 
     @property
     def idle(self) -> bool:
@@ -240,7 +242,7 @@ class Workers(ModelGateway):
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
         """See `ModelGateway.open`."""
-        worker = min(self.workers, key=lambda one: one.load)
+        worker = min(self.workers, key=lambda worker: worker.load)
         worker.load += 1
         try:
             opened: Opened = await worker.ask("open", session, task, terms)
@@ -289,4 +291,4 @@ class Workers(ModelGateway):
             worker.start = replace(worker.start, **state)
 
     async def _ask_all(self, name: str, *arguments: Any, **options: Any) -> None:
-        await asyncio.gather(*(one.ask(name, *arguments, **options) for one in self.workers))
+        await asyncio.gather(*(worker.ask(name, *arguments, **options) for worker in self.workers))
