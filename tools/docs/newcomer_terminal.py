@@ -1,0 +1,191 @@
+"""A bash on a pseudo-terminal, and a record of what it printed, for `newcomer.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import queue
+import re
+import signal
+import struct
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+COLUMNS, ROWS = 100, 24
+DONE = re.compile(rb"\x1b\]133;D;(\d+)\x07")
+"""What the shell prints, unseen, before each prompt: the exit status of the command before."""
+TOKEN = re.compile(r"(#token=)[\w.-]+")
+
+
+@dataclass
+class Command:
+    """One command line and what was printed from its first letter to the next prompt."""
+
+    line: str
+    prompt: str
+    seconds: float = 0.0
+    code: int | None = None
+    """Exit status; None while it goes on, as a server does."""
+    events: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds after the command was entered, and what came then."""
+
+    def describe(self) -> str:
+        """How it ended, for an error."""
+        printed = "".join(text for _, text in self.events)
+        return f"$ {self.line}: exit status {self.code}\n{printed}"
+
+
+@dataclass
+class Step:
+    """A part of the path: commands that follow each other, under one caption."""
+
+    name: str
+    title: str
+    load: float
+    """How many processes wanted a core in the minute before the step ended."""
+    commands: list[Command]
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    """Files of pictures of the console, each with its caption."""
+
+    @property
+    def seconds(self) -> float:
+        """What the commands took together."""
+        return sum(command.seconds for command in self.commands)
+
+    def write(self, path: Path) -> None:
+        """Keep the record."""
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Step:
+        """The record that `write` kept."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["commands"] = [Command(**each) for each in values["commands"]]
+        return cls(**values)
+
+
+class Terminal:
+    """A shell that is typed into; usable as a context manager, which ends it."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self.pid, self.file = pty.fork()
+        if not self.pid:
+            os.chdir(folder)
+            words = ["bash", "--norc", "--noprofile", "-i"]
+            os.execvpe(words[0], words, environment)  # noqa: S606 - it is the shell itself
+        size = struct.pack("HHHH", ROWS, COLUMNS, 0, 0)
+        fcntl.ioctl(self.file, termios.TIOCSWINSZ, size)
+        self.pieces: queue.Queue[tuple[float, bytes]] = queue.Queue()
+        """What is printed; read at once, since a program waits for a terminal that is full."""
+        self.reader = threading.Thread(target=self._fill, daemon=True)
+        self.reader.start()
+        self.late = b""
+        """What has been read and belongs to no command yet."""
+        self.prompt = ""
+        self._read_until_prompt(20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self.pid, signal.SIGHUP)
+        os.waitpid(self.pid, 0)
+        self.reader.join(5)
+        os.close(self.file)
+
+    def run(self, line: str, seconds: float = 900) -> Command:
+        """Type a command that must succeed, and wait for the next prompt."""
+        command = self.start(line)
+        self.finish(command, seconds)
+        if command.code:
+            raise RuntimeError(command.describe())
+        return command
+
+    def start(self, line: str) -> Command:
+        """Type a command."""
+        command = Command(line, self.prompt)
+        self.began = time.monotonic()
+        os.write(self.file, line.encode() + b"\n")
+        return command
+
+    def follow(self, command: Command, pattern: str, seconds: float) -> re.Match[str]:
+        """Record what a command prints until a pattern is in it."""
+        for _ in self._read(command, seconds):
+            if match := re.search(pattern, "".join(text for _, text in command.events)):
+                command.seconds = command.events[-1][0]
+                return match
+        raise RuntimeError(command.describe())
+
+    def interrupt(self, command: Command) -> None:
+        """Press Ctrl-C, and record what it still prints."""
+        os.write(self.file, b"\x03")
+        self.finish(command, 60)
+
+    def finish(self, command: Command, seconds: float) -> None:
+        """Record what a command prints until it has ended."""
+        for _ in self._read(command, seconds):
+            if command.code is not None:
+                break
+        self._read_until_prompt(20)
+
+    def _read(self, command: Command, seconds: float) -> Iterator[None]:
+        """Move what is printed into a command's record, piece by piece."""
+        for moment, piece in self._whole_pieces(seconds):
+            ended = DONE.search(piece)
+            shown = piece[: ended.start()] if ended else piece
+            if shown:
+                text = shown.decode("utf-8", errors="replace")
+                command.events.append((round(moment - self.began, 3), text))
+            if ended:
+                command.code, command.seconds = int(ended[1]), moment - self.began
+                self.late = piece[ended.end() :]
+            yield
+            if ended:
+                return
+
+    def _read_until_prompt(self, seconds: float) -> None:
+        """Learn the prompt, which is what follows the mark."""
+        text = self.late
+        for _, piece in self._whole_pieces(seconds) if not text.endswith(b"$ ") else ():
+            text += piece
+            if text.endswith(b"$ "):
+                break
+        self.late, self.prompt = b"", DONE.sub(b"", text).decode()
+
+    def _whole_pieces(self, seconds: float) -> Iterator[tuple[float, bytes]]:
+        """Output with the moment it came, in pieces that end within no character and no mark."""
+        until, rest = time.monotonic() + seconds, b""
+        while (left := until - time.monotonic()) > 0:
+            try:
+                moment, piece = self.pieces.get(timeout=left)
+            except queue.Empty:
+                break
+            rest += piece
+            if b"\x1b]133" in rest and not DONE.search(rest):
+                continue
+            try:
+                rest.decode()
+            except UnicodeDecodeError:
+                continue
+            yield moment, rest
+            rest = b""
+        raise TimeoutError(f"no end after {seconds} s")
+
+    def _fill(self) -> None:
+        """Read until the shell is gone."""
+        with contextlib.suppress(OSError):
+            while piece := os.read(self.file, 65536):
+                self.pieces.put((time.monotonic(), piece))
+
+
+def hide_token(text: str) -> str:
+    """The address of the console as the pages show it."""
+    return TOKEN.sub(r"\1...", text)
