@@ -11,7 +11,8 @@ Commands are typed into a real bash on a pseudo-terminal, in a home folder of th
 caches and without pip's settings of this machine, and what it prints is recorded with the time of
 each piece. Nothing printed is changed but one thing: the token in the console's address becomes
 three dots. The prompt is coloured, each step begins on an empty screen, long waits are shown
-faster, and the caption says how long they were.
+faster, and the caption says how long they were. All commands are timed; those that only list what
+the console shows are not drawn.
 
 `docs/newcomer.json` gets the times, `docs/newcomer.webp` the picture. A step that the folder has is
 not repeated: remove its file there, or the folder, to have it again. Needs a Chromium
@@ -61,12 +62,10 @@ class Walk:
         )
         mine = {key: value for key, value in os.environ.items() if not OWN.match(key)}
         own = {
-            "HOME": str(self.home), "PATH": path, "TERM": "xterm-256color", "PS1": r"\w $ ",
-            "PROMPT_COMMAND": r"printf '\033]133;D;%s\007' $?", "PIP_CONFIG_FILE": os.devnull,
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HISTFILE": "",
+            "HOME": str(self.home), "PATH": path, "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }  # fmt: skip
         shell = Terminal(mine | own, folder)
-        shell.run("bind 'set enable-bracketed-paste off'")
         if activated:
             shell.run(f". ~/{DEMO}/.venv/bin/activate")
         return shell
@@ -150,6 +149,7 @@ def main(work: Path) -> None:
         walk.step("install", "Install the wheel", walk.install),
         walk.step("demo", "The demo: train an agent", walk.try_demo),
     ]
+    began = (walk.work / "install.json").stat().st_mtime
     lines = walk.list_commands()
     up, submit, train, evaluate = (
         next(at for at, line in enumerate(lines) if line.startswith(f"tugline {name}"))
@@ -162,7 +162,7 @@ def main(work: Path) -> None:
         walk.step("eval", "Use what was learned", lambda: walk.follow(lines[evaluate:])),
     ]
     times = {
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.fromtimestamp(began, UTC).date().isoformat(),
         "machine": describe_machine(),
         "steps": [
             {
@@ -174,7 +174,12 @@ def main(work: Path) -> None:
     }  # fmt: skip
     text = json.dumps(times, indent=2, ensure_ascii=False) + "\n"
     (ROOT / "docs" / "newcomer.json").write_text(text, encoding="utf-8")
-    picture = asyncio.run(draw(steps, walk.work))
+    loads = [step.load for step in steps]
+    where = (
+        f"{times['date']}, {os.cpu_count()} CPU cores, no GPU; "
+        f"processes that wanted a core: {min(loads):.0f} to {max(loads):.0f}"
+    )
+    picture = asyncio.run(draw(steps, walk.work, where))
     (ROOT / "docs" / "newcomer.webp").write_bytes(picture)
 
 

@@ -18,20 +18,20 @@ from PIL import Image
 CSS = Path(__file__).resolve().parents[2] / "console" / "src" / "app.css"
 CAPTION = 60
 """Height of the caption in CSS pixels."""
-TYPED_S, LOOK_S, END_S, LAST_S = 0.7, 1.4, 2.2, 4.0
-"""How long is shown: a command that was just entered, a picture of the console, what a step's last
-command printed, and the times."""
+TYPED_S, DONE_S, LOOK_S, END_S, LAST_S = 0.6, 0.6, 1.3, 1.6, 4.0
+"""How long is shown: a command that was just entered, all that it printed, a picture of the
+console, a step's end in addition, and the times."""
 FAST_S = 2.0
 """Waits above this are shown faster."""
-LONG = {"demo": (14, 7.0), "install": (6, 2.5), "train": (10, 5.0)}
+LONG = {"demo": (12, 6.0), "train": (8, 4.0)}
 """Steps with how many frames of a long wait are shown, in how many seconds."""
-SHORT = (4, 1.6)
+SHORT = (4, 1.4)
 """The same for all other steps."""
 COLOURS = {
     "red": "bad", "green": "good", "brown": "agent", "blue": "accent", "magenta": "evaluator",
-    "cyan": "runtime",
+    "cyan": "runtime", "ff005f": "accent", "5faf00": "good", "3a3a3a": "line",
 }  # fmt: skip
-"""The terminal's colours as the console's."""
+"""The terminal's colours, and those of a progress bar, as the console's."""
 STYLE = f"""
 body {{ width: 900px; height: {CAPTION + HEIGHT}px; overflow: hidden; }}
 header {{ height: {CAPTION}px; padding: 0 20px; display: flex; align-items: center; gap: 12px;
@@ -43,7 +43,9 @@ header span {{ margin-left: auto; color: var(--muted); font: 17px system-ui;
   font-variant-numeric: tabular-nums; }}
 pre {{ margin: 0; padding: 12px 20px; font: 14.2px/20.6px "DejaVu Sans Mono", monospace; }}
 img {{ width: 900px; height: {HEIGHT}px; display: block; }}
-table {{ margin: 44px auto; border-collapse: collapse; font: 20px/46px system-ui; width: 560px; }}
+p {{ margin: 0; text-align: center; color: var(--muted); font: 16px system-ui; }}
+table {{ margin: 44px auto 30px; width: 560px; border-collapse: collapse;
+  font: 20px/46px system-ui; }}
 td {{ border-bottom: 1px solid var(--line); padding: 0; }}
 td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 """
@@ -97,6 +99,8 @@ class Film:
         stream.feed(f"\x1b[34m{command.prompt}\x1b[0m")
         states: list[tuple[float, str]] = []
         for at, text in command.events:
+            if at > command.seconds:
+                break  # how a server ends
             typed, newline, output = "", "", hide_token(text)
             if not states:
                 typed, newline, output = output.partition("\n")
@@ -112,7 +116,7 @@ class Film:
             for passed, body in pick(states, command.seconds, count):
                 self.add(step, number, spell(passed), body, shown_s / count)
         faster = " (shown faster)" if command.seconds > FAST_S else ""
-        self.add(step, number, f"took {spell(command.seconds)}{faster}", states[-1][1], 0.9)
+        self.add(step, number, f"took {spell(command.seconds)}{faster}", states[-1][1], DONE_S)
 
     def add_looks(self, step: Step, number: str, note: str, names: Sequence[str]) -> None:
         """Show pictures of the console."""
@@ -146,8 +150,8 @@ def pick(
         yield moment, before[-1] if before else states[0][1]
 
 
-def plan(steps: Sequence[Step], folder: Path) -> list[Frame]:
-    """All frames, in order."""
+def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
+    """All frames, in order; the last one says where the times were measured."""
     film = Film(folder)
     for at, step in enumerate(steps, 1):
         number = str(at)
@@ -163,20 +167,24 @@ def plan(steps: Sequence[Step], folder: Path) -> list[Frame]:
         screen = pyte.Screen(COLUMNS, ROWS)
         film.add_command(screen, step, submit, number)
         film.hold(END_S / 2)
-        looks = sorted(path.name for path in folder.glob("console-run-*.png"))
-        film.add_looks(step, number, "the console, while it runs", looks[1:-1:3][:3])
+        looks = sorted(path.name for path in folder.glob("console-run-*.png"))[1:]
+        looks = looks[:: max(1, len(looks) // 3)][:3]
+        film.add_looks(step, number, "the console, while it runs", looks)
         film.add_looks(step, number, "the console, when it has ended", ["console-end-overview.png"])
         film.add_looks(step, number, "a session", ["console-end-session.png"])
+        film.add_looks(step, number, "its patch", ["console-end-patch.png"])
         film.hold(END_S / 2)
     rows = "".join(f"<tr><td>{s.title}</td><td>{spell(s.seconds)}</td></tr>" for s in steps)
     total = spell(sum(step.seconds for step in steps))
-    film.frames.append(Frame("", "Measured", f"{total} in all", f"<table>{rows}</table>", LAST_S))
+    film.frames.append(
+        Frame("", "Measured", f"{total} in all", f"<table>{rows}</table><p>{where}</p>", LAST_S)
+    )
     return film.frames
 
 
-async def draw(steps: Sequence[Step], folder: Path) -> bytes:
+async def draw(steps: Sequence[Step], folder: Path, where: str) -> bytes:
     """Draw every frame in Chromium, as one WebP; each is left in the folder as PNG, too."""
-    frames = plan(steps, folder)
+    frames = plan(steps, folder, where)
     images = []
     async with open_tab(CAPTION + HEIGHT) as tab:
         style = CSS.read_text(encoding="utf-8") + STYLE
@@ -194,7 +202,7 @@ async def draw(steps: Sequence[Step], folder: Path) -> bytes:
     buffer = io.BytesIO()
     images[0].save(
         buffer, "WEBP", save_all=True, append_images=images[1:], duration=durations, loop=0,
-        lossless=True, method=6, minimize_size=True,
+        lossless=True, method=3,
     )  # fmt: skip
     print(f"{len(frames)} frames, {sum(durations) / 1000:.0f} s, {buffer.tell():,} bytes")
     return buffer.getvalue()

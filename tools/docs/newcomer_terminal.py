@@ -22,6 +22,10 @@ from typing import Self
 COLUMNS, ROWS = 100, 24
 DONE = re.compile(rb"\x1b\]133;D;(\d+)\x07")
 """What the shell prints, unseen, before each prompt: the exit status of the command before."""
+SHELL = {
+    "TERM": "xterm-256color", "PS1": r"\w $ ", "HISTFILE": "",
+    "PROMPT_COMMAND": r"printf '\033]133;D;%s\007' $?",
+}  # fmt: skip
 TOKEN = re.compile(r"(#token=)[\w.-]+")
 
 
@@ -32,8 +36,9 @@ class Command:
     line: str
     prompt: str
     seconds: float = 0.0
+    """Until the next prompt; of a server until it is up."""
     code: int | None = None
-    """Exit status; None while it goes on, as a server does."""
+    """Exit status; None while it goes on."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """Seconds after the command was entered, and what came then."""
 
@@ -80,7 +85,7 @@ class Terminal:
         if not self.pid:
             os.chdir(folder)
             words = ["bash", "--norc", "--noprofile", "-i"]
-            os.execvpe(words[0], words, environment)  # noqa: S606 - it is the shell itself
+            os.execvpe(words[0], words, environment | SHELL)  # noqa: S606 - it is the shell itself
         size = struct.pack("HHHH", ROWS, COLUMNS, 0, 0)
         fcntl.ioctl(self.file, termios.TIOCSWINSZ, size)
         self.pieces: queue.Queue[tuple[float, bytes]] = queue.Queue()
@@ -91,6 +96,7 @@ class Terminal:
         """What has been read and belongs to no command yet."""
         self.prompt = ""
         self._read_until_prompt(20)
+        self.run("bind 'set enable-bracketed-paste off'")
 
     def __enter__(self) -> Self:
         return self
@@ -118,16 +124,19 @@ class Terminal:
 
     def follow(self, command: Command, pattern: str, seconds: float) -> re.Match[str]:
         """Record what a command prints until a pattern is in it."""
-        for _ in self._read(command, seconds):
-            if match := re.search(pattern, "".join(text for _, text in command.events)):
-                command.seconds = command.events[-1][0]
-                return match
-        raise RuntimeError(command.describe())
+        pieces = self._read(command, seconds)
+        while not (match := re.search(pattern, "".join(text for _, text in command.events))):
+            if next(pieces, self) is self:
+                raise RuntimeError(command.describe())
+        command.seconds = command.events[-1][0]
+        return match
 
     def interrupt(self, command: Command) -> None:
-        """Press Ctrl-C, and record what it still prints."""
+        """Press Ctrl-C, and record what is still printed; the command's time remains as it was."""
+        seconds = command.seconds
         os.write(self.file, b"\x03")
         self.finish(command, 60)
+        command.seconds = seconds
 
     def finish(self, command: Command, seconds: float) -> None:
         """Record what a command prints until it has ended."""
@@ -145,7 +154,8 @@ class Terminal:
                 text = shown.decode("utf-8", errors="replace")
                 command.events.append((round(moment - self.began, 3), text))
             if ended:
-                command.code, command.seconds = int(ended[1]), moment - self.began
+                command.code = int(ended[1])
+                command.seconds = round(moment - self.began, 3)
                 self.late = piece[ended.end() :]
             yield
             if ended:

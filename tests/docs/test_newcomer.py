@@ -1,0 +1,43 @@
+"""The record of a newcomer's path, which the README shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from newcomer_terminal import Step, Terminal, hide_token
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
+    """Text, exit status and the prompt; a command that fails is an error; Ctrl-C ends a server."""
+    with Terminal({"PATH": os.environ["PATH"], "HOME": str(tmp_path)}, tmp_path) as shell:
+        command = shell.run("echo grün; mkdir mine; cd mine")
+        assert (command.prompt, command.code, shell.prompt) == ("~ $ ", 0, "~/mine $ ")
+        assert "".join(text for _, text in command.events).splitlines()[1:] == ["grün"]
+        with pytest.raises(RuntimeError, match=r"\$ false: exit status 1"):
+            shell.run("false")
+        server = shell.start("echo up; sleep 100")
+        shell.follow(server, "\nup", 20)
+        shell.interrupt(server)
+        assert server.code == 130
+        assert shell.run("true").code == 0
+    Step("name", "title", 0.5, [command]).write(tmp_path / "step.json")
+    assert Step.read(tmp_path / "step.json").seconds == command.seconds
+
+
+def test_a_token_is_not_drawn() -> None:
+    """The console's address is shown as the pages show it."""
+    assert hide_token("at http://host/#token=read.a-b_c\r\n") == "at http://host/#token=...\r\n"
+
+
+def test_the_page_has_the_measured_times() -> None:
+    """The table of the tutorial is that of the committed record."""
+    steps = json.loads((ROOT / "docs/newcomer.json").read_text("utf-8"))["steps"]
+    page = (ROOT / "docs/start/train-your-agent.md").read_text("utf-8")
+    rows = re.findall(r"^\| .* \| ([\d.]+) s \| [\d.]+ \|$", page, re.MULTILINE)
+    assert rows == [f"{step['seconds']:.0f}" for step in steps]
