@@ -11,8 +11,8 @@ Commands are typed into a real bash on a pseudo-terminal, in a home folder of th
 caches and without pip's settings of this machine, and what it prints is recorded with the time of
 each piece. Nothing printed is changed but one thing: the token in the console's address becomes
 three dots. The prompt is coloured, each step begins on an empty screen, long waits are shown
-faster, and the caption says how long they were. All commands are timed; those that only list what
-the console shows are not drawn.
+faster, and the caption says how long they were. All commands are timed; those that list or
+show what the console shows, too, are not drawn.
 
 `docs/newcomer.json` gets the times, `docs/newcomer.webp` the picture. A step that the folder has is
 not repeated: remove its file there, or the folder, to have it again. Needs a Chromium
@@ -176,8 +176,8 @@ def main(work: Path) -> None:
     (ROOT / "docs" / "newcomer.json").write_text(text, encoding="utf-8")
     loads = [step.load for step in steps]
     where = (
-        f"{times['date']}, {os.cpu_count()} CPU cores, no GPU; "
-        f"processes that wanted a core: {min(loads):.0f} to {max(loads):.0f}"
+        f"{times['date']}, {os.cpu_count()} CPU cores that other programs used as well "
+        f"(load {min(loads):.0f} to {max(loads):.0f}), no GPU"
     )
     picture = asyncio.run(draw(steps, walk.work, where))
     (ROOT / "docs" / "newcomer.webp").write_bytes(picture)

@@ -14,6 +14,8 @@ from browser.chromium import Tab, chromium
 
 WIDTH, HEIGHT = 900, 524
 """Of the picture below its caption, in CSS pixels."""
+PIXELS = 1.6
+"""Of the picture for each of these."""
 WIDER = 1.25
 """The console needs more room, so its pictures are shown that much smaller."""
 EVERY_S = 4.0
@@ -29,11 +31,11 @@ SOLVED = """
 
 @contextlib.asynccontextmanager
 async def open_tab(height: int, wider: float = 1.0) -> AsyncIterator[Tab]:
-    """A dark tab, whose pictures have two pixels for each one of `WIDTH`."""
+    """A dark tab, whose pictures have `PIXELS` times `WIDTH` pixels in a row."""
     with tempfile.TemporaryDirectory() as profile:
         async with chromium(Path(profile)) as tab:
             size = {"width": round(WIDTH * wider), "height": round(height * wider)}
-            ratio = {"deviceScaleFactor": 2 / wider, "mobile": False}
+            ratio = {"deviceScaleFactor": PIXELS / wider, "mobile": False}
             await tab.send("Emulation.setDeviceMetricsOverride", **size, **ratio)
             await tab.send("Emulation.setScrollbarsHidden", hidden=True)
             dark = [{"name": "prefers-color-scheme", "value": "dark"}]

@@ -18,14 +18,14 @@ from PIL import Image
 CSS = Path(__file__).resolve().parents[2] / "console" / "src" / "app.css"
 CAPTION = 60
 """Height of the caption in CSS pixels."""
-TYPED_S, DONE_S, LOOK_S, END_S, LAST_S = 0.6, 0.6, 1.3, 1.6, 4.0
+TYPED_S, DONE_S, LOOK_S, END_S, LAST_S = 0.5, 0.5, 1.0, 1.2, 3.0
 """How long is shown: a command that was just entered, all that it printed, a picture of the
 console, a step's end in addition, and the times."""
 FAST_S = 2.0
 """Waits above this are shown faster."""
-LONG = {"demo": (12, 6.0), "train": (8, 4.0)}
+LONG = {"demo": (10, 4.0), "train": (7, 3.0)}
 """Steps with how many frames of a long wait are shown, in how many seconds."""
-SHORT = (4, 1.4)
+SHORT = (3, 0.9)
 """The same for all other steps."""
 COLOURS = {
     "red": "bad", "green": "good", "brown": "agent", "blue": "accent", "magenta": "evaluator",
@@ -105,7 +105,7 @@ class Film:
             if not states:
                 typed, newline, output = output.partition("\n")
             stream.feed(typed + newline)
-            if newline:
+            if newline and command.seconds > FAST_S:
                 self.add(step, number, "", draw_screen(screen), TYPED_S)
             stream.feed(output)
             states.append((at, draw_screen(screen)))
@@ -115,8 +115,8 @@ class Film:
             count, shown_s = LONG.get(step.name, SHORT)
             for passed, body in pick(states, command.seconds, count):
                 self.add(step, number, spell(passed), body, shown_s / count)
-        faster = " (shown faster)" if command.seconds > FAST_S else ""
-        self.add(step, number, f"took {spell(command.seconds)}{faster}", states[-1][1], DONE_S)
+        note = f"took {spell(command.seconds)} (shown faster)" if command.seconds > FAST_S else ""
+        self.add(step, number, note, states[-1][1], DONE_S)
 
     def add_looks(self, step: Step, number: str, note: str, names: Sequence[str]) -> None:
         """Show pictures of the console."""
@@ -157,7 +157,7 @@ def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         number = str(at)
         screen = pyte.Screen(COLUMNS, ROWS)
         if step.name != "serve":
-            for command in step.commands:
+            for command in step.commands[: 1 if step.name == "train" else None]:
                 film.add_command(screen, step, command, number)
             film.hold(END_S)
             continue
@@ -202,7 +202,7 @@ async def draw(steps: Sequence[Step], folder: Path, where: str) -> bytes:
     buffer = io.BytesIO()
     images[0].save(
         buffer, "WEBP", save_all=True, append_images=images[1:], duration=durations, loop=0,
-        lossless=True, method=3,
+        lossless=True, method=4,
     )  # fmt: skip
     print(f"{len(frames)} frames, {sum(durations) / 1000:.0f} s, {buffer.tell():,} bytes")
     return buffer.getvalue()
