@@ -7,7 +7,7 @@ import html
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyte
@@ -132,12 +132,11 @@ class Film:
             seconds += self.frames.pop().seconds
         self.frames.append(Frame(number, step.title, note, body, seconds))
 
-    def hold(self, seconds: float) -> None:
-        """Show the last frame longer."""
+    def hold(self, seconds: float, note: str | None = None) -> None:
+        """Show the last frame longer, with another note if one is given."""
         last = self.frames.pop()
-        self.frames.append(
-            Frame(last.number, last.title, last.note, last.body, last.seconds + seconds)
-        )
+        longer = last.seconds + seconds
+        self.frames.append(replace(last, seconds=longer, note=last.note if note is None else note))
 
 
 def pick(
@@ -159,7 +158,7 @@ def plan(steps: Sequence[Step], folder: Path, where: str) -> list[Frame]:
         if step.name != "serve":
             for command in step.commands[: 1 if step.name == "train" else None]:
                 film.add_command(screen, step, command, number)
-            film.hold(END_S)
+            film.hold(END_S, f"took {spell(step.seconds)} (shown faster)")
             continue
         server, submit = step.commands[:2]
         film.add_command(screen, step, server, number)
