@@ -129,7 +129,7 @@ class HarborRuntime(Runtime):
     def check_available(self) -> str | None:
         """Whether Harbor has the environment and what it needs."""
         try:
-            self._find().preflight(kwargs=self.kwargs)
+            _find(self.environment).preflight(kwargs=self.kwargs)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - each provider has its own
             return f"environment {self.environment!r} of Harbor cannot be used: {error}"
         return None
@@ -142,11 +142,6 @@ class HarborRuntime(Runtime):
             "copied folders of programs can be changed by the agent",
             *network,
         )
-
-    def _find(self) -> type[BaseEnvironment]:
-        path = self.environment if ":" in self.environment else None
-        kind = None if path else EnvironmentType(self.environment)
-        return EnvironmentFactory.get_environment_class(kind, path)
 
     def _create(self, workspace: Workspace, directory: Path) -> BaseEnvironment:
         """A new environment, noted before there is anything to be found."""
@@ -171,7 +166,7 @@ class HarborRuntime(Runtime):
         folder.mkdir(exist_ok=True)
         paths.mkdir()
         try:
-            return self._find()(
+            return _find(note.environment)(
                 environment_dir=folder,
                 environment_name="tugline",
                 session_id=note.session,
@@ -181,7 +176,7 @@ class HarborRuntime(Runtime):
                 **note.kwargs,
             )
         except (ImportError, ValueError, OSError, RuntimeError) as error:
-            raise UsageError(f"environment {self.environment!r} of Harbor: {error}") from error
+            raise UsageError(f"environment {note.environment!r} of Harbor: {error}") from error
 
     async def _prepare(
         self, environment: BaseEnvironment, directory: Path, spec: SandboxSpec
@@ -208,8 +203,7 @@ class HarborRuntime(Runtime):
         return box
 
     async def _stop(self, environment: BaseEnvironment, directory: Path) -> None:
-        what = f"environment {self.environment!r} does not stop"
-        await _call(what, environment.stop(delete=True))
+        await _call("the environment does not stop", environment.stop(delete=True))
         (directory / NOTE).unlink(missing_ok=True)
 
 
@@ -337,6 +331,13 @@ class HarborSandbox(Sandbox):
             await _call(what, self.environment.download_file(path, file))
             await self.execute(f"rm -f {path}")
             return await asyncio.to_thread(file.read_bytes)
+
+
+def _find(environment: str) -> type[BaseEnvironment]:
+    path = environment if ":" in environment else None
+    return EnvironmentFactory.get_environment_class(
+        None if path else EnvironmentType(environment), path
+    )
 
 
 @functools.cache
