@@ -21,6 +21,7 @@ TuglineError
  +- ServerError           the rollout server cannot be reached or refuses a request
  |   +- Invalid, Missing, Conflict  an invalid field, an unknown or a taken id (422, 404, 409)
  |   +- FencedError       a lease was lost; results of its epoch are refused (409)
+ |   +- QuotaExceeded     a tenant has its most sessions, or a token its most requests (429)
  +- BadSignature          a webhook is not from our server, was changed or is old
  +- StoreError            the database is unavailable: full, locked, restarting (503)
 """
@@ -244,6 +245,13 @@ class FencedError(ServerError):
     """The lease of this session was lost."""
 
     status, problem = 409, "fenced"
+
+
+class QuotaExceeded(ServerError):
+    """A tenant is at a limit; `retry_s` later it is not, 0 if that depends on its sessions."""
+
+    status, problem = 429, "quota"
+    retry_s = 0
 
 
 class BadSignature(TuglineError):

@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tugline.client.transport import Transport
-from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
+from tugline.errors import (
+    Conflict,
+    FencedError,
+    Invalid,
+    Missing,
+    QuotaExceeded,
+    ServerError,
+    UsageError,
+)
 from tugline.protocol import Version
 from tugline.web.serve import serve
 
@@ -55,12 +63,12 @@ async def server(
 
 
 async def test_what_passes_is_tried_again() -> None:
-    """503 and 429, as soon as the server asks for; the token is sent each time."""
+    """503, and 429 that says when: not before that; the token is sent each time."""
 
     def answer(number: int) -> Response:
         if number == 3:
             return JSONResponse({"version": 7})
-        response = problem("unavailable", 503 if number == 1 else 429)
+        response = problem("unavailable", 503) if number == 1 else problem("quota", 429)
         response.headers["retry-after"] = str(number - 1)
         return response
 
@@ -78,6 +86,7 @@ async def test_what_passes_is_tried_again() -> None:
         ("missing", 404, Missing),
         ("conflict", 409, Conflict),
         ("fenced", 409, FencedError),
+        ("quota", 429, QuotaExceeded),
         ("forbidden", 403, ServerError),
         ("fault", 500, ServerError),
     ],

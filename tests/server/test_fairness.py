@@ -7,7 +7,8 @@ import pytest
 
 from leased import a_task
 from tugline.protocol import NodeRegistration
-from tugline.server.store import leases, nodes, sessions, tasks
+from tugline.server.settings import DEFAULTS, ServerSettings
+from tugline.server.store import leases, nodes, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.types import Task
@@ -20,14 +21,14 @@ async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
     await database.write(tasks.submit, [tasks.pack(task) for task in batch])
 
 
-async def _lease(database: Database, n: int) -> list[str]:
+async def _lease(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> list[str]:
     """Tasks of the next `n` sessions, as one node gets them."""
 
     def op(tx: Tx) -> list[str]:
         if not nodes.list_open(tx):
             node = NodeRegistration(name="n", slots=1, capacity=1)
             nodes.add(tx, "n", node, "token", lease_s=1e6)
-        granted = leases.grant(tx, {"n": n})
+        granted = leases.grant(tx, {"n": n}, settings)
         return [session.task for session in granted.get("n", [])]
 
     return await database.write(op)
@@ -36,11 +37,11 @@ async def _lease(database: Database, n: int) -> list[str]:
 @pytest.mark.parametrize("at_once", [1, 7, 40])
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
     """3 to 1 at every moment, within one, however many are leased at a time."""
-    await database.write(sessions.set_weights, {"big": 3.0})
+    settings = ServerSettings(tenants={"big": 3.0})
     await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
     got = Counter[str]()
     while sum(got.values()) + at_once <= 60:
-        got.update(await _lease(database, at_once))
+        got.update(await _lease(database, at_once, settings))
         assert abs(got["b"] - 3 * sum(got.values()) / 4) <= 1
 
 
@@ -58,9 +59,9 @@ async def test_who_comes_back_starts_level(database: Database) -> None:
 
 async def test_a_tenant_alone_has_everything(database: Database) -> None:
     """Shares are of what is wanted: nothing is kept free for those who want nothing."""
-    await database.write(sessions.set_weights, {"idle": 100.0})
+    settings = ServerSettings(tenants={"idle": 100.0})
     await _submit(database, a_task("t", 30, tenant="alone"))
-    assert len(await _lease(database, 30)) == 30
+    assert len(await _lease(database, 30, settings)) == 30
 
 
 async def test_priority_goes_first(database: Database) -> None:

@@ -14,8 +14,9 @@ from tugline.schema import field_docs, list_structs
 def describe(kind: type[Config], prefix: str = "", given: Config | None = None) -> list[str]:
     """Markdown table rows ``| key | type | default | meaning |`` of every key, nested ones dotted.
 
-    A key whose value is itself a configuration is replaced by that one's keys; `given` is the
-    configuration that holds the defaults. Raises `ValueError` for a field without a docstring.
+    A key whose value is itself a configuration is replaced by that one's keys; one that has several
+    by name is followed by them. `given` is the configuration that holds the defaults. Raises
+    `ValueError` for a field without a docstring.
     """
     rows: list[str] = []
     docs = field_docs(kind)
@@ -23,17 +24,19 @@ def describe(kind: type[Config], prefix: str = "", given: Config | None = None) 
     for field in msgspec.structs.fields(kind):
         default = getattr(given, field.name) if given else _default(field)
         inner = [each for each in list_structs(field.type) if issubclass(each, Config)]
+        named = isinstance(types[field.name], shapes.DictType)
+        if not inner or named:
+            if field.name not in docs:
+                msg = f"{kind.__name__}.{field.name} has no docstring that says what it is"
+                raise ValueError(msg)
+            text = "required" if default is msgspec.NODEFAULT else f"`{default}`"
+            key, says = f"`{prefix}{field.name}`", docs[field.name]
+            cells = (key, _say_type(types[field.name]), text, says)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         for nested in inner:
             value = default if isinstance(default, nested) else None
-            rows += describe(nested, f"{prefix}{field.name}.", value)
-        if inner:
-            continue
-        if field.name not in docs:
-            msg = f"{kind.__name__}.{field.name} has no docstring that says what it is"
-            raise ValueError(msg)
-        text = "required" if default is msgspec.NODEFAULT else f"`{default}`"
-        cells = (f"`{prefix}{field.name}`", _say_type(types[field.name]), text, docs[field.name])
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            name = f"{field.name}.NAME" if named else field.name
+            rows += describe(nested, f"{prefix}{name}.", value)
     return rows
 
 

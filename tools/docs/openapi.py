@@ -184,6 +184,8 @@ def _problems(route: Route) -> Json:
         names.add("conflict")
     if "{" in route.path:
         names.add("missing")
+    if route.name == "POST /v1/tasks":
+        names.add("quota")
     if len(_MEDIA.get(route.name, ())) > 1:
         names.add("not-acceptable")
     if route.method == "POST":

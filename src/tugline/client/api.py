@@ -67,7 +67,7 @@ class Client:
     async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:
         """Submit tasks durably, in batches that are each accepted wholly or not at all.
 
-        Raises `Invalid` or `Conflict`, whose `field` starts with the index of the task.
+        Raises `Invalid`, `Conflict` or `QuotaExceeded`, whose `field` starts with the task's index.
         """
         accepted: list[protocol.Accepted] = []
         for batch in _split_batches([tasks] if isinstance(tasks, Task) else tasks):

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from tugline import log
-from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
+from tugline.errors import QuotaExceeded, ServerError, UsageError
 from tugline.protocol import PROBLEM, Problem
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 """Bounds of the pause between two attempts."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
-_CLASSES = {kind.problem: kind for kind in (Invalid, Missing, Conflict, FencedError)}
+_CLASSES = {kind.problem: kind for kind in ServerError.__subclasses__()}
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.IncompleteReadError)
 """Raised when a connection is lost or cannot be made."""
 _log = log.get("client")
@@ -148,7 +148,7 @@ class Transport:
                     error, pause_s = _parse_problem(response, data), _parse_retry_after(response)
             except BROKEN as broken:
                 error, pause_s = self.make_unreachable_error(broken), 0.0
-            if error.status is not None and error.status not in _RETRIED:
+            if not is_transient(error) or (isinstance(error, QuotaExceeded) and not pause_s):
                 raise error
             budget.limit(self.deadline_s + sending_s)  # the requested wait is over
             await budget.wait(error, pause_s)

@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from tugline import log
-from tugline.errors import Missing, StoreError
+from tugline.errors import Missing, QuotaExceeded, StoreError
 from tugline.protocol import (
     Accepted,
     Barrier,
@@ -70,9 +70,11 @@ class ControlPlane:
     ) -> None:
         self.database, self.blobs, self.folder = database, blobs, folder
         self.logs = Logs(folder / "logs")
-        self.dispatcher = ServerDispatcher(database, blobs, self.logs, lease_s=settings.lease_s)
+        self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
         self.weights = Weights(database)
-        self._tenants, self._check = settings.tenants, check
+        self._settings, self._check = settings, check
+        self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
+        """By caller and entry of the settings: submissions left, and when that was."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
         self._expiry = Expiry(database, lease_s=settings.lease_s)
         self.retention = Retention(database, blobs, settings)
@@ -80,7 +82,6 @@ class ControlPlane:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
-            await self.database.write(sessions.set_weights, self._tenants)
             await self.database.write(events.skip_positions)
             await self._expiry.spare_all()
             parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self.retention)
@@ -94,10 +95,10 @@ class ControlPlane:
     async def submit(self, batch: Sequence[Task]) -> list[Accepted]:
         """Store these tasks, all or none; those that exist already are left as they are.
 
-        Raises `Invalid` and `Conflict`, with a field such as ``3.limits.agent_s``.
+        Raises `Invalid`, `Conflict` and `QuotaExceeded`, with a field such as ``3.limits.agent_s``.
         """
         packed = await asyncio.to_thread(pack_tasks, batch, self._check_task)
-        return await self.database.write(tasks.submit, packed)
+        return await self.database.write(tasks.submit, packed, self._settings)
 
     async def results(self, query: ResultQuery = ResultQuery()) -> Results:  # noqa: B008 - immutable
         """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
@@ -146,6 +147,21 @@ class ControlPlane:
         if entry.node is not None and session not in self.logs.followed():
             self.database.hub.notify([f"node:{entry.node}"])
         return await self.logs.read(session, offset=offset, limit=limit, wait_s=wait_s, ended=ended)
+
+    def count_request(self, caller: Hashable, tenant: str) -> None:
+        """Count a submission (a token bucket, in memory). Raises `QuotaExceeded`."""
+        most, now = self._settings.find_tenant(tenant).requests_per_minute, self.database.clock()
+        if most is not None:
+            key = (caller, tenant if tenant in self._settings.tenants else "default")
+            left, at = self._buckets.get(key, (most, now))
+            left = min(most, left + (now - at) * most / 60) - 1
+            if left < 0:
+                wait_s = math.ceil(-left * 60 / most)
+                msg = f"tenant is {tenant!r}, for which a token may submit {most} times a minute"
+                error = QuotaExceeded(f"{msg}; submit again in {wait_s} s", field="tenant")
+                error.retry_s = wait_s
+                raise error
+            self._buckets[key] = left, now
 
     def _check_task(self, task: Task) -> None:
         self._check(task)

@@ -17,6 +17,7 @@ from tugline import log, protocol
 from tugline.errors import StoreError
 from tugline.server.blobs import Blobs
 from tugline.server.logs import Logs
+from tugline.server.settings import ServerSettings
 from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database, Subscription
 from tugline.server.store.leases import Orders
@@ -41,13 +42,15 @@ class _Waiter:
 class ServerDispatcher:
     """Implements `protocol.Dispatcher` on the store; gives out work while `run` runs."""
 
-    def __init__(self, database: Database, blobs: Blobs, logs: Logs, *, lease_s: float) -> None:
-        self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
+    def __init__(self, db: Database, blobs: Blobs, logs: Logs, settings: ServerSettings) -> None:
+        self._database, self._blobs, self._logs, self._settings = db, blobs, logs, settings
         self._waiting: dict[str, _Waiter] = {}
         self._known: dict[str, protocol.LeaseResponse] = {}
         """The last answer to each node, without its work."""
-        self._nodes_changed = database.hub.add("nodes")
-        self._work = database.hub.add("work")
+        self._nodes_changed = db.hub.add("nodes")
+        limited = any(settings.find_tenant(name).sessions for name in settings.tenants)
+        # Where tenants are limited, the end of a session on one node is work for another one.
+        self._work = db.hub.add("work", *(["results"] if limited else []))
 
     async def run(self) -> None:
         """Give out work until it is cancelled."""
@@ -65,7 +68,7 @@ class ServerDispatcher:
     async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
         """Add a node; an earlier process of it loses its sessions. Raises `Invalid`, `Conflict`."""
         check_bounds(registration)
-        return await self._database.write(leases.register, registration, self._lease_s)
+        return await self._database.write(leases.register, registration, self._settings.lease_s)
 
     async def lease(self, node: str, request: protocol.LeaseRequest) -> protocol.LeaseResponse:
         """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
@@ -127,7 +130,7 @@ class ServerDispatcher:
     # ------------------------------------------------------------------ one request
     async def _renew(self, node: str, request: protocol.Renewal) -> Orders:
         return await self._database.write_relaxed(
-            leases.renew, node, request.held, request.applied, lease_s=self._lease_s
+            leases.renew, node, request.held, request.applied, lease_s=self._settings.lease_s
         )
 
     def _has_news(
@@ -169,7 +172,7 @@ class ServerDispatcher:
         if not waiters:
             return
         capacities = {node: waiter.capacity for node, waiter in waiters.items()}
-        granted = await self._database.write(leases.grant, capacities)
+        granted = await self._database.write(leases.grant, capacities, self._settings)
         for node, work in granted.items():
             waiter = waiters[node]
             if self._waiting.get(node) is waiter:

@@ -1,12 +1,30 @@
 """Settings of a rollout server."""
 
+import functools
 from pathlib import Path
 
 from msgspec import field
 
 from tugline.config import Config
 from tugline.errors import UsageError
-from tugline.schema import Port, PositiveFloat
+from tugline.schema import Port, PositiveFloat, PositiveInt
+from tugline.types.task import Tenant
+
+
+class TenantSettings(Config, frozen=True):
+    """Share and limits of a tenant."""
+
+    weight: PositiveFloat = 1.0
+    """Its share of the slots, relative to those of other tenants with work."""
+    sessions: PositiveInt | None = None
+    """Most of its sessions that nodes hold at once; the others wait. None: any number."""
+    queued: PositiveInt | None = None
+    """Most of its sessions that are not final; more are refused. None: any number."""
+    requests_per_minute: PositiveInt | None = None
+    """Most submissions of one token that a server takes. None: any number."""
+
+
+_of_weight = functools.cache(lambda weight: TenantSettings(weight=weight))
 
 
 class ServerSettings(Config, frozen=True):
@@ -26,8 +44,8 @@ class ServerSettings(Config, frozen=True):
     """Store of results: a path or `s3://bucket/prefix`; None: ``blobs`` in the folder."""
     lease_s: PositiveFloat = 30.0
     """A node that does not renew within so many seconds loses its sessions to others."""
-    tenants: dict[str, PositiveFloat] = field(default_factory=dict)
-    """Weights of tenants; the default is 1."""
+    tenants: dict[Tenant, PositiveFloat | TenantSettings] = field(default_factory=dict)
+    """By name, `default` for each without an entry: a weight, or a weight and limits."""
     callback_hosts: tuple[str, ...] | None = None
     """Hosts that callbacks may go to, `*` for any; None: those with a public address."""
     keep_events_days: PositiveFloat = 30.0
@@ -37,6 +55,11 @@ class ServerSettings(Config, frozen=True):
     keep_consumers_days: PositiveFloat | None = 30.0
     """A consumer that has acknowledged nothing for so long holds no task back; None: it does."""
 
+    def find_tenant(self, name: str) -> TenantSettings:
+        """Share and limits of a tenant."""
+        found = self.tenants.get(name) or self.tenants.get("default") or 1.0
+        return found if isinstance(found, TenantSettings) else _of_weight(found)
+
     @property
     def tls(self) -> tuple[Path, Path] | None:
         """Certificate and key. Raises `UsageError` for one without the other."""
@@ -45,3 +68,6 @@ class ServerSettings(Config, frozen=True):
                 raise UsageError("server.tls_cert and server.tls_key must be given together")
             return None
         return self.tls_cert, self.tls_key
+
+
+DEFAULTS = ServerSettings()

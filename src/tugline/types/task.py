@@ -16,6 +16,7 @@ Label = dict[
     Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]
 ]
 Labels = Annotated[Label, Meta(max_length=64)]
+Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -158,7 +159,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
     """Handling of requests with other sampling parameters."""
-    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    tenant: Tenant = "default"
     """Account for scheduling: tenants share the nodes by their weights."""
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0
     """-10 to 10: each step moves a task one minute ahead in its tenant's queue."""

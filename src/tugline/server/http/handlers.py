@@ -48,7 +48,7 @@ async def submit(call: route.BodyCall[list[Task]]) -> list[protocol.Accepted] | 
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         raise Invalid(f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}")
-    accepted = await call.control.submit(call.body)
+    accepted = await call.control.submit(route.admit(call))
     status = 201 if any(each.new for each in accepted) else 200
     return Response(msgspec.json.encode(accepted), status, media_type=route.JSON)
 
@@ -71,7 +71,7 @@ async def get_body(call: route.PlainCall) -> Task:
     return await call.db.read(tasks.body, call.id)
 
 
-@ROUTES.add("POST", "/v1/tasks/{id}/cancel", route.CLIENTS)
+@ROUTES.add("POST", "/v1/tasks/{id}/cancel", route.CLIENTS, find_owner=tasks.view)
 async def cancel_task(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(results.cancel_task, call.id, call.query.by)
@@ -114,7 +114,7 @@ async def get_session(call: route.PlainCall) -> protocol.SessionView:
     return await call.db.read(sessions.get_view, call.id)
 
 
-@ROUTES.add("POST", "/v1/sessions/{id}/cancel", route.CLIENTS)
+@ROUTES.add("POST", "/v1/sessions/{id}/cancel", route.CLIENTS, find_owner=sessions.get)
 async def cancel_session(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     """Cancel a session."""
     return await call.db.write(results.cancel_session, call.id, call.query.by)

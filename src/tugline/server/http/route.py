@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
 from tugline import errors, log
@@ -32,6 +33,7 @@ from tugline.schema import copy_fields
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import Database
+from tugline.types.task import Task, Tenant
 from tugline.web.serve import HttpRequest
 
 Q = TypeVar("Q")
@@ -61,6 +63,7 @@ PROBLEMS: dict[str, tuple[int, str]] = {
     "too-large": (413, "The body is too large"),
     "media-type": (415, "The body has the wrong content type"),
     "invalid": (422, "A field is invalid"),
+    "quota": (429, "A limit is reached"),
     "fault": (500, "The server failed"),
     "unavailable": (503, "The store cannot be used now"),
     "stopping": (503, "The server is shutting down"),
@@ -98,6 +101,8 @@ def respond(error: Exception) -> Response:
     own = {"type": PROBLEM + name, "title": title, "status": status, "detail": detail}
     problem = copy_fields(Problem, error, **own, errors=listed)
     headers = {"allow": ", ".join(problem.known)} if status == 405 else _HEADERS.get(status)
+    if retry_s := getattr(error, "retry_s", 0):
+        headers = {"retry-after": str(retry_s)}
     return Response(msgspec.json.encode(problem), status, headers, media_type=PROBLEM_JSON)
 
 
@@ -168,11 +173,18 @@ NODES = frozenset({ApiRole.NODE})
 
 
 class Caller(NamedTuple):
-    """Who sends a request; `node` is the id of a node, `name` that of a person."""
+    """Who sends a request; `node` is the id of a node, `name` and `tenant` are a person's."""
 
     role: ApiRole | None = None
     node: str = ""
     name: str = ""
+    tenant: str | None = None
+
+    def check_tenant(self, tenant: str) -> None:
+        """Raises `Refusal` if it may not submit and cancel this tenant's work."""
+        if self.tenant not in {None, tenant}:
+            msg = f"this token is for the work of tenant {self.tenant!r} only, not of {tenant!r}"
+            raise Refusal(msg, "forbidden")
 
 
 class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,6 +192,8 @@ class Person(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     token: str
     role: Literal["client", "read"] = "client"
+    tenant: Tenant | None = None
+    """The only one whose work it may submit and cancel; None: everybody's."""
 
 
 class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -206,7 +220,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whose token each is, but for those of nodes."""
         own = [(getattr(self, role), Caller(role)) for role in ApiRole if role is not ApiRole.NODE]
         people = self.people.items()
-        return own + [(one.token, Caller(ApiRole(one.role), name=name)) for name, one in people]
+        return own + [(p.token, Caller(ApiRole(p.role), "", name, p.tenant)) for name, p in people]
 
     def __repr__(self) -> str:
         return "Tokens(...)"
@@ -273,6 +287,16 @@ class ApiCall(Generic[Q, B]):
         raise Refusal(msg, "not-acceptable", known=media)
 
 
+def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
+    """The tasks of a submission, in the tenant of its caller. Raises `Refusal`, `QuotaExceeded`."""
+    own = call.caller.tenant or "default"
+    batch = [replace(one, tenant=own) if one.tenant == "default" else one for one in call.body]
+    for tenant in sorted({task.tenant for task in batch}):
+        call.caller.check_tenant(tenant)
+        call.control.count_request(call.caller, tenant)
+    return batch
+
+
 PlainCall = ApiCall[Nothing, Nothing]
 """A request without query and body."""
 QueryCall = ApiCall[Q, Nothing]
@@ -299,6 +323,8 @@ class Route(NamedTuple):
     """Bytes."""
     audited: bool = True
     """Whether the audit log has what people and programs change by it."""
+    find_owner: Callable[..., Any] | None = None
+    """Reads what has the id and a `tenant`, where that must be the caller's, if it has one."""
 
     @property
     def name(self) -> str:

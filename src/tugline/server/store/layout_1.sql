@@ -10,7 +10,7 @@ CREATE TABLE control (
 INSERT INTO control VALUES (1, 0, NULL, 0);
 CREATE TABLE tenants (
     name TEXT PRIMARY KEY,
-    weight DOUBLE PRECISION NOT NULL,
+    weight DOUBLE PRECISION NOT NULL,         -- not read any more: it is a setting
     pass DOUBLE PRECISION NOT NULL            -- sessions leased so far, divided by the weight
 );
 CREATE TABLE tasks (

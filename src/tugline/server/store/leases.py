@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from tugline import protocol
+from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
@@ -25,6 +26,8 @@ EPOCHS_FROM = 1_600_000_000
 """Unix seconds at which epochs begin: what a store leases, no store that it replaces has leased."""
 
 
+Granted = dict[str, list[Session]]
+"""What is leased, by node."""
 Orders = tuple[tuple[Session, ...], protocol.LeaseResponse]
 """What is leased to a node in an answer that it did not receive, and an answer without work."""
 
@@ -79,8 +82,8 @@ def reconcile(
     return again, protocol.LeaseResponse(stop=tuple(stop), control=control, draining=draining)
 
 
-def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
-    """Lease queued sessions to waiting nodes, up to the capacity of each.
+def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFAULTS) -> Granted:
+    """Lease queued sessions to waiting nodes, up to the capacity of each and its tenants' limits.
 
     Samples of a task go to the node of its first one while that has capacity; an attempt after a
     failure goes to another node if one has capacity.
@@ -93,11 +96,11 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         for node, capacity in capacities.items()
         if node in live and capacity > 0
     }
-    granted: dict[str, list[Session]] = {node: [] for node in left}
+    granted: Granted = {node: [] for node in left}
     homes: dict[str, str] = {}
     leased, notes = [], []
     version = nodes.control(tx).version
-    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANTED)):
+    for row in sessions.take_queued(tx, min(sum(left.values()), _GRANTED), settings):
         session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
         node = _place(left, home, avoid)

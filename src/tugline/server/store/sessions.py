@@ -9,15 +9,17 @@ their weights at any load. A tenant that gets work again starts level with the o
 work earns nothing.
 """
 
+import functools
 import heapq
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tugline import protocol
 from tugline.errors import FencedError, Missing
+from tugline.server.settings import ServerSettings
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, match_columns
 from tugline.types import Session, Status
@@ -26,6 +28,7 @@ STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 """Stages of a leased session, in order."""
 _FEW_TASKS = 100
 """Tasks whose sessions are looked up by name."""
+_LEASED = "SELECT tenant, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY tenant"
 MAX_PAUSE_S = 60.0
 """The longest pause of a session after an outage."""
 
@@ -204,21 +207,11 @@ def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
 
 
 # --------------------------------------------------------------------------- the queue
-def set_weights(tx: Tx, weights: Mapping[str, float]) -> None:
-    """Set the weights of these tenants, and 1 for all others."""
-    tx.run("UPDATE tenants SET weight = 1")
-    tx.many(
-        "INSERT INTO tenants (name, weight, pass) VALUES (:name, :weight, 0)"
-        " ON CONFLICT (name) DO UPDATE SET weight = excluded.weight",
-        [{"name": name, "weight": weight} for name, weight in weights.items()],
-    )
-
-
 def list_waiting(tx: Tx) -> list[Row]:
-    """Tenants with queued sessions: ``(name, weight, pass)``."""
+    """Tenants with queued sessions: ``(name, pass)``."""
     # With EXISTS, PostgreSQL would join, and look through all that is queued.
     return tx.all(
-        "SELECT name, weight, pass FROM tenants WHERE (SELECT 1 FROM sessions"
+        "SELECT name, pass FROM tenants WHERE (SELECT 1 FROM sessions"
         " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
     )
 
@@ -229,7 +222,7 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
         "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
         name=tenant,
     )
-    passes = {name: at for name, _, at in list_waiting(tx)}
+    passes: dict[str, float] = dict(list_waiting(tx))
     if tenant in passes:
         return
     # Where nobody has work, level with whoever was given most.
@@ -242,11 +235,18 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
     )
 
 
-def take_queued(tx: Tx, n: int) -> list[Row]:
-    """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``."""
-    weights, queues, heap = {}, {}, []
-    for name, weight, at in list_waiting(tx):
-        weights[name], queues[name] = weight, iter(_read_queue(tx, name, n))
+def take_queued(tx: Tx, n: int, settings: ServerSettings) -> list[Row]:
+    """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``.
+
+    A tenant that may not have more for now is passed over, which earns it nothing either.
+    """
+    tenants, queues, heap, full = {}, {}, [], []
+    # They are counted if one of these tenants has a limit, and once.
+    leased = functools.cache(lambda: {name: int(n) for name, n in tx.all(_LEASED)})
+    for name, at in list_waiting(tx):
+        tenants[name] = tenant = settings.find_tenant(name)
+        left = min(n, tenant.sessions - leased().get(name, 0)) if tenant.sessions else n
+        queues[name] = iter(_read_queue(tx, name, max(0, left)))
         heap.append((at, name))
     heapq.heapify(heap)
     taken: list[Row] = []
@@ -256,8 +256,11 @@ def take_queued(tx: Tx, n: int) -> list[Row]:
         first = next(queues[name], None)
         if first is not None:
             taken.append(first)
-            passes[name] = at + 1 / weights[name]
+            passes[name] = at + 1 / tenants[name].weight
             heapq.heappush(heap, (passes[name], name))
+        elif tenants[name].sessions:
+            full.append(name)
+    passes |= dict.fromkeys(full, heap[0][0]) if heap else {}
     tx.many(
         "UPDATE tenants SET pass = :at WHERE name = :name",
         [{"name": name, "at": at} for name, at in passes.items()],

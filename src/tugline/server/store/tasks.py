@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import zstandard
 
-from tugline.errors import Conflict, Invalid, Missing
+from tugline.errors import Conflict, Invalid, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
+from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, sessions
 from tugline.server.store.base import Row, Tx, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode
@@ -48,10 +49,10 @@ def unpack(body: bytes) -> Task:
 
 
 # --------------------------------------------------------------------------- submission
-def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
+def submit(tx: Tx, batch: Sequence[Packed], settings: ServerSettings = DEFAULTS) -> list[Accepted]:
     """Insert tasks with their sessions; tasks that exist already are left as they are.
 
-    Raises `Conflict` if a different task has the id of one of them.
+    Raises `Conflict` if a different task has the id of one of them, and `QuotaExceeded`.
     """
     ids = [packed.task.id for packed in batch]
     known: dict[str, str] = dict(tx.all("SELECT id, digest FROM tasks WHERE id IN :ids", ids=ids))
@@ -65,6 +66,9 @@ def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
             msg = f"task {packed.task.id!r} was submitted before with other content; use another id"
             raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
+        if most := settings.find_tenant(tenant).queued:
+            more = (one.task.samples for one in fresh.values() if one.task.tenant == tenant)
+            _check_quota(tx, tenant, sum(more), most)
         sessions.activate_tenant(tx, tenant)
     if fresh:
         _insert(tx, list(fresh.values()))
@@ -88,6 +92,17 @@ def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
     if packed.task.id in fresh:
         return True
     return body(tx, packed.task.id) != decode(encode(packed.task), Task)
+
+
+def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
+    """Raises `QuotaExceeded` if the tenant may not have so many more sessions."""
+    query = "SELECT COUNT(*) FROM sessions WHERE tenant = :tenant AND"
+    parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each walks its own index
+    have = sum(tx.all(f"{query} {part}", tenant=tenant)[0][0] for part in parts)
+    if have + more > most:
+        msg = f"tenant is {tenant!r}, which may have {most} unfinished sessions and has {have}"
+        advice = f"{more} more are too many: submit {max(0, most - have)}, and others as those end"
+        raise QuotaExceeded(f"{msg}; {advice}", field="tenant")
 
 
 def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
