@@ -20,8 +20,7 @@ TuglineError
  +- CaptureError          a recording cannot be written or read; names file and offset
  +- ServerError           the rollout server cannot be reached or refuses a request
  |   +- Invalid, Missing, Conflict  an invalid field, an unknown or a taken id (422, 404, 409)
- |   +- FencedError       a lease was lost; results of its epoch are refused (409)
- |   +- QuotaExceeded     a tenant has its most sessions, or a token its most requests (429)
+ |   +- FencedError, QuotaExceeded  a lease was lost (409); a tenant is at a limit (429)
  +- BadSignature          a webhook is not from our server, was changed or is old
  +- StoreError            the database is unavailable: full, locked, restarting (503)
 """

@@ -30,9 +30,7 @@ async def test_a_full_tenant_is_refused_by_name_and_number(store_url: str, tmp_p
         response = await _post(server, id="u", samples=2, tenant="lab")
         problem = response.problem
         assert (response.status, problem.type[20:], problem.field) == (429, "quota", "tenant")
-        assert problem.detail.startswith(
-            "tenant is 'lab', which may have 3 unfinished sessions not final"
-        )
+        assert problem.detail.startswith("tenant is 'lab', which may have 3 unfinished sessions")
         assert "retry-after" not in response.headers
         task = msgspec.convert({**TASK, "id": "u", "samples": 2, "tenant": "lab"}, Task)
         with pytest.raises(QuotaExceeded, match="submit 1, and others as those end") as caught:
