@@ -21,6 +21,7 @@ from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokens import TokenSequence, count_shared
 from tugline.errors import Unsupported
 from tugline.gateway import turns
+from tugline.traces.lineage import adds_to_parent
 from tugline.types import (
     Branch,
     Call,
@@ -37,8 +38,6 @@ from tugline.types import (
 _EMPTY = TokenSequence(np.empty(0, np.int32))
 _SHORTEST_TASK = 12
 """Characters of an argument that is taken for the task of a sub-agent."""
-_EXTENDING = (None, Branch.ENGINE_RERENDERED)
-"""Where a call's messages go on from its parent's conversation."""
 _Messages = tuple[Message, ...]
 _REMEMBERED = 4
 """Requests whose digests are kept: one for each thread that takes turns."""
@@ -163,7 +162,7 @@ class CallTree:
         """The turn that a request goes on from, its conversation, and what the request added."""
         made: dict[int | None, tuple[turns.Turn, _Messages]] = {}
         for call in calls:
-            origin = made.get(call.parent) if call.branch in _EXTENDING else None
+            origin = made.get(call.parent) if adds_to_parent(call) else None
             turn, before = origin or (None, ())
             added = call.messages
             if call.resumed and call.parent in origins:  # the rest of an answer that broke off
