@@ -47,8 +47,12 @@ LISTED = {
     "failed": "newest=true&status=failed",
     "a status that none has": "newest=true&status=timed_out",
     "a part of an id": "newest=true&q=77",
-    "an id that none has": "newest=true&q=nothing",
+    "an id that none has": "newest=true&q=t_none",
     "a number that none has": "newest=true&q=9999",
+    "a word of every task": "newest=true&q=nothing",
+    "a word of an error": "newest=true&q=gave+up",
+    "a word of an old task": "newest=true&q=word0",
+    "a word that none has": "newest=true&q=absent",
     "a task": "newest=true&task=t7",
     "from the middle": "newest=true&after={middle}",
 }

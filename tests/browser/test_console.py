@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from browser.busy import fill
+from browser.busy import HOSTILE, fill
 from browser.chromium import Tab, chromium
 from served import TOKENS, Served, serve
 
@@ -212,6 +212,63 @@ async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, serve
     assert new == {**old, "id": again, "samples": 1, "group": {**old["group"], "min_usable": None}}
     assert (await served.ask("GET", "/v1/status")).json["tasks_open"] == before + 1
     tab.complaints.clear()  # Chromium notes the answer of 403
+
+
+async def test_sessions_are_found_by_text(tab: Tab, served: Served) -> None:
+    """On the page and by Ctrl-K; a row says where the words stand."""
+    await served.submit(id="words", instruction="Repair the flux capacitor", samples=2)
+    await open_page(tab, served, "/sessions")
+    await tab.key("/")
+    await tab.send("Input.insertText", text="FLUX cap")
+    await tab.until(f"{ROWS}.length === 2 && {ROWS}[0].innerText.includes('words-1')")
+    assert "in its task" in await tab.js(f"{ROWS}[0].innerText")
+    await open_page(tab, served, "/sessions?q=no%20report")
+    assert await tab.js(f"{ROWS}.every(row => row.innerText.includes('in its error'))")
+    await tab.send("Input.dispatchKeyEvent", type="keyDown", key="k", modifiers=2)
+    await tab.send("Input.insertText", text="capacitor")
+    await tab.until("document.querySelectorAll('dialog li a').length === 3")
+    found = await tab.js("document.querySelector('dialog ul').innerText")
+    assert found.count("in its task") == 2
+
+
+async def test_a_note_is_written_with_a_client_token(tab: Tab, served: Served) -> None:
+    """A read token has no editor; open pages follow, markup is text, and empty is no note."""
+    edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
+    await tab.visit(f"{served.url}/sessions/fix-add-0")
+    await tab.until(f"document.querySelector('{edit}')")
+    await tab.until("document.querySelector('.connection .live')")
+    path = "/v1/sessions/fix-add-0/note"
+    note = {"text": f"ask Ann\n{HOSTILE}"}
+    assert (await served.ask("PUT", path, "read", json=note)).status == 403
+    assert (await served.ask("PUT", path, "client", json=note)).status == 204
+    await tab.until("document.querySelector('.note p')?.innerText.includes('ask Ann')")
+    assert "{@html 3}\\u{202e}" in await tab.js("document.querySelector('.note p').innerText")
+    assert await tab.js("document.images.length + document.scripts.length") == 1
+    assert await tab.js(editor) is None
+    await tab.click(edit)
+    await tab.until("document.querySelector('form')?.innerText.includes('client token')")
+    assert await tab.js(editor) is None
+    await tab.js("document.querySelector('form input').focus()")
+    await tab.send("Input.insertText", text=TOKENS.client)
+    await tab.key("Enter")
+    await tab.until(editor)
+    await tab.click(edit)
+    await tab.js("document.querySelector('dialog[open] textarea').select()")
+    await tab.send("Input.insertText", text="seen by Bob")
+    await tab.click("dialog[open] button.primary")
+    await tab.until("document.querySelector('.note p')?.innerText === 'seen by Bob'")
+    await open_page(tab, served, "/sessions?q=bob")
+    assert await tab.js(f"{ROWS}.length") == 1
+    assert await tab.js(f"{ROWS}[0].querySelector('[title]').title") == "seen by Bob"
+    assert "in its note" in await tab.js(f"{ROWS}[0].innerText")
+    await tab.visit(f"{served.url}/sessions/fix-add-0")
+    await tab.until(f"{editor} && document.querySelector('.note p')")
+    await tab.click(edit)
+    empty = "t.value = '', t.dispatchEvent(new Event('input', {bubbles: true}))"
+    await tab.js(f"(t => {{ {empty} }})(document.querySelector('dialog[open] textarea'))")
+    await tab.click("dialog[open] button.primary")
+    await tab.until("!document.querySelector('.note p')")
+    assert (await served.ask("GET", "/v1/sessions/fix-add-0")).json["note"] == ""
 
 
 async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Served) -> None:

@@ -78,6 +78,7 @@ export async function request(
     if (options.signal?.aborted) throw error;
     throw new ApiError(0, "The server cannot be reached", "Is `tugline up` still running?");
   }
+  auth.role = response.headers.get("tugline-role") ?? auth.role;
   if (response.ok) return response;
   const problem: Partial<Schemas["Problem"]> = await response.json().catch(() => ({}));
   const failed = new ApiError(

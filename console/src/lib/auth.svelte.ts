@@ -7,7 +7,8 @@
 const KEY = "token";
 const tabs = new BroadcastChannel("tugline");
 
-export const auth = $state({ token: take(), needed: "" });
+/** `role` is what the token allows, once the server has said so. */
+export const auth = $state({ token: take(), role: "", needed: "" });
 
 function take(): string {
   const given = new URLSearchParams(location.hash.slice(1)).get(KEY);
@@ -21,6 +22,7 @@ function take(): string {
 export function setToken(token: string): void {
   sessionStorage.setItem(KEY, token);
   auth.token = token;
+  auth.role = "";
   auth.needed = "";
 }
 

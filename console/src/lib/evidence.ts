@@ -30,6 +30,11 @@ export async function getSession(
   return { view, result: ended ? await get("/v1/sessions/{id}/result", { id, signal }) : null };
 }
 
+/** Write a note on a session, in place of an earlier one; an empty one removes it. */
+export async function writeNote(id: string, text: string): Promise<void> {
+  await request("PUT", "/v1/sessions/{id}/note", { id, body: { text } });
+}
+
 /** All results after a position: of a task, or of all. */
 export async function getResults(
   query: { task?: string[]; after?: number },

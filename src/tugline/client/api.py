@@ -19,7 +19,7 @@ import msgspec
 
 from tugline import protocol
 from tugline.client import streams
-from tugline.client.transport import Transport, find_server, quote_id
+from tugline.client.transport import Transport, find_server, quote_id, shift_index
 from tugline.errors import Missing, ServerError, UsageError
 from tugline.recording.trajectories import unpack
 from tugline.types import Status, Task, Trajectory
@@ -76,7 +76,7 @@ class Client:
                     "POST", "/v1/tasks", list[protocol.Accepted], body=batch
                 )
             except ServerError as error:
-                _shift_index(error, len(accepted))
+                shift_index(error, len(accepted))
                 raise
         return accepted
 
@@ -126,6 +126,11 @@ class Client:
         kind, name = ("tasks", task) if task is not None else ("sessions", session or "")
         path = f"/v1/{kind}/{quote_id(name)}/cancel"
         return await self._http.ask("POST", path, protocol.Cancelled, query={"by": by})
+
+    async def write_note(self, session: str, text: str) -> None:
+        """Write a note on a session, at most 2,000 characters; an empty one removes it."""
+        path, body = f"/v1/sessions/{quote_id(session)}/note", protocol.SessionNote(text=text)
+        await self._http.ask("PUT", path, type(None), body=body)
 
     async def released(self, tasks: Iterable[str]) -> AsyncGenerator[protocol.TaskView, None]:
         """Yield each of these tasks when all its sessions are final, in that order."""
@@ -390,11 +395,3 @@ def _split_batches(tasks: Iterable[Task]) -> Iterable[list[msgspec.Struct]]:
         size += task_size
     if batch:
         yield batch
-
-
-def _shift_index(error: ServerError, before: int) -> None:
-    """Let fields begin with the index of the task among all tasks, not in its batch."""
-    for each in {error, *error.problems}:
-        number, dot, rest = each.field.partition(".")
-        if number.isdigit():
-            each.field = f"{int(number) + before}{dot}{rest}"

@@ -109,6 +109,7 @@ class SyncClient:
     session = _block(Client.session)
     sessions = _iterate(Client.sessions)
     cancel = _block(Client.cancel)
+    write_note = _block(Client.write_note)
     released = _iterate(Client.released)
     wait = _block(Client.wait)
 

@@ -290,3 +290,11 @@ def _read_field(path: Path, name: str) -> str | None:
         return None
     except (OSError, msgspec.DecodeError, KeyError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def shift_index(error: ServerError, before: int) -> None:
+    """Let fields begin with the index of the task among all tasks, not in its batch."""
+    for each in {error, *error.problems}:
+        number, dot, rest = each.field.partition(".")
+        if number.isdigit():
+            each.field = f"{int(number) + before}{dot}{rest}"

@@ -69,6 +69,15 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     stopping: str = ""
     """Who asked it to stop, until it has."""
+    note: str = ""
+    """What a person wrote on it."""
+
+
+class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A note on a session."""
+
+    text: Annotated[str, Meta(max_length=2000, pattern="^[^\\x00]*$")]
+    """Empty: no note."""
 
 
 class ResultView(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +177,7 @@ class EventKind(StrEnum):
     REQUEUED = "session.requeued"
     STOPPING = "session.stopping"
     RESULT = "session.result"
+    NOTED = "session.noted"
     JOINED = "node.joined"
     DRAINING = "node.draining"
     LOST = "node.lost"
@@ -286,11 +296,23 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     node: Annotated[str, Meta(max_length=160)] | None = None
     """Only those that this node holds."""
     q: Annotated[str, Meta(max_length=160)] = ""
-    """Only those with this in their id."""
+    """Only those with this in their id, or whose task's instruction or tags, failure or note have
+    words that begin with each of its words."""
     newest: bool = False
     """Begin with what was submitted last."""
     after: Cursor | None = None
     limit: Limit = 100
+
+
+class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a log, and whether to follow it."""
+
+    offset: Position = 0
+    """Byte to start at."""
+    tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    """Start this many bytes before the end instead."""
+    follow: bool = False
+    """Continue until the session ends."""
 
 
 class StepQuery(msgspec.Struct, frozen=True, kw_only=True):

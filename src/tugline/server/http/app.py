@@ -139,7 +139,8 @@ class Api:
             return answer
         if answer is None:
             return Response(status_code=204)
-        return Response(msgspec.json.encode(answer), route.status, media_type=JSON)
+        role = {"tugline-role": caller.role} if caller.role else {}
+        return Response(msgspec.json.encode(answer), route.status, role, media_type=JSON)
 
     def _note_change(self, caller: Caller, request: HttpRequest, body: Any) -> None:
         """Append to the audit log; a copy into the page cache, so no thread is asked."""

@@ -77,17 +77,6 @@ async def cancel_task(call: route.QueryCall[CancelQuery]) -> protocol.Cancelled:
     return await call.db.write(results.cancel_task, call.id, call.query.by)
 
 
-class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a log, and whether to follow it."""
-
-    offset: protocol.Position = 0
-    """Byte to start at."""
-    tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
-    """Start this many bytes before the end instead."""
-    follow: bool = False
-    """Continue until the session ends."""
-
-
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """The lease that a node acts under."""
 
@@ -120,8 +109,14 @@ async def cancel_session(call: route.QueryCall[CancelQuery]) -> protocol.Cancell
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
+@ROUTES.add("PUT", "/v1/sessions/{id}/note", route.CLIENTS)
+async def write_note(call: route.BodyCall[protocol.SessionNote]) -> None:
+    """Write a note on a session, in place of an earlier one; an empty text removes it."""
+    await call.db.write(sessions.write_note, call.id, call.body.text.strip())
+
+
 @ROUTES.add("GET", "/v1/sessions/{id}/log", route.READERS)
-async def read_log(call: route.QueryCall[LogQuery]) -> Response:
+async def read_log(call: route.QueryCall[protocol.LogQuery]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
     query, waits = call.query, call.waits
     offset = query.offset if query.tail is None else -query.tail

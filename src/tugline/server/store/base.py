@@ -33,6 +33,11 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
     return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
 
 
+def cut_page(found: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
+    """The rows of a page, and the cursor of the next one."""
+    return found[:limit], str(found[limit - 1][1]) if len(found) > limit else None
+
+
 def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Give each item of a list a parameter of its own, for ``IN``; nothing is among no items."""
     bound: dict[str, object] = {}
@@ -52,6 +57,9 @@ class Tx:
 
     now: float = 0.0
     """When it began, Unix seconds; the only clock of the operations in it."""
+
+    matching: str
+    """``FROM`` and ``WHERE`` of the texts with `:words`, of which ``*`` ends a beginning."""
 
     def __init__(self, db: Any) -> None:
         """`db` is the driver's own connection."""
@@ -99,10 +107,10 @@ class Tx:
         sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
         return self.all(sql, after=after, limit=limit, **values)
 
-    def read_page(
+    def read_places(
         self, rows: str, where: str, query: TaskQuery | SessionQuery, **values: object
-    ) -> tuple[list[Row], str | None]:
-        """Rows in the order of their places, the newest first if asked for, and the next cursor.
+    ) -> list[Row]:
+        """Rows of a page in the order of their places, and the one after it, for `cut_page`.
 
         `rows` is ``COLUMNS FROM TABLE``, the second column the place. Raises `Invalid` for a cursor
         that is none.
@@ -113,14 +121,12 @@ class Tx:
                 msg = f"after is {query.after!r}, must be the `next` of an earlier page"
                 raise Invalid(msg, field="after")
             start = int(query.after)
-        found = self.all(
+        return self.all(
             f"SELECT {rows} WHERE place {side} :after{where} ORDER BY place {order} LIMIT :limit",
             after=start,
             limit=query.limit + 1,
             **values,
         )
-        more = str(found[query.limit - 1][1]) if len(found) > query.limit else None
-        return found[: query.limit], more
 
     def run(self, sql: str, **values: object) -> int:
         """Run a statement; returns the number of changed rows. A value may be a list."""
@@ -217,7 +223,8 @@ class Driver(ABC):
             msg = f"store {self.place} has layout {layout}, this version reads {len(STEPS)}"
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
-            for statement in _statements(step, blob=self.blob):
+            words = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
+            for statement in _statements(STEPS[step], words):
                 tx.run(statement)
 
     @abstractmethod
@@ -244,13 +251,15 @@ class Driver(ABC):
 
 
 STEPS = tuple(
-    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in (1, 2, 3, 4)
+    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in range(1, 6)
 )
 """Step n leads from layout n to layout n + 1."""
 
 
-def _statements(step: int, *, blob: str) -> list[str]:
-    """The statements from layout `step` to the next; `blob` is the column type of bytes."""
-    lines = (line.partition("--")[0].rstrip() for line in STEPS[step].splitlines())
-    text = "\n".join(line for line in lines if line).replace("{blob}", blob)
+def _statements(text: str, words: Mapping[str, str]) -> list[str]:
+    """The statements of a step, with the driver's words in the place of their names."""
+    for name, word in words.items():
+        text = text.replace(f"{{{name}}}", word)
+    lines = (line.partition("--")[0].rstrip() for line in text.splitlines())
+    text = "\n".join(line for line in lines if line)
     return [one.strip() for one in text.split(";\n") if one.strip(" ;\n")]

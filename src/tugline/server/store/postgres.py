@@ -119,6 +119,8 @@ class Postgres(Driver):
 class PostgresConnection(Connection):
     """A connection whose transactions write in turn."""
 
+    matching = "matching_texts(:words) AS texts (rowid) WHERE true"
+
     def __init__(self, db: psycopg.Connection[Row]) -> None:
         super().__init__(db)
         self.process = db.info.backend_pid

@@ -20,7 +20,7 @@ import msgspec
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
 from tugline.schema import copy_fields
-from tugline.server.store import events, sessions
+from tugline.server.store import events, sessions, texts
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
 from tugline.server.store.tasks import view, views
@@ -80,6 +80,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     }
     if end.failure is not None:
         detail |= {"boundary": end.failure.boundary.value, "message": end.failure.message[:_TOLD]}
+        texts.replace(tx, entry.place, f"{entry.note} {end.failure.message}")
     if end.reward is not None:
         detail["reward"] = end.reward
     position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))

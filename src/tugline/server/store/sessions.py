@@ -20,8 +20,8 @@ import msgspec
 from tugline import protocol
 from tugline.errors import FencedError, Missing
 from tugline.server.settings import ServerSettings
-from tugline.server.store import events
-from tugline.server.store.base import Row, Tx, match_columns
+from tugline.server.store import events, texts
+from tugline.server.store.base import Row, Tx, cut_page, match_columns
 from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
@@ -53,6 +53,7 @@ class SessionRow(NamedTuple):
     stop_by: str
     created: float
     updated: float
+    note: str
 
     @property
     def leased(self) -> bool:
@@ -104,11 +105,7 @@ def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
 
 def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Sessions in order of submission, or the newest first, and their results."""
-    where, values = match_columns(task=query.task, status=query.status, node=query.node)
-    if query.q:
-        having, named = _match_part(tx, query.q)
-        where, values = where + having, values | named
-    rows, more = tx.read_page(f"{_COLUMNS} FROM sessions", where, query, **values)
+    rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
     ended = tx.all("SELECT view FROM results WHERE session IN :ids", ids=ids)
     return protocol.Page(
@@ -116,6 +113,27 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
         results=tuple(_result.decode(view) for (view,) in ended),
         next=more,
     )
+
+
+def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
+    """Rows of a page, and the one after it."""
+    where, values = match_columns(task=query.task, status=query.status, node=query.node)
+
+    def read(having: str, **named: object) -> list[Row]:
+        return tx.read_places(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
+
+    if not query.q:
+        return read("")
+    having, named = _match_part(tx, query.q)
+    found = read(having, **named)
+    for tasks in (False, True):
+        rows: list[Row] = []
+        for places in texts.find(tx, query, tasks=tasks):
+            rows += read(f" AND place IN ({places})")
+            if len(rows) > query.limit:
+                break
+        found += rows
+    return [row for _, row in sorted({row[1]: row for row in found}.items(), reverse=query.newest)]
 
 
 def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
@@ -171,6 +189,16 @@ def requeue(
     tx.many(f"UPDATE sessions SET {changes}, stop_at = NULL WHERE id = :id", rows)  # noqa: S608 - constants
     events.add(tx, protocol.EventKind.REQUEUED, *notes)
     tx.notify("work", "timers")
+
+
+def write_note(tx: Tx, session: str, text: str) -> None:
+    """Store a note on a session; an empty one removes it. Raises `Missing`."""
+    entry = get(tx, session)
+    tx.update("sessions", session, note=text)
+    result = tx.fetch_one("SELECT view FROM results WHERE session = :session", session=session)
+    failure = _result.decode(result[0]).failure if result else None
+    texts.replace(tx, entry.place, f"{text} {failure.message if failure else ''}")
+    events.add(tx, protocol.EventKind.NOTED, events.Note(entry.task, session, entry.node))
 
 
 def end_lease(tx: Tx, entry: SessionRow, status: Status, **columns: object) -> None:

@@ -75,6 +75,8 @@ class Sqlite(Driver):
 class SqliteConnection(Connection):
     """A connection to the file; group commit makes one transaction of many operations."""
 
+    matching = "texts WHERE texts MATCH :words"
+
     def __init__(self, path: Path, *, reading: bool) -> None:
         where = f"{path.absolute().as_uri()}?mode=rw"  # a missing one is not created
         db = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False)

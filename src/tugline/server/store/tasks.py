@@ -7,15 +7,15 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zstandard
 
 from tugline.errors import Conflict, Invalid, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.settings import DEFAULTS, ServerSettings
-from tugline.server.store import events, sessions
-from tugline.server.store.base import Row, Tx, match_columns, to_struct
+from tugline.server.store import events, sessions, texts
+from tugline.server.store.base import Row, Tx, cut_page, match_columns, to_struct
 from tugline.types import Status, Task, decode, encode
 
 _AHEAD_S = 60.0
@@ -115,7 +115,7 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     )
     places = iter(range(last - len(batch) - samples + 1, last + 1))
     tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
-    rows = (
+    rows: list[dict[str, Any]] = [
         {
             "id": session,
             "place": next(places),
@@ -129,8 +129,10 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
         }
         for task, _, _ in batch
         for n, session in enumerate(session_ids(task))
-    )
+    ]
     tx.insert("sessions", *rows)
+    searched = (texts.join_task(task.instruction, task.tags) for task, _, _ in batch)
+    texts.add(tx, zip((-row["place"] for row in rows if row["sample"] == 0), searched, strict=True))
     accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
     events.add(tx, EventKind.ACCEPTED, *accepted)
     tx.notify("work", "timers")
@@ -183,7 +185,8 @@ def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immuta
         values["tag"] = _parse_tag(query.tag)
         # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
-    rows, more = tx.read_page(f"{_COLUMNS} FROM tasks", where, query, **values)
+    found = tx.read_places(f"{_COLUMNS} FROM tasks", where, query, **values)
+    rows, more = cut_page(found, query.limit)
     return Page(tasks=tuple(_views(tx, rows)), next=more)
 
 

@@ -1,0 +1,101 @@
+"""Texts that sessions are found by: instruction and tags of their task, their failure, their note.
+
+A text is stored as its words, each once. Its `rowid` is the place of its session, or minus that of
+its task's first session. The sessions of a task are next to each other, and tasks are in the order
+of their sessions: the first that match are found without looking at the others.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import zstandard
+
+from tugline.protocol import SessionQuery
+from tugline.server.store.base import Tx
+
+_MAX_TEXT = 20_000
+"""Characters of a text whose words are stored."""
+_MAX_WORD = 64
+_WHOLE = 2
+"""Characters up to which a word is found as a whole only; a longer one also by its beginning."""
+_LAST = 2**63 - 1
+"""Beyond all places."""
+_MOST = 8000
+"""Places that are read at once."""
+
+
+def join_task(instruction: str, tags: Mapping[str, str]) -> str:
+    """The text of a task."""
+    return " ".join([*(f"{key} {value}" for key, value in tags.items()), instruction])
+
+
+def add(tx: Tx, texts: Iterable[tuple[int, str]]) -> None:
+    """Store new texts under their rowids."""
+    rows = [{"rowid": rowid, "words": " ".join(_split(text))} for rowid, text in texts]
+    tx.insert("texts", *rows)
+
+
+def replace(tx: Tx, place: int, text: str) -> None:
+    """Store the text of a session in place of an earlier one."""
+    tx.run("DELETE FROM texts WHERE rowid = :place", place=place)
+    add(tx, [(place, text)] if text else [])
+
+
+def find(tx: Tx, query: SessionQuery, *, tasks: bool) -> Iterator[str]:
+    """Places of sessions that have all words of `query.q` in their own text, or in their task's.
+
+    They come in the order of the page, and as many as fill it; when more is wanted, ever more. Each
+    is a list for ``IN``: SQLite takes seconds to read thousands of parameters.
+    """
+    words = " ".join(word + "*" * (len(word) > _WHOLE) for word in _split(query.q))
+    order = "DESC" if query.newest is not tasks else "ASC"
+    keys = f"SELECT rowid FROM {tx.matching} AND rowid > :low AND rowid < :high"  # noqa: S608 - constants
+    keys += f" ORDER BY rowid {order} LIMIT :size"
+    first = "SELECT COALESCE(MAX(place - sample), 0) FROM sessions WHERE place = :place"
+    after, size = int(query.after or 0), query.limit + 1
+    while words:
+        low, high = (0, after or _LAST) if query.newest else (after, _LAST)
+        bounds = {"low": low, "high": high}
+        if tasks:
+            [(begun,)] = tx.all(first, place=low)
+            bounds = {"low": -high, "high": 1 - begun}
+        rows = tx.all(keys, words=words, size=size, **bounds)
+        found = [abs(rowid) for (rowid,) in rows]
+        if tasks and found:
+            every = _list_sessions(tx, found, query)
+            found = list(itertools.islice((place for place in every if low < place < high), size))
+        if found:
+            yield ", ".join(map(str, found))
+            after = found[-1]
+        if len(rows) < size and len(found) < size:
+            return
+        size = min(4 * size, _MOST)
+
+
+def fill(tx: Tx) -> None:
+    """Store the texts of what a store of an earlier layout has, once."""
+    if not tx.run("DELETE FROM positions WHERE name = 'unsearched'"):
+        return
+    bodies = "SELECT s.place, body FROM sessions s JOIN tasks t ON t.id = task WHERE sample = 0"
+    for place, body in tx.all(bodies):
+        task = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(body))
+        add(tx, [(-place, join_task(task["instruction"], task.get("tags", {})))])
+    for place, view in tx.all("SELECT place, view FROM sessions s JOIN results ON session = s.id"):
+        if failure := msgspec.msgpack.decode(view)["failure"]:
+            add(tx, [(place, failure["message"])])
+
+
+def _split(text: str) -> list[str]:
+    words = re.findall(r"\w+", text[:_MAX_TEXT].casefold())
+    return list(dict.fromkeys(word[:_MAX_WORD] for word in words))
+
+
+def _list_sessions(tx: Tx, first: list[int], query: SessionQuery) -> Iterator[int]:
+    """Places of all sessions of these tasks, in the order of a page."""
+    known = "SELECT s.place, samples FROM sessions s JOIN tasks t ON t.id = task WHERE s.place IN"
+    rows = tx.all(f"{known} ({', '.join(map(str, first))})")
+    for start, samples in sorted(rows, reverse=query.newest):
+        places = range(start, start + samples)
+        yield from reversed(places) if query.newest else places

@@ -1,0 +1,162 @@
+"""Sessions are found by text: of their task, of their failure, of the note on them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from leased import Open
+from tugline.errors import Missing
+from tugline.protocol import EventKind, EventQuery, SessionQuery
+from tugline.server.control import ControlPlane
+from tugline.server.store import base, postgres, results, sessions, sqlite, tasks
+from tugline.server.store.base import STEPS, Tx
+from tugline.server.store.database import open_database
+from tugline.server.store.results import End
+from tugline.types import Boundary, Failure, PluginSpec, Status, Task
+
+
+def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
+    """A task that no node runs."""
+    plugin = PluginSpec("none")
+    return Task(
+        id=name,
+        instruction=instruction,
+        harness=plugin,
+        evaluator=plugin,
+        samples=samples,
+        tags=tags,
+    )
+
+
+def submit(tx: Tx, *batch: Task) -> None:
+    """Submit tasks together."""
+    tasks.submit(tx, [tasks.pack(one) for one in batch])
+
+
+def fail(tx: Tx, session: str, message: str) -> None:
+    """End a session with a failure."""
+    end = End(Status.FAILED, Failure(Boundary.AGENT, message))
+    results.finish(tx, sessions.get(tx, session), end)
+
+
+def fill(tx: Tx) -> None:
+    """Two tasks of one request, one of another, and a failure."""
+    submit(tx, task("a", "Fix calc.py: add() subtracts.", kind="mend"), task("b", "Größe: 77 界"))
+    submit(tx, task("c", "Fix the parser; o'neill said: \\ % * \" |", 3))
+    fail(tx, "a-1", "exit code 137: out of memory_x")
+
+
+async def find(control: ControlPlane, q: str, **query: object) -> list[str]:
+    """Ids of all pages that match."""
+    found: list[str] = []
+    after: str | None = None
+    while True:
+        asked = SessionQuery(q=q, after=after, **query)  # type: ignore[arg-type]
+        page = await control.database.read(sessions.page, asked)
+        found += [one.id for one in page.sessions]
+        if (after := page.next) is None:
+            return found
+
+
+async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> None:
+    """Each word by its beginning, one of two characters as a whole; all of them in one text."""
+    await control.database.write(fill)
+    for q, found in {
+        "FIX": ["a-0", "a-1", "c-0", "c-1", "c-2"],
+        "fix pars": ["c-0", "c-1", "c-2"],
+        "calc.py": ["a-0", "a-1"],
+        "add() sub": ["a-0", "a-1"],
+        "mend": ["a-0", "a-1"],
+        "kind=mend": ["a-0", "a-1"],
+        "größ": ["b-0", "b-1"],
+        "77": ["b-0", "b-1"],
+        "界": ["b-0", "b-1"],
+        "137": ["a-1"],
+        "memory_x": ["a-1"],
+        "memory x": [],
+        "fix 137": [],
+        "ix": [],
+        "sa": [],
+        "o'neill \\ % * \" |": ["c-0", "c-1", "c-2"],
+        "a-1": ["a-1"],
+        "' OR 1 --": [],
+        "NOT (": [],
+        ")": [],
+    }.items():
+        assert await find(control, q) == found, q
+        assert await find(control, q, newest=True) == found[::-1], q
+    assert await find(control, "fix", status=Status.FAILED) == ["a-1"]
+    assert await find(control, "fix", task="c") == ["c-0", "c-1", "c-2"]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
+    """However a page is cut: within a task, within a request, among matches of several kinds."""
+    for n in range(3):
+        batch = [task(f"t{n}{k}", "even" if k % 2 == 0 else "odd", 3) for k in range(4)]
+        await control.database.write(submit, *batch)
+        await control.database.write(fail, f"t{n}1-1", "an even failure")
+        await control.database.write(fail, f"t{n}0-2", "an even failure")
+    even = [f"t{n}{k}-{i}" for n in range(3) for k in range(4) for i in range(3) if k % 2 == 0]
+    expected = sorted([*even, *(f"t{n}1-1" for n in range(3))], reverse=newest)
+    for limit in (1, 2, 4, 100):
+        assert await find(control, "even", newest=newest, limit=limit) == expected, limit
+    failed = [one for one in expected if one.endswith(("0-2", "1-1"))]
+    assert await find(control, "even", newest=newest, limit=1, status=Status.FAILED) == failed
+
+
+async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
+    """It is found beside the failure's text, whichever came first, and is gone once it is empty."""
+    write = control.database.write
+    await write(fill)
+    await write(sessions.write_note, "a-1", "ask Ann")
+    await write(sessions.write_note, "b-0", "wrong checkout")
+    await write(fail, "b-0", "no space")
+    assert (await control.database.read(sessions.get_view, "b-0")).note == "wrong checkout"
+    assert await find(control, "ann 137") == ["a-1"]
+    assert await find(control, "checkout") == await find(control, "space") == ["b-0"]
+    await write(sessions.write_note, "a-1", "")
+    await write(sessions.write_note, "b-0", "")
+    assert await find(control, "ann") == await find(control, "checkout") == []
+    assert await find(control, "137") == ["a-1"]
+    events = await control.events(EventQuery(after=0, limit=1000))
+    noted = [one.session for one in events if one.kind is EventKind.NOTED]
+    assert noted == ["a-1", "b-0", "a-1", "b-0"]
+    with pytest.raises(Missing, match="no session 'x'"):
+        await write(sessions.write_note, "x", "?")
+
+
+async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
+    """Texts go with their task."""
+    write = control.database.write
+    await write(fill)
+    for session in ("a-0", "b-0"):
+        await write(sessions.write_note, session, "noted")
+    await write(fail, "a-0", "also bad")
+    assert await write(tasks.delete_finished, time.time() + 60) == 1
+    assert await find(control, "noted") == ["b-0"]
+    assert await find(control, "fix") == ["c-0", "c-1", "c-2"]
+    [(left,)] = await control.database.read(lambda tx: tx.all("SELECT COUNT(*) FROM texts"))
+    assert left == 3  # two tasks and a note
+
+
+async def test_an_earlier_store_is_searched_too(
+    store_url: str, open_control: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tasks and failures get their texts when it is brought up to date."""
+    with monkeypatch.context() as earlier:
+        for module in (base, sqlite, postgres):
+            earlier.setattr(module, "STEPS", STEPS[:4])
+        earlier.setattr(sessions.texts, "add", lambda *_: None)
+        earlier.setattr(sessions.texts, "replace", lambda *_: None)
+        earlier.setattr(sessions, "_COLUMNS", sessions._COLUMNS.replace(", note", ", ''"))
+        async with open_database(store_url) as database:
+            await database.write(submit, task("a", "Fix calc.py", kind="mend"))
+            await database.write(fail, "a-1", "gone wrong")
+            await database.write(results.cancel_session, "a-0", "me")
+    for _ in range(2):
+        async with open_control() as control:
+            assert await find(control, "fix mend", limit=1, newest=True) == ["a-1", "a-0"]
+            assert await find(control, "wrong") == ["a-1"]
