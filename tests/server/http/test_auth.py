@@ -169,6 +169,12 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     assert (await server.ask("GET", "/v1/tasks", "bob-token")).status == 200
     assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404
     assert (await server.ask("POST", "/v1/tasks/a/cancel?by=me", "client")).status == 200
+    note, text = "/v1/sessions/a-0/note", {"text": " why? "}
+    assert (await server.ask("PUT", note, "bob-token", json=text)).status == 403
+    assert (await server.ask("PUT", note, "ann-token", json=text)).status == 204
+    assert (await server.ask("GET", note[:-5], "bob-token")).json["note"] == "why?"
+    for bad in ("x" * 2001, "a\0b"):
+        assert (await server.ask("PUT", note, "ann-token", json={"text": bad})).status == 422
     for path, body in (
         ("/v1/results/ack?consumer=c", {"cursor": 0}),
         ("/v1/runs/r/steps", {"step": 1}),
@@ -180,6 +186,7 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     assert audited(server) == [
         ("ann", "POST /v1/tasks", "a"),
         ("client", "POST /v1/tasks/a/cancel"),
+        ("ann", "PUT /v1/sessions/a-0/note"),
         ("join", "POST /v1/nodes"),
     ]
     server.app.tokens = TOKENS
