@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "server"), str(ROOT / "tests" / "browser")]
@@ -102,7 +103,10 @@ async def fill(folder: Path, count: int) -> None:
 
 def _finish(tx: Tx, numbers: range) -> None:
     """Submit tasks of these numbers, and end their sessions."""
-    made = [task(f"t{n}", samples=SAMPLES) for n in numbers]
+    made = [
+        msgspec.structs.replace(task(f"t{n}", samples=SAMPLES), instruction=f"nothing but word{n}")
+        for n in numbers
+    ]
     tasks.submit(tx, [tasks.pack(one) for one in made])
     for one in made:
         for entry in sessions.select(tx, "task = :task", task=one.id):
