@@ -33,9 +33,9 @@ def match_columns(**columns: str | Sequence[str] | None) -> tuple[str, dict[str,
     return where, {n: str(value) if isinstance(value, str) else value for n, value in given.items()}
 
 
-def cut_page(found: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
+def cut_page(rows: Sequence[Row], limit: int) -> tuple[Sequence[Row], str | None]:
     """The rows of a page, and the cursor of the next one."""
-    return found[:limit], str(found[limit - 1][1]) if len(found) > limit else None
+    return rows[:limit], str(rows[limit - 1][1]) if len(rows) > limit else None
 
 
 def expand_lists(sql: str, values: Mapping[str, object]) -> tuple[str, dict[str, object]]:
@@ -223,8 +223,8 @@ class Driver(ABC):
             msg = f"store {self.place} has layout {layout}, this version reads {len(STEPS)}"
             raise UsageError(msg)
         for step in range(layout, len(STEPS)):
-            words = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
-            for statement in _statements(STEPS[step], words):
+            terms = {"sqlite": "--", "postgresql": "--", self.name: "", "blob": self.blob}
+            for statement in _statements(STEPS[step], terms):
                 tx.run(statement)
 
     @abstractmethod
@@ -256,9 +256,9 @@ STEPS = tuple(
 """Step n leads from layout n to layout n + 1."""
 
 
-def _statements(text: str, words: Mapping[str, str]) -> list[str]:
+def _statements(text: str, terms: Mapping[str, str]) -> list[str]:
     """The statements of a step, with the driver's words in the place of their names."""
-    for name, word in words.items():
+    for name, word in terms.items():
         text = text.replace(f"{{{name}}}", word)
     lines = (line.partition("--")[0].rstrip() for line in text.splitlines())
     text = "\n".join(line for line in lines if line)
