@@ -82,7 +82,7 @@ test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (r
 	@$(BIN)/python tools/builds.py
 	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ARGS)
 
-test-cluster: $(STAMP) ## deploy/slurm on a real SLURM of three nodes (root on Debian gets one installed)
+test-cluster: $(STAMP) ## jobs of a real SLURM of three nodes (root on Debian gets one installed)
 	@$(BIN)/python tools/slurm.py
 	@$(BIN)/pytest -m cluster tests/cluster $(ARGS)
 

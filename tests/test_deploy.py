@@ -27,7 +27,8 @@ from tugline.server.http.route import Tokens
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-SCRIPT = (DEPLOY / "slurm" / "tugline.sbatch").read_text()
+JOB = ROOT / "src" / "tugline" / "launch" / "tugline.sbatch"
+SCRIPT = JOB.read_text()
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 SERVICE_KEYS = {
     "build", "cap_drop", "command", "configs", "depends_on", "entrypoint", "environment",
@@ -98,7 +99,7 @@ def test_the_dockerfile_is_clean() -> None:
 
 def test_the_scripts_are_clean() -> None:
     """Shellcheck finds nothing in the shell scripts that we give away."""
-    check(tool("shellcheck"), DEPLOY / "slurm" / "tugline.sbatch", ROOT / ".ci" / "run")
+    check(tool("shellcheck"), JOB, ROOT / ".ci" / "run")
 
 
 def test_the_manifests_are_valid() -> None:

@@ -1,4 +1,8 @@
-"""``deploy/slurm`` on a real SLURM of three nodes: a cancelled node, and a job at its walltime."""
+"""The job of ``tugline launch slurm`` on a real SLURM of three nodes.
+
+A node is cancelled, and a job comes to its walltime. Some are submitted by the command, others by
+``sbatch``.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,22 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.slurm import Slurm, slurm, wait, why_not
 from tiny import tokenizer
 from training_run import write_config
+from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
 
 TESTS = Path(__file__).parents[1]
-SCRIPT = TESTS.parent / "deploy" / "slurm" / "tugline.sbatch"
 TUGLINE = Path(sys.executable).with_name("tugline")
+FLAGS = {
+    "--run": "RUN", "--tasks": "TASKS", "--settings": "SETTINGS", "--engines": "ENGINES",
+    "--engine-command": "ENGINE",
+}  # fmt: skip
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
@@ -82,6 +91,18 @@ class Run:
         where = (f"--chdir={self.folder}", f"--output={self.folder}/%j.log")
         return cluster.submit(SCRIPT, *where, *options, **{**self.env, **env})
 
+    def launch(self, cluster: Slurm, *words: str) -> Any:
+        """What ``tugline launch slurm`` says of this run, as JSON."""
+        env, options = {**self.env}, ["--json"]
+        for flag, name in FLAGS.items():
+            options.append(f"{flag}={env.pop(name)}")
+        path = env.pop("PYTHONPATH")
+        env.pop("TUGLINE")
+        options += [word for pair in env.items() for word in ("--set", "=".join(pair))]
+        with contextlib.chdir(self.folder):
+            said = cluster.run(TUGLINE, "launch", "slurm", *options, *words, PYTHONPATH=path)
+        return json.loads(said)
+
     def count(self, query: str, *values: str) -> int:
         """A number out of the server's store, whether it runs or not; 0 without one."""
         path = self.folder / "run" / "server" / "server.db"
@@ -135,14 +156,20 @@ def over(cluster: Slurm, job: str) -> bool:
 def test_a_cancelled_node_costs_no_session(cluster: Slurm, tmp_path: Path) -> None:
     """One of three nodes is cancelled at work: every task ends, each session is committed once."""
     run = Run(tmp_path, tasks=12, turns=4)
-    job = run.start(cluster, "--nodelist=n1")
-    wait((tmp_path / "run" / "up" / "address").exists, "the server")
+    words = f"--nodelist=n1 --output={tmp_path}/%j.log"
+    job = run.launch(cluster, "--submit", "--sbatch", words)["job"]
+    with pytest.raises(AssertionError, match=f"job {job} of .* is (PENDING|RUNNING)"):
+        run.launch(cluster, "--submit")
+    wait(lambda: run.launch(cluster, "--status")["overview"], "the server", 120)
+    state = run.launch(cluster, "--status")
+    assert (state["job"], state["state"], state["machines"]) == (job, "RUNNING", "n1")
     extra = [run.start(cluster, f"--nodelist={name}", ROLE="nodes") for name in ("n2", "n3")]
     wait(lambda: run.held_by("n2") and run.held_by("n3"), "work on all nodes")
     cluster.run("scancel", extra[0])
     wait(lambda: over(cluster, job), "the run to end", 120)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     run.check()
+    assert "left" not in run.launch(cluster, "--status")
     wait(lambda: over(cluster, extra[1]), "the other nodes to end")
     assert cluster.field(extra[1], "JobState") == "COMPLETED", run.log(extra[1])
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "Write recorded sessions to a file that other tools and trainers read.",
     "generate": "Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.",
     "harness": "The agent programs that can be run.",
+    "launch": "Start a run on a cluster, and see what became of it.",
     "logs": "Print the log of a session.",
     "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
     "plan": "Say how many machines a run needs, and what will be the narrowest.",

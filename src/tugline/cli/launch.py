@@ -1,0 +1,154 @@
+"""``tugline launch slurm``: a run as a job of SLURM, by the script of this package.
+
+What becomes of the job is up to the script (docs/deploy.md). This command finds mistakes before it
+waits in a queue, and keeps a run to one job at a time.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from tugline.cli.options import Count, Json, Remote
+from tugline.cli.output import print_report, print_text
+from tugline.cli.status import render
+from tugline.cli.task import read_checked
+from tugline.cli.train import train
+from tugline.client.overview import Monitor
+from tugline.errors import ServerError, TuglineError, UsageError
+from tugline.launch.server import folder_lock
+from tugline.launch.settings import load_settings
+
+SCRIPT = Path(__file__).parents[1] / "launch" / "tugline.sbatch"
+JOB = "slurm-job"
+"""File in the folder of a run: the id of its last job."""
+VARIABLES = re.findall(r'^: "\$\{(\w+):=', SCRIPT.read_text(), re.MULTILINE)
+"""What the script reads; an empty one has its default."""
+
+launch = App(help="Start a run on a cluster, and see what became of it.")
+
+
+@launch.command
+async def slurm(
+    config: Path | None = None,
+    /,
+    *,
+    dry_run: bool = False,
+    submit: bool = False,
+    status: bool = False,
+    run: Path | None = None,
+    tasks: list[str] | None = None,
+    settings: Path | None = None,
+    nodes: Count = 1,
+    engines: int = 0,
+    engine_command: str = "",
+    time: str = "24:00:00",
+    sbatch: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
+    variables: Annotated[list[str] | None, Parameter("--set")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run `tugline train`, or tasks, as a job of SLURM: server, engines, nodes and trainer.
+
+    Args:
+        config: YAML or TOML file of `tugline train`.
+        dry_run: Check the files, and print what --submit would run.
+        submit: Submit the job, unless one of this run is queued or running.
+        status: Show the last job of the run, and what its server does.
+        run: Folder of the run, which all machines see (default: runs/ and the name of CONFIG).
+        tasks: In place of CONFIG: tasks to run, as for `tugline submit`; repeat for more.
+        settings: Server, nodes and gateways, as for `tugline up --config`.
+        nodes: Machines.
+        engines: So many of the first machines run an engine.
+        engine_command: It listens on $HOST:$PORT.
+        time: Walltime, in the words of sbatch.
+        sbatch: Further options of sbatch, such as "--partition=main --gpus-per-node=8".
+        variables: Another variable of the script (docs/deploy.md), such as SLOTS=32; repeatable.
+    """
+    if dry_run + submit + status != 1:
+        raise UsageError("give one of --dry-run, --submit and --status")
+    if (run or config) is None:
+        raise UsageError("the run has no name: give CONFIG or --run")
+    run = (run or Path("runs", config.stem if config else "")).absolute()
+    if status:
+        return await _show_status(run, as_json=as_json)
+    env = dict.fromkeys(VARIABLES, "")
+    env |= {"CONFIG": str(config or ""), "TASKS": " ".join(tasks or ()), "RUN": str(run)}
+    env |= {"SETTINGS": str(settings or ""), "ENGINES": str(engines), "ENGINE": engine_command}
+    env |= {"TUGLINE": sys.argv[0], **dict(pair.partition("=")[::2] for pair in variables or ())}
+    _check(env, nodes, engines)
+    argv = ["sbatch", "--parsable", f"--nodes={nodes}", f"--time={time}"]
+    argv += [f"--output={run}/slurm-%j.log", *shlex.split(sbatch), str(SCRIPT)]
+    text = " \\\n".join([*(f"{k}={shlex.quote(v)}" for k, v in env.items() if v), shlex.join(argv)])
+    job = _submit(argv, env, run) if submit else None
+    if submit:
+        text = f"job {job}\ntugline launch slurm --run {run} --status\ntail {run}/slurm-{job}.log"
+    print_report({"env": env, "argv": argv, "job": job}, lambda: print(text), as_json=as_json)
+    return None
+
+
+def _check(env: dict[str, str], nodes: int, engines: int) -> None:
+    """Find mistakes that need no engine to be found. Raises `UsageError`, `Invalid`."""
+    if unknown := env.keys() - VARIABLES:
+        raise UsageError(f"--set {min(unknown)} must set one of {', '.join(VARIABLES)}")
+    if not 0 <= engines <= nodes or bool(engines) != bool(env["ENGINE"]):
+        raise UsageError(f"--engines is {engines}, must be 0 to --nodes; it needs --engine-command")
+    load_settings(Path(env["SETTINGS"]) if env["SETTINGS"] else None, server={}, node={}, engine={})
+    if bool(env["CONFIG"]) == bool(env["TASKS"]):
+        raise UsageError("give CONFIG to train, or --tasks to run tasks")
+    if env["TASKS"]:
+        read_checked(env["TASKS"].split())
+        return
+    urls = [f"http://MACHINE-{n + 1}" for n in range(engines)] + env["ENGINE_URLS"].split()
+    out, host = Path(env["RUN"], "train"), "http://MACHINE-1"
+    resume = (out / "config.json").exists()
+    with contextlib.redirect_stdout(sys.stderr):
+        train(Path(env["CONFIG"]), out=out, resume=resume, server=host, engine=urls, dry_run=True)
+
+
+def _submit(argv: list[str], env: dict[str, str], run: Path) -> str:
+    """Submit the job of a run that has no other one; return its id."""
+    with folder_lock(run, instead="choose another --run"):
+        if (run / JOB).exists() and "left" in (last := _read_job(run)):
+            raise UsageError(f"job {last['job']} of {run} is {last['state']}; scancel ends it")
+        job = _call(*argv, env=os.environ | env).partition(";")[0]
+        (run / JOB).write_text(f"{job}\n")
+    return job
+
+
+def _read_job(run: Path) -> dict[str, str]:
+    """Return the last job of a run; only one that is queued or running has time ``left``."""
+    if not (run / JOB).exists():
+        raise UsageError(f"no job of {run} was submitted with --submit")
+    job, names = (run / JOB).read_text().strip(), ("job", "state", "reason", "machines", "left")
+    line = _call("squeue", "-h", "-j", job, "-o%T|%r|%N|%L", known="Invalid job id")
+    line = line or _call("sacct", "-XnP", "-j", job, "-oState,Reason,NodeList", known="") or "ENDED"
+    return dict(zip(names, (job, *line.split("|")), strict=False))
+
+
+async def _show_status(run: Path, *, as_json: bool) -> None:
+    report, address, seen = _read_job(run), run / "up" / "address", None
+    if report["state"] == "RUNNING" and address.exists():
+        report["server"] = address.read_text().strip()
+        with contextlib.suppress(ServerError, UsageError):  # it has just ended, or is silent
+            async with Remote(folder=run / "server").connect() as client:
+                seen = await Monitor(client).read()
+    line = ", ".join(f"{name} {value}" for name, value in report.items() if value)
+    parts = (line, render(seen)) if seen else (line,)
+    print_report({**report, "overview": seen}, lambda: print_text(*parts), as_json=as_json)
+
+
+def _call(*argv: str, env: dict[str, str] | None = None, known: str | None = None) -> str:
+    """Run a program of SLURM; a failure that says what is `known` is as good as no output."""
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise UsageError(f"{argv[0]} is not on the PATH: here is no SLURM") from error
+    if done.returncode and (known is None or known not in done.stderr):
+        raise TuglineError(f"{argv[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
