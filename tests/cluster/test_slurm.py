@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sqlite3
 import sys
@@ -83,7 +84,9 @@ class Run:
             "SLOTS": "4",
             "STOP_S": "5",
             "TUGLINE": str(TUGLINE),
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))).strip(
+                ":"
+            ),
         }
 
     def start(self, cluster: Slurm, *options: str, **env: str) -> str:
