@@ -41,7 +41,7 @@ def test_a_plan_is_what_the_constants_say(
     assert plan["open_sessions"] == 125
     assert plan["busy"] == 1.0
     assert plan["kv_tokens"] == 125 * (1000 + 4000) // 2
-    gateway_s = 10 * (0.0016 + 0.0000068 * 5) + 1000 * 0.000043 + 0.0066
+    gateway_s = 10 * (0.0016 + 0.0000068 * 5) + 1000 * 0.000043 + 0.05
     assert plan["gateway_cores"] == pytest.approx(4 * gateway_s)
     assert plan["agent_cores"] == pytest.approx(4 * 11.14)
     assert plan["nodes_for"] == {"processors": 2, "memory": 1, "gateways": 1}

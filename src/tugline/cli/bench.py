@@ -69,8 +69,8 @@ AGENTS = {
 
 CALL_S, TURN_S, TOKEN_S = 0.0016, 0.0000068, 0.000043
 """CPU time of a gateway: of a call, more for each earlier turn, and of a streamed token."""
-SESSION_S = 0.0066
-"""CPU time of a node for what is left of a session."""
+SESSION_S = 0.05
+"""CPU time of a node for what is left of a session, a sandbox of bubblewrap included."""
 SERVER_S, DATABASE_S = 0.0025, 0.0011
 """CPU time of a session on the server and in PostgreSQL."""
 CALL_MEMORY = 20_000
