@@ -9,6 +9,9 @@ lost is forgotten, and its sessions are run elsewhere once their leases have end
 what must not be lost is with the server, so this program may be killed and started again at any
 time, and finds the nodes that it left. SIGTERM drains all nodes and ends.
 
+A GCS that is restarted without Redis ends the cluster, and Ray aborts this program. The nodes
+drain; start cluster and program again.
+
 With `--max` the cluster grows with the server's queue: Ray's autoscaler is asked for as many
 machines as the sessions need, and nodes without work are drained so that it may remove theirs.
 """
@@ -54,6 +57,7 @@ class Keeper:
         self._process = self._start()
         self._ended: float | None = None
         self._draining = False
+        threading.Thread(target=self._outlive, args=(os.getppid(),), daemon=True).start()
 
     def check(self) -> tuple[bool, str]:
         """Whether the node is drained, and why it ended by itself, said once.
@@ -77,6 +81,18 @@ class Keeper:
         self._draining = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+
+    def _outlive(self, raylet: int) -> None:
+        """Drain and end when Ray's part of this machine is gone, which may leave this actor behind.
+
+        As when the GCS was restarted without what it knew; then nobody would ask for the node any
+        more, and it would keep its folder from the one that a new cluster places here.
+        """
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        self.drain()
+        self._process.wait()
+        os._exit(0)
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``deploy/ray`` on a real Ray of four machines, with PostgreSQL: they come, drain and are lost."""
+"""``deploy/ray`` on a real Ray, with PostgreSQL: machines come, drain and are lost, one or all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,21 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 class Machines:
     """The cluster, in a process of verl's environment, which has Ray."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
+        """They are n1, n2 and so on, none of them the head."""
         script = Path(__file__).parent / "parts" / "ray_machines.py"
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
-        with (folder / "ray.log").open("wb") as log:
+        names = [f"n{number + 1}" for number in range(count)]
+        with (folder / "ray.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [installed("verl") / "bin" / "python", script],
+                [installed("verl") / "bin" / "python", script, *names],
                 env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 start_new_session=True,
             )  # fmt: skip
         self.address = self._read()
 
     def do(self, what: str, name: str) -> None:
-        """Add, kill or drain a machine."""
+        """Add, kill or drain a machine, or another command of the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{what} {name}\n")
         self._process.stdin.flush()
@@ -69,13 +71,19 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    """Four machines, none of them the head."""
-    cluster = Machines(tmp_path)
+def machines(tmp_path: Path) -> Iterator[Callable[[int], Machines]]:
+    """Starts a cluster of so many machines; it may be called again when the first is lost."""
+    clusters: list[Machines] = []
+
+    def start(count: int) -> Machines:
+        clusters.append(Machines(tmp_path, count))
+        return clusters[-1]
+
     try:
-        yield cluster
+        yield start
     finally:
-        cluster.close()
+        for cluster in clusters:
+            cluster.close()
 
 
 @pytest.fixture
@@ -106,7 +114,7 @@ def place_nodes(fleet: Fleet, address: str) -> Program:
     return program
 
 
-def submit(fleet: Fleet) -> None:
+def submit(fleet: Fleet, tasks: int) -> None:
     """Tasks whose agents make three model calls each."""
     task: dict[str, Any] = {
         "instruction": json.dumps({"turns": 3, "pause_s": 0.2}),
@@ -117,7 +125,7 @@ def submit(fleet: Fleet) -> None:
         "samples": SAMPLES,
         "group": {"attempts": 10},
     }
-    fleet.api().post("/v1/tasks", [{"id": f"t{n}", **task} for n in range(TASKS)])
+    fleet.api().post("/v1/tasks", [{"id": f"t{n}", **task} for n in range(tasks)])
 
 
 def nodes(fleet: Fleet) -> dict[str, str]:
@@ -141,26 +149,28 @@ def events(fleet: Fleet) -> list[dict[str, Any]]:
     return found
 
 
-def test_sessions_outlive_machines_and_their_keeper(machines: Machines, fleet: Fleet) -> None:
+def test_sessions_outlive_machines_and_their_keeper(
+    machines: Callable[[int], Machines], fleet: Fleet
+) -> None:
     """400 sessions end, each committed once, with the engine that an actor of the cluster names.
 
     Meanwhile one of four machines is killed, one drained, one added, the server is killed with
     SIGKILL, and so is the program that places nodes.
     """
-    began = time.time()
-    keeper = place_nodes(fleet, machines.address)
+    began, ray = time.time(), machines(4)
+    keeper = place_nodes(fleet, ray.address)
     said = fleet.folder / "nodes-of-ray.log"
     until(lambda: "no node yet for" in said.read_text(), "the lack of an engine", 60)
-    machines.do("engine", str(fleet.ports["engine"]))
+    ray.do("engine", str(fleet.ports["engine"]))
     until(lambda: list(nodes(fleet).values()) == ["live"] * 4, "four nodes", 90)
     joined = time.time() - began
-    submit(fleet)
+    submit(fleet, TASKS)
     until(lambda: done(fleet) > 20, "the first sessions", END_S)
-    machines.do("kill", "n2")
+    ray.do("kill", "n2")
     lost_at = time.time()
     until(lambda: done(fleet) > 80, "sessions beside the loss", END_S)
-    machines.do("add", "n5")
-    machines.do("drain", "n3")
+    ray.do("add", "n5")
+    ray.do("drain", "n3")
     until(lambda: nodes(fleet).get("n5") == "live", "the new machine's node", 60)
     until(lambda: done(fleet) > 160, "sessions with it", END_S)
     fleet.programs["server"].kill()
@@ -188,3 +198,25 @@ def test_sessions_outlive_machines_and_their_keeper(machines: Machines, fleet: F
         f" {min(again) - lost_at:.1f} s after its loss (lease {LEASE_S:.0f} s);"
         f" {TASKS * SAMPLES} sessions in {time.time() - began:.0f} s\n"
     )
+
+
+def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet: Fleet) -> None:
+    """The GCS restarts without Redis: the node ends after its sessions, a new cluster goes on."""
+    ray = machines(1)
+    ray.do("engine", str(fleet.ports["engine"]))
+    keeper = place_nodes(fleet, ray.address)
+    until(lambda: list(nodes(fleet).values()) == ["live"], "a node", 90)
+    submit(fleet, 8)
+    until(lambda: done(fleet) > 2, "the first sessions", END_S)
+    ray.do("gcs", "restart")
+    assert keeper.process is not None
+    assert keeper.process.wait(60) != 0
+    until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
+    before = done(fleet)
+    ray = machines(1)
+    ray.do("engine", str(fleet.ports["engine"]))
+    place_nodes(fleet, ray.address)
+    until(lambda: done(fleet) == 8 * SAMPLES, "every session", END_S)
+    results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
+    assert set(results.values()) == {1}
+    assert len(results) == 8 * SAMPLES > before

@@ -1,7 +1,8 @@
-"""A Ray cluster of four machines on this one, for a test: commands on stdin, answers on stdout.
+"""A Ray cluster of some machines on this one, for a test: commands on stdin, answers on stdout.
 
 Commands are lines such as ``add n5``, ``kill n2`` and ``drain n3``; each is answered with the
 cluster's address. ``engine PORT`` makes an actor that names the engine there, as those of verl do.
+``gcs restart`` kills the head's control service, which has no Redis, and starts it again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class EngineServer:
 def main() -> None:
     """Start it, and do what is asked until stdin ends."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    machines = {name: _add(cluster, name) for name in ("n1", "n2", "n3", "n4")}
+    machines = {name: _add(cluster, name) for name in sys.argv[1:]}
     say(cluster.address)
     for line in sys.stdin:
         what, name = line.split()
@@ -41,6 +42,9 @@ def main() -> None:
             cluster.remove_node(machines.pop(name), allow_graceful=False)
         elif what == "drain":
             _drain(cluster.address, machines[name].node_id)
+        elif what == "gcs":
+            cluster.head_node.kill_gcs_server()
+            cluster.head_node.start_gcs_server()
         elif what == "engine":
             ray.init(address=cluster.address, namespace="trainer", log_to_driver=False)
             on_head = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)
