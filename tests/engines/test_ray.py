@@ -213,6 +213,7 @@ def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet
     assert keeper.process.wait(60) != 0
     until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
     before = done(fleet)
+    ray.close()
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
     place_nodes(fleet, ray.address)
