@@ -18,7 +18,7 @@ from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.model_call import Constraint
 from tugline.gateway.app import Gateway
-from tugline.gateway.base import SessionTerms
+from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tugline.gateway.base import DEFAULT_TERMS, SessionState, SessionTerms
+from tugline.gateway.engine import DEFAULT_TERMS, SessionState, SessionTerms
 from tugline.recording.records import RecordedResult
 from tugline.types import Call, Failure, Finish, Sampling, Session, Task, Timings, VersionSpan
 from tugline.web.serve import serve

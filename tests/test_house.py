@@ -36,9 +36,9 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-CODE_LINES = 33_333
+CODE_LINES = 34_000
 """Lines of code in the package, without blank lines, comments and docstrings."""
-FILES = 254
+FILES = 258
 ALLOWED = {
     "chat/stream_parser.py": "one state machine: the parser and its states refer to each other"
 }

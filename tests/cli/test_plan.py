@@ -44,18 +44,14 @@ def test_a_plan_is_what_the_constants_say(
     gateway_s = 10 * (0.0016 + 0.0000068 * 5) + 1000 * 0.000043 + 0.05
     assert plan["gateway_cores"] == pytest.approx(4 * gateway_s)
     assert plan["agent_cores"] == pytest.approx(4 * 11.14)
-    assert plan["nodes_for"] == {"processors": 2, "memory": 1, "gateways": 1}
+    assert plan["nodes_for"] == {"processors": 2, "memory": 1}
     assert plan["disk_gb_per_day"] == pytest.approx(4 * 86400 * (4000 * 1.5 + 7000) / 1e9)
     assert (plan["nodes"], plan["slots"], plan["servers"]) == (2, 63, 1)
 
 
 @pytest.mark.parametrize(
     ("words", "narrowest"),
-    [
-        (("--cores", "8"), "processors"),
-        (("--harness", "qwen_code", "--memory-gb", "16"), "memory"),
-        (("--gpus", "400", "--cores", "100000", "--memory-gb", "100000"), "gateways"),
-    ],
+    [(("--cores", "8"), "processors"), (("--harness", "qwen_code", "--memory-gb", "16"), "memory")],
 )
 def test_the_narrowest_part_decides(
     words: tuple[str, ...],

@@ -11,7 +11,7 @@ from pathlib import Path
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
-from tugline.gateway.base import SessionTerms
+from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.harnesses.base import Harness, LaunchContext

@@ -242,7 +242,7 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(HarnessError, match=r"cannot install no-such-package==9\.9\.9 \(exit 1\)"):
-        await PythonPackage("x", "no-such-package", "9.9.9", "x").install(no_trial)
+        await PythonPackage("x", "no-such-package", "9.9.9").install(no_trial)
 
 
 MCP = {

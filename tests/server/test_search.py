@@ -142,10 +142,10 @@ async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
     assert left == 3  # two tasks and a note
 
 
-async def test_an_earlier_store_is_searched_too(
+async def test_an_earlier_store_is_searched_from_then_on(
     store_url: str, open_control: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tasks and failures get their texts when it is brought up to date."""
+    """What it holds is found by ids; what comes after it was brought up to date, by words, too."""
     with monkeypatch.context() as earlier:
         for module in (base, sqlite, postgres):
             earlier.setattr(module, "STEPS", STEPS[:4])
@@ -153,10 +153,11 @@ async def test_an_earlier_store_is_searched_too(
         earlier.setattr(sessions.texts, "replace", lambda *_: None)
         earlier.setattr(sessions, "_COLUMNS", sessions._COLUMNS.replace(", note", ", ''"))
         async with open_database(store_url) as database:
-            await database.write(submit, task("a", "Fix calc.py", kind="mend"))
-            await database.write(fail, "a-1", "gone wrong")
-            await database.write(results.cancel_session, "a-0", "me")
-    for _ in range(2):
-        async with open_control() as control:
-            assert await find(control, "fix mend", limit=1, newest=True) == ["a-1", "a-0"]
-            assert await find(control, "wrong") == ["a-1"]
+            await database.write(submit, task("early", "Fix calc.py", kind="mend"))
+            await database.write(fail, "early-1", "gone wrong")
+    async with open_control() as control:
+        await control.database.write(submit, task("late", "Fix calc.py", 1))
+        await control.database.write(sessions.write_note, "early-0", "seen by Ann")
+        assert await find(control, "fix") == ["late-0"]
+        assert await find(control, "early") == ["early-0", "early-1"]
+        assert await find(control, "ann") == ["early-0"]

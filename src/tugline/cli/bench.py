@@ -165,7 +165,6 @@ class Workload:
         nodes_for = {
             "processors": math.ceil(rate * (agent_s + gateway_s) / self.cores / BUSY),
             "memory": math.ceil(memory / self.memory_gb / BUSY),
-            "gateways": math.ceil(rate * gateway_s / BUSY),
         }
         nodes = max(nodes_for.values())
         return Needs(
@@ -201,7 +200,7 @@ def _show(needs: Needs, load: Workload) -> None:
         "nodes": f"{needs.nodes} of {load.cores} processors and {load.memory_gb} GB,"
         f" --slots {needs.slots}; {binds} decide: {format_counts(needs.nodes_for)}",
         "processors": f"{needs.agent_cores:.1f} for agents, tools and evaluations,"
-        f" {needs.gateway_cores:.1f} for gateways (one process a node)",
+        f" {needs.gateway_cores:.1f} for gateways (`gateway.workers`)",
         "memory": f"{needs.memory_gb:,.0f} GB",
         "servers": f"{needs.servers}; {needs.server_cores:.2f} processors, PostgreSQL's included",
         "disk": f"{needs.disk_gb_per_day:,.1f} GB of recordings a day, as much again on the server",

@@ -127,14 +127,12 @@ def _make_summary(seen: Overview) -> Table:
     rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
     reward = "" if seen.reward is None else f"  mean reward {seen.reward:.3g}"
     finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
-    stragglers = (f"{one.id} ({one.finished} of {one.samples})" for one in seen.stragglers)
     rows = {
         "server": f"{seen.url}  position {counts.position:,}  {weights}",
         "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(seen.queue)}",
         "running": ", ".join(f"{counts.sessions.get(stage, 0):,} {stage}" for stage in _STAGES),
         "finished": format_counts(finished) or "none",
         "tasks": f"{counts.tasks_open:,} open",
-        "stragglers": ", ".join(stragglers),
         "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s{reward}",
         "unread": format_counts(seen.unread),
         "callbacks": f"{counts.dead_deliveries:,} given up" if counts.dead_deliveries else "",

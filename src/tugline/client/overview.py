@@ -1,7 +1,7 @@
-"""State of a running server at a glance: queue, nodes, rates, stragglers, failures, health.
+"""State of a running server at a glance: queue, nodes, rates, failures, health.
 
 Everything comes through the API, so a read token is enough. Rates are those of the last minute's
-events. Only the oldest open tasks are examined, since those hold up a trainer.
+events.
 """
 
 import asyncio
@@ -21,10 +21,8 @@ from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, Task
 _RATE_WINDOW_S = 60.0
 _HISTORY = 1000
 """Events read at the start, and in one page."""
-_EXAMINED = 200
-"""Open tasks that are examined for stragglers."""
 _LISTED = 20
-"""Tasks, stragglers and failures that are listed."""
+"""Tasks and failures that are listed."""
 _SHOW_GONE_S = 600.0
 _QUEUE = re.compile(r'^tugline_queue\{tenant="(.*)"\} (\S+)$', re.MULTILINE)
 _UNREAD = re.compile(r'^tugline_results_unread\{consumer="(.*)"\} (\S+)$', re.MULTILINE)
@@ -68,8 +66,6 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeLoad, ...]
     open: tuple[TaskView, ...]
     """The oldest tasks that are not released."""
-    stragglers: tuple[TaskView, ...]
-    """Open tasks with at least half, but not all of their samples finished; the oldest first."""
     failures: tuple[RecentFailure, ...]
     """The newest first."""
 
@@ -93,7 +89,8 @@ class Monitor:
         )
         await self._read_events(counts.position)
         now = self._clock()
-        recent = [node for node in nodes if _is_listed(node, now)]
+        gone, since = NodeState.GONE, now - _SHOW_GONE_S
+        recent = [node for node in nodes if node.state is not gone or node.deadline > since]
         loads = await asyncio.gather(*map(self._read_load, recent))
         results = [event for event in self._events if event.kind is EventKind.RESULT]
         span_s = max(1.0, min(_RATE_WINDOW_S, now - self._complete_since))
@@ -108,8 +105,7 @@ class Monitor:
             tokens_per_second=sampled / span_s,
             reward=mean_reward(results),
             nodes=tuple(loads),
-            open=tuple(open_tasks[:_LISTED]),
-            stragglers=tuple(filter(_is_straggling, open_tasks))[:_LISTED],
+            open=tuple(open_tasks),
             failures=tuple(reversed(self._failures)),
         )
 
@@ -117,7 +113,7 @@ class Monitor:
         tasks: list[TaskView] = []
         async for task in self._client.tasks(state=TaskState.OPEN):
             tasks.append(task)
-            if len(tasks) == _EXAMINED:
+            if len(tasks) == _LISTED:
                 break
         return tasks
 
@@ -161,14 +157,6 @@ def find_failure(event: Event) -> RecentFailure | None:
         reason = f"{detail['status']} {detail.get('boundary', '')}: {detail.get('message', '')}"
         return RecentFailure(session, event.created, reason)
     return None
-
-
-def _is_listed(node: NodeView, now: float) -> bool:
-    return node.state is not NodeState.GONE or node.deadline > now - _SHOW_GONE_S
-
-
-def _is_straggling(task: TaskView) -> bool:
-    return task.samples > 1 and task.samples / 2 <= task.finished < task.samples
 
 
 # --------------------------------------------------------------------------- health

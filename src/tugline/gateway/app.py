@@ -19,16 +19,24 @@ from tugline.chat.dialects import DIALECTS, fallback_dialect
 from tugline.chat.dialects.base import Action, Dialect, HttpRequest
 from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
-from tugline.gateway.base import DEFAULT_TERMS, ModelGateway, Opened, SessionState, SessionTerms
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext, Traffic
+from tugline.gateway.engine import (
+    DEFAULT_TERMS,
+    EngineContext,
+    Opened,
+    SessionState,
+    SessionTerms,
+    Traffic,
+)
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
 from tugline.gateway.session import Clock, LiveSession, Sessions
 from tugline.protocol import PauseMode
+from tugline.recording import file as recordings
 from tugline.recording.file import Writer
-from tugline.recording.records import RecordedEventKind
-from tugline.types import Mode, Session, Task
+from tugline.recording.folder import file_name
+from tugline.recording.records import RecordedEventKind, RecordedResult
+from tugline.types import Call, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, serve
 
@@ -40,8 +48,8 @@ _PATH = re.compile(
 _log = log.get("gateway")
 
 
-class Gateway(ModelGateway):
-    """A gateway of one process, in front of one engine's replicas, on a socket of its own."""
+class Gateway:
+    """A gateway in front of one engine's replicas, on a socket of its own."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
@@ -66,14 +74,15 @@ class Gateway(ModelGateway):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise errors.UsageError(msg)
-        super().__init__(folder)
-        self._upstream = upstream
+        self.url = ""
+        self._upstream, self._folder = upstream, folder
         self._host, self._port = host, port
         self._flush_s, self._prepare = flush_s, prepare
         self._settings, self._clock = settings, clock
         self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
         self._engine.gate.set()
-        self._sessions = Sessions(settings.closed_sessions)
+        self._sessions = Sessions()
+        self._closed: dict[str, SessionState] = {}
         upstream.on_hang = self._sessions.credit
         self._stack = contextlib.AsyncExitStack()
 
@@ -96,17 +105,17 @@ class Gateway(ModelGateway):
     # ----------------------------------------------------------------------- for nodes and trainers
     @property
     def card(self) -> ModelCard:
-        """See `ModelGateway.card`."""
+        """The model that the engine serves."""
         return self._engine.card
 
     @property
     def traffic(self) -> Traffic:
-        """See `ModelGateway.traffic`."""
+        """Counters over all model calls."""
         return self._engine.traffic
 
     @property
     def idle(self) -> bool:
-        """See `ModelGateway.idle`."""
+        """Whether no model call is under way in this process."""
         return not any(live.running for live in self._sessions)
 
     @contextlib.asynccontextmanager
@@ -118,7 +127,10 @@ class Gateway(ModelGateway):
         *,
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
-        """See `ModelGateway.open`."""
+        """Take the model calls of one attempt at a session while the block lasts.
+
+        `on_hang` gets the seconds that a hanging engine took.
+        """
         header = self._engine.header(session, task, terms.workdir, terms.home)
         self._upstream.open_session(header)
         path = self.recording_path(session)
@@ -139,7 +151,18 @@ class Gateway(ModelGateway):
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
-            await asyncio.shield(self._sessions.close(live))
+            await asyncio.shield(self._close(live))
+
+    async def _close(self, live: LiveSession) -> None:
+        await self._sessions.close(live)
+        self._keep_closed(live.id, live.describe())
+
+    def _keep_closed(self, session: str, state: SessionState) -> None:
+        """Keep the state of the last closed sessions."""
+        self._closed.pop(session, None)
+        self._closed[session] = state
+        if len(self._closed) > self._settings.closed_sessions:
+            del self._closed[next(iter(self._closed))]
 
     async def _flush(self) -> None:
         while True:
@@ -147,11 +170,27 @@ class Gateway(ModelGateway):
             await self._sessions.flush()
 
     def describe(self, session: str) -> SessionState:
-        """See `ModelGateway.describe`."""
-        return self._sessions.describe(session)
+        """The state of a live or recently closed session. Raises `KeyError`."""
+        live = self._sessions.get(session)
+        return live.describe() if live else self._closed[session]
+
+    def recording_path(self, session: Session) -> Path:
+        """Where an attempt's calls are recorded."""
+        return self._folder / file_name(session)
+
+    def read_calls(self, session: str) -> tuple[Call, ...]:
+        """Calls of the session's last attempt. Raises `KeyError`."""
+        return recordings.read(self.describe(session).path).calls
+
+    async def write_result(self, session: str, result: RecordedResult) -> None:
+        """Record the outcome of a session that has been closed. Raises `CaptureError`."""
+        await asyncio.to_thread(recordings.write_result, self.describe(session).path, result)
 
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
-        """See `ModelGateway.pause`."""
+        """Hold new calls; those in flight finish, are ended where they are, or go on, by `mode`.
+
+        Raises `EngineError` when they are not over in time; the gateway then stays paused.
+        """
         self._engine.gate.clear()
         self._sessions.note(RecordedEventKind.PAUSED, mode)
         running = [c for live in self._sessions for call in live.running for c in call.choices]
@@ -168,12 +207,12 @@ class Gateway(ModelGateway):
             raise errors.EngineError(msg) from error
 
     async def resume(self) -> None:
-        """See `ModelGateway.resume`."""
+        """Let held calls go on."""
         self._engine.gate.set()
         self._sessions.note(RecordedEventKind.RESUMED, "")
 
     async def set_weights_version(self, version: int) -> None:
-        """See `ModelGateway.set_weights_version`."""
+        """Announce what the engine now serves, for engines that do not report it with tokens."""
         self._engine.version = version
         self._sessions.note(RecordedEventKind.WEIGHTS, str(version))
 

@@ -30,7 +30,7 @@ from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, RecordedEvent, RecordedEventKind
 from tugline.recording.tokenizer_file import save_tokenizer
-from tugline.types import Call, LogprobMeaning, Mode, Session, Task
+from tugline.types import Call, Failure, LogprobMeaning, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
 
 
@@ -261,6 +261,49 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --------------------------------------------------------------------------- sessions
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What a harness and its sandbox tell a gateway of a session."""
+
+    spent_status: int = 400
+    """HTTP status of a spent budget: the one that the harness stops on."""
+    offers_tools: bool = False
+    """Whether its calls declare tools, so that one without is a side call."""
+    workdir: str = ""
+    """Its working folder and its home, recorded for a replay."""
+    home: str = ""
+    key: str = ""
+    """The key of an earlier process that died: the session goes on from its recording."""
+
+
+DEFAULT_TERMS = SessionTerms()
+"""Of a harness that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Address and key of an open session."""
+
+    base_url: str
+    """Without ``/v1``: each harness appends what its CLI wants."""
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """A live session as it is, or a closed one as it ended."""
+
+    path: Path
+    """Of its recording."""
+    failure: Failure | None = None
+    """Why its last call got no answer, if that was the engine or its window.
+
+    A session that outgrows the window later has answers to be judged by.
+    """
+    spent: SpentLimit | None = None
+    """The budget that refused a call or cut off the last answer."""
+
+
 _log = log.get("gateway.engine")
 
 

@@ -21,10 +21,9 @@ from tugline import errors, log
 from tugline.chat.dialects.base import Dialect, HttpRequest, is_refused_by_engine
 from tugline.chat.model_call import Request
 from tugline.chat.tokens import mend_surrogates
-from tugline.gateway.base import SessionState
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext, Transcript
+from tugline.gateway.engine import EngineContext, SessionState, Transcript
 from tugline.gateway.policy import (
     InFlight,
     check_request,
@@ -102,11 +101,8 @@ class LiveSession:
         """Return its state. One that ends with its last permitted call was not cut off."""
         cut = self.tokens_left is not None and self.tokens_left < 1
         error = self._recent[-1].error if self._recent else self._overflow
-        return SessionState(
-            self.transcript.writer.path,
-            _find_engine_failure(error),
-            self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None),
-        )
+        spent = self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
+        return SessionState(self.transcript.writer.path, _find_engine_failure(error), spent)
 
     def restore(self, path: Path) -> None:
         """Go on from the calls that an earlier process recorded. Raises `CaptureError`."""
@@ -284,13 +280,11 @@ class LiveSession:
 
 
 class Sessions:
-    """All live sessions by id and by the digest of their secret, and the last closed ones."""
+    """All live sessions by id and by the digest of their secret."""
 
-    def __init__(self, keep_closed: int) -> None:
+    def __init__(self) -> None:
         self._live: dict[str, LiveSession] = {}
         self._by_secret: dict[bytes, LiveSession] = {}
-        self._closed: dict[str, SessionState] = {}
-        self._keep_closed = keep_closed
 
     def __iter__(self) -> Iterator[LiveSession]:
         return iter(list(self._live.values()))
@@ -309,10 +303,6 @@ class Sessions:
         self._live.pop(live.id, None)
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
-        self._closed.pop(live.id, None)
-        self._closed[live.id] = live.describe()
-        if len(self._closed) > self._keep_closed:
-            del self._closed[next(iter(self._closed))]
 
     def find(self, secret: str | None, session_id: str | None) -> LiveSession:
         """The session that `secret` opens. Raises `Unauthorized`."""
@@ -322,10 +312,9 @@ class Sessions:
             raise errors.Unauthorized(msg)
         return live
 
-    def describe(self, session_id: str) -> SessionState:
-        """The state of a live or recently closed session. Raises `KeyError`."""
-        live = self._live.get(session_id)
-        return live.describe() if live else self._closed[session_id]
+    def get(self, session_id: str) -> LiveSession | None:
+        """A live session by its id."""
+        return self._live.get(session_id)
 
     def credit(self, session_id: str, seconds: float) -> None:
         """Give a session back what a hanging engine took."""

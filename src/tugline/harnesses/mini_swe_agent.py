@@ -28,22 +28,22 @@ _EXCLUDED = (
     "test", "site-packages", "dist-packages", "config-*", "idlelib", "tkinter", "_tkinter*",
 )  # fmt: skip
 
+_PINS = ("litellm==1.106.2", "mcp==2.3.0")
+"""Versions that work with it."""
+
 
 class PythonPackage(install.Package):
     """Pinned Python packages in a virtual environment with a Python of its own.
 
-    `module` is run by the environment's Python; `also` are further pinned requirements. The Python
+    The Python
     that runs Tugline is copied into the install directory with its standard library and the shared
     libraries it needs, so that a sandbox or image needs none. A preset's own version is installed
     from its lock file, with a checksum for every package.
     """
 
-    def __init__(
-        self, harness: str, package: str, version: str, module: str, *, also: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(harness, package, version)
-        self._module = module
-        self._requirements = (f"{package}=={version}", *also)
+    @property
+    def _requirements(self) -> tuple[str, ...]:
+        return (f"{self._package}=={self._version}", *_PINS)
 
     async def _install(self, trial: install.Step) -> tuple[Path, ...]:
         async def fill(fresh: Path) -> None:
@@ -58,7 +58,7 @@ class PythonPackage(install.Package):
             await asyncio.to_thread(_relink, fresh, await _copy_python())
 
         python = self.folder / "bin" / "python"
-        self._command = (str(python), "-m", self._module)
+        self._command = (str(python), "-m", "minisweagent")
         await install.install_once(self.folder, fill, trial)
         # The environment may have been made by another Python than this one.
         own = await asyncio.to_thread(python.resolve)
@@ -143,9 +143,8 @@ class MiniSweAgent(Preset):
     args: Sequence[str] = ("-c", "mini.yaml")
 
     def make_package(self) -> PythonPackage:
-        """The package with the versions of LiteLLM and mcp that work with it."""
-        pins = ("litellm==1.106.2", "mcp==2.3.0")
-        return PythonPackage(self.name, "mini-swe-agent", self.version, "minisweagent", also=pins)
+        """The package in its own environment."""
+        return PythonPackage(self.name, "mini-swe-agent", self.version)
 
     def configure(self, context: LaunchContext) -> Launch:
         """``mini -y``, unattended, its trajectory in its home."""

@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +20,7 @@ from tugline import errors, log
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.base import Opened, SessionState, SessionTerms
+from tugline.gateway.engine import Opened, SessionState, SessionTerms
 from tugline.gateway.replicas import Upstream
 from tugline.launch.server import managed_gc
 from tugline.protocol import PauseMode
@@ -29,7 +28,6 @@ from tugline.types import Session, Task
 from tugline.web.serve import raise_file_limit
 
 _REPORT_S = 1.0
-_LENGTH = 8
 _log = log.get("launch.gateway_process")
 
 
@@ -47,12 +45,12 @@ class Channel:
     def send(self, *message: object) -> None:
         """Send a message, without waiting."""
         data = pickle.dumps(message)
-        self._writer.write(len(data).to_bytes(_LENGTH) + data)
+        self._writer.write(len(data).to_bytes(8) + data)
 
     async def receive(self) -> tuple[Any, ...]:
         """The next message. Raises `EOFError` when the other end is closed."""
         try:
-            length = int.from_bytes(await self._reader.readexactly(_LENGTH))
+            length = int.from_bytes(await self._reader.readexactly(8))
             message: tuple[Any, ...] = pickle.loads(await self._reader.readexactly(length))  # noqa: S301
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError from error
@@ -71,22 +69,13 @@ class GatewayStart:
     template: tuple[Path, str, str] | None
     """Tokenizer, renderer and thinking retention; None where the engine renders."""
     folder: Path
-    host: str
-    port: int
+    listen: dict[str, Any]
+    """Host and port."""
     logging: dict[str, Any]
     sessions: tuple[tuple[Session, Task, SessionTerms], ...] = ()
     version: int = 0
     """Of the weights."""
     paused: PauseMode | None = None
-
-    def make_gateway(self, prepare: Callable[[Gateway], Awaitable[None]]) -> Gateway:
-        """The gateway that it describes."""
-        rendering, engine = None, self.upstream
-        if self.template is not None:
-            tokenizer, renderer, retention = self.template
-            rendering = Rendering(Tokenizer.load(tokenizer), renderer, thinking_retention=retention)
-        host, port = self.host, self.port
-        return Gateway(engine, rendering, self.folder, host=host, port=port, prepare=prepare)
 
 
 class _Process:
@@ -95,7 +84,12 @@ class _Process:
     def __init__(self, start: GatewayStart, channel: Channel) -> None:
         self._start, self._channel = start, channel
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
-        self.gateway = start.make_gateway(self._restore)
+        rendering = None
+        if start.template is not None:
+            tokenizer, renderer, retention = start.template
+            rendering = Rendering(Tokenizer.load(tokenizer), renderer, thinking_retention=retention)
+        parts = start.upstream, rendering, start.folder
+        self.gateway = Gateway(*parts, **start.listen, prepare=self._restore)
 
     async def _restore(self, gateway: Gateway) -> None:
         """Bring the gateway to the state of the process before, before it listens."""

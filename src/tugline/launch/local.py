@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.client.streams import Result
 from tugline.errors import Missing, ServerError
-from tugline.gateway.base import ModelGateway
+from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.node import open_node
 from tugline.launch.server import folder_lock, managed_gc, open_control_plane
@@ -50,7 +50,7 @@ class LocalServer:
     """What `open_local` yields; may be used for one batch of tasks after the other."""
 
     def __init__(
-        self, control: ControlPlane, gateway: ModelGateway, running_node: asyncio.Task[None]
+        self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
     ) -> None:
         self.control, self.gateway = control, gateway
         self._node = running_node

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
-from tugline.gateway.base import ModelGateway
 from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc, open_server
 from tugline.launch.settings import Settings
@@ -38,7 +37,7 @@ class OpenNode:
     """A node with its gateway and metrics."""
 
     node: Node
-    gateway: ModelGateway
+    gateway: Gateway
     metrics: NodeMetrics
     parts: Parts
 
@@ -66,7 +65,7 @@ async def open_node(
     recordings = folder / "recordings"
     host, port = settings.gateway.host, settings.gateway.port
     count = count_workers(settings.gateway.workers, len(os.sched_getaffinity(0)))
-    gateway: ModelGateway = (
+    gateway: Gateway = (
         Workers(engine, recordings, host=host, port=port, count=count)
         if count > 1
         else Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port)

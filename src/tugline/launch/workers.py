@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,26 +18,21 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from tugline import errors, log
-from tugline.gateway.base import DEFAULT_TERMS, ModelGateway, Opened, SessionState, SessionTerms
-from tugline.gateway.engine import Traffic
-from tugline.gateway.policy import DEFAULTS
+from tugline.gateway.app import Gateway
+from tugline.gateway.engine import DEFAULT_TERMS, Opened, SessionState, SessionTerms, Traffic
 from tugline.launch.engine import EngineConnection
 from tugline.launch.gateway_process import Channel, GatewayStart
 from tugline.protocol import PauseMode
 from tugline.recording.folder import tokenizer_name
-from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.types import Session, Task
 from tugline.web.engine_http import ModelCard
 
-_PROCESS = "tugline.launch.gateway_process"
 _CORES = 16
 """Processors that a process suffices for: their agents keep it half busy."""
 _ANSWER_S = 60.0
-"""How long a process may take to answer, its replacement included."""
-_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-"""Pause before a process is replaced; doubled while it does not come up."""
-_START_S = 60.0
-"""How long a process may take to listen."""
+"""How long a process may take to listen, and to answer, its replacement included."""
+_PAUSE_S = 0.5
+"""Pause before a process is replaced."""
 _STOP_S = 15.0
 _log = log.get("launch.workers")
 
@@ -62,41 +56,30 @@ class _Worker:
         self.pid = self.load = 0
         """Process id; sessions that are open or being opened."""
         self._channel: Channel | None = None
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
+        """Set while a process listens."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
 
     async def run(self) -> None:
         """Keep a process up until cancelled."""
-        pause_s = _MIN_PAUSE_S
         while True:
-            began, reason = time.monotonic(), "it was killed"
             try:
                 async with self._open_process() as reading:
-                    await asyncio.wait({reading}, timeout=_START_S)
-                    if not self._ready.is_set() and not reading.done():
-                        raise TimeoutError(f"it was not up within {_START_S:.0f} s")
+                    await asyncio.wait({reading}, timeout=_ANSWER_S)
+                    if not self.ready.is_set() and not reading.done():
+                        raise TimeoutError(f"it was not up within {_ANSWER_S:.0f} s")
                     await reading
-            except EOFError:
-                pass
-            except OSError as error:
-                reason = str(error)
-            count = len(self.sessions)
-            _log.error("gateway process replaced", url=self.url, sessions=count, reason=reason)
-            await asyncio.sleep(pause_s)
-            lasted = time.monotonic() - began > _START_S
-            pause_s = _MIN_PAUSE_S if lasted else min(_MAX_PAUSE_S, 2 * pause_s)
+            except (EOFError, OSError) as error:
+                about = {"url": self.url, "sessions": len(self.sessions), "error": repr(error)}
+                _log.error("gateway process replaced", **about)
+            await asyncio.sleep(_PAUSE_S)
 
     async def stop(self, running: asyncio.Task[None]) -> None:
         """End the process and the task that runs it."""
         running.cancel()
         await asyncio.wait({running})
-        self._ready.set()
-
-    async def wait_until_up(self) -> None:
-        """Wait for the first process. Raises `TimeoutError`."""
-        async with asyncio.timeout(_START_S):
-            await self._ready.wait()
+        self.ready.set()
 
     async def ask(
         self, name: str, *arguments: Any, deadline_s: float = _ANSWER_S, **options: Any
@@ -108,7 +91,7 @@ class _Worker:
         number = self._asked = self._asked + 1
         try:
             async with asyncio.timeout(deadline_s):
-                while await self._ready.wait() and self._channel is not None:
+                while await self.ready.wait() and self._channel is not None:
                     answer = self._answers[number] = asyncio.get_running_loop().create_future()
                     self._channel.send(number, name, arguments, options)
                     with contextlib.suppress(EOFError):
@@ -122,7 +105,7 @@ class _Worker:
         """A process that listens, and the task that reads its messages; both end with the block."""
         own, other = socket.socketpair()
         with other:
-            command = (sys.executable, "-m", _PROCESS, str(other.fileno()))
+            command = (sys.executable, "-m", "tugline.launch.gateway_process", str(other.fileno()))
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[other.fileno()])
         channel = await Channel.open(own)
         channel.send(replace(self.start, sessions=tuple(self.sessions.values())))
@@ -149,9 +132,9 @@ class _Worker:
                 self._handle(message)
                 if message[0] == "up":
                     self._channel = channel
-                    self._ready.set()
+                    self.ready.set()
         finally:
-            self._ready.clear()
+            self.ready.clear()
             self._channel = None
             self.ended, self.traffic = Traffic.total((self.ended, self.traffic)), Traffic()
             for answer in self._answers.values():
@@ -163,7 +146,8 @@ class _Worker:
             case ("up", url, card):
                 self.url, self.card = url, card
                 # Its replacement is found at the same address.
-                self.start = replace(self.start, port=urlsplit(url).port or 0)
+                at = self.start.listen | {"port": urlsplit(url).port}
+                self.start = replace(self.start, listen=at)
             case ("traffic", traffic):
                 self.traffic = traffic
             case ("hang", session, seconds) if session in self.on_hang:
@@ -179,58 +163,44 @@ class _Worker:
                     answer.set_exception(getattr(errors, name, OSError)(text))
 
 
-class Workers(ModelGateway):
-    """A gateway of `count` processes in front of an engine; see the module."""
+class Workers(Gateway):
+    """A gateway of `count` processes, which take its calls; see the module."""
 
     def __init__(
         self, engine: EngineConnection, folder: Path, *, host: str, port: int, count: int
     ) -> None:
         """Recordings are written to `folder`. The processes listen at `port` and those after it."""
-        super().__init__(folder)
-        self._engine, self._host, self._port, self._count = engine, host, port, count
+        super().__init__(engine.upstream, engine.rendering, folder, host=host, port=port)
+        self._replicas, self._count = engine.upstream, count
         self.workers: list[_Worker] = []
-        self._closed: dict[str, SessionState] = {}
-        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         template, rendering = None, self._engine.rendering
         if rendering is not None:
-            digest = await asyncio.to_thread(save_tokenizer, rendering.tokenizer, self._folder)
-            tokenizer = self._folder / tokenizer_name(digest)
+            await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
+            tokenizer = self._folder / tokenizer_name(self._engine.tokenizer)
             template = tokenizer, rendering.name, rendering.thinking_retention
         async with contextlib.AsyncExitStack() as stack:
             for number in range(self._count):
                 port = self._port + number if self._port else 0
-                where = self._folder, self._host, port
-                start = GatewayStart(self._engine.upstream, template, *where, log.configured)
+                at = {"host": self._host, "port": port}
+                start = GatewayStart(self._replicas, template, self._folder, at, log.configured)
                 worker = _Worker(start)
                 running = asyncio.create_task(worker.run(), name="gateway-process")
                 stack.push_async_callback(worker.stop, running)
                 self.workers.append(worker)
-            await asyncio.gather(*(worker.wait_until_up() for worker in self.workers))
-            self.url = self.workers[0].url
+            async with asyncio.timeout(_ANSWER_S):
+                await asyncio.gather(*(worker.ready.wait() for worker in self.workers))
+            self.url, self._engine.card = self.workers[0].url, self.workers[0].card
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(self, *_exc: object) -> None:
-        await self._stack.aclose()
-
-    @property
-    def card(self) -> ModelCard:
-        """See `ModelGateway.card`."""
-        return self.workers[0].card
-
     @property
     def traffic(self) -> Traffic:
-        """See `ModelGateway.traffic`; of running processes a second old."""
+        """See `Gateway.traffic`; of running processes a second old."""
         return Traffic.total(
             part for worker in self.workers for part in (worker.ended, worker.traffic)
         )
-
-    @property
-    def idle(self) -> bool:
-        """See `ModelGateway.idle`."""
-        return True
 
     @contextlib.asynccontextmanager
     async def open(
@@ -241,7 +211,7 @@ class Workers(ModelGateway):
         *,
         on_hang: Callable[[float], None] = lambda _seconds: None,
     ) -> AsyncIterator[Opened]:
-        """See `ModelGateway.open`."""
+        """See `Gateway.open`."""
         worker = min(self.workers, key=lambda worker: worker.load)
         worker.load += 1
         try:
@@ -251,37 +221,35 @@ class Workers(ModelGateway):
             try:
                 yield opened
             finally:
-                await asyncio.shield(self._close(worker, session))
+                await asyncio.shield(self._end(worker, session))
         finally:
             worker.load -= 1
 
-    async def _close(self, worker: _Worker, session: Session) -> None:
+    async def _end(self, worker: _Worker, session: Session) -> None:
         try:
-            self._closed[session.id] = await worker.ask("close", session.id)
+            self._keep_closed(session.id, await worker.ask("close", session.id))
         finally:
             del worker.sessions[session.id], worker.on_hang[session.id]
-        if len(self._closed) > DEFAULTS.closed_sessions:
-            del self._closed[next(iter(self._closed))]
 
     def describe(self, session: str) -> SessionState:
-        """See `ModelGateway.describe`; of a live session only where its recording is."""
+        """See `Gateway.describe`; of a live session only where its recording is."""
         for worker in self.workers:
             if session in worker.sessions:
                 return SessionState(self.recording_path(worker.sessions[session][0]))
         return self._closed[session]
 
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
-        """See `ModelGateway.pause`."""
+        """See `Gateway.pause`."""
         self._keep(paused=mode)
         await self._ask_all("pause", mode, deadline_s=within_s + _ANSWER_S, within_s=within_s)
 
     async def resume(self) -> None:
-        """See `ModelGateway.resume`."""
+        """See `Gateway.resume`."""
         self._keep(paused=None)
         await self._ask_all("resume")
 
     async def set_weights_version(self, version: int) -> None:
-        """See `ModelGateway.set_weights_version`."""
+        """See `Gateway.set_weights_version`."""
         self._keep(version=version)
         await self._ask_all("set_weights_version", version)
 

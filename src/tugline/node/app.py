@@ -17,7 +17,7 @@ from typing import Any
 from tugline import log, protocol
 from tugline.atomic import write_file
 from tugline.errors import EngineError, FencedError, ServerError
-from tugline.gateway.base import ModelGateway
+from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
 from tugline.node.admission import Admission, Engines
 from tugline.node.housekeeping import Housekeeping
@@ -42,7 +42,7 @@ class Controls:
     server's barrier relies on that. A newer one replaces one that is still being applied.
     """
 
-    def __init__(self, gateway: ModelGateway, pause_timeouts: Callable[..., None]) -> None:
+    def __init__(self, gateway: Gateway, pause_timeouts: Callable[..., None]) -> None:
         self._gateway, self._pause_timeouts = gateway, pause_timeouts
         self._wanted, self._current = protocol.Control(), protocol.Control()
         self._applying: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class Node:
     def __init__(  # noqa: PLR0913 - the server, what sessions need, and what is measured
         self,
         server: protocol.Dispatcher,
-        gateway: ModelGateway,
+        gateway: Gateway,
         parts: Parts,
         folder: Path,
         settings: NodeSettings,

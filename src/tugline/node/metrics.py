@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tugline.gateway.base import ModelGateway
+from tugline.gateway.app import Gateway
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.admission import Engines
 from tugline.node.app import Node
@@ -49,7 +49,7 @@ _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 class NodeMetrics:
     """The metrics of one node."""
 
-    def __init__(self, node: Node, gateway: ModelGateway, engines: Engines) -> None:
+    def __init__(self, node: Node, gateway: Gateway, engines: Engines) -> None:
         self._node, self._gateway, self._engines = node, gateway, engines
 
     async def render(self) -> bytes:

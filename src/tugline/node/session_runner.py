@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tugline import log
 from tugline.errors import FencedError, ServerError, StoreError
-from tugline.gateway.base import ModelGateway
+from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
 from tugline.node.housekeeping import COMMITTED, Journal
 from tugline.node.pools import Pools
@@ -84,7 +84,7 @@ class SessionRunner:
     def __init__(  # noqa: PLR0913 - what sessions need, and what is told of them
         self,
         dispatcher: RetryingDispatcher,
-        gateway: ModelGateway,
+        gateway: Gateway,
         parts: Parts,
         folder: Path,
         pools: Pools,

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.gateway.base import ModelGateway, Opened, SessionTerms
+from tugline.gateway.app import Gateway
+from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts
@@ -76,7 +77,7 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
     task: Task,
     session: Session,
     *,
-    gateway: ModelGateway,
+    gateway: Gateway,
     directory: Path,
     parts: Parts,
     on_stage: OnStage = lambda _status: None,
@@ -112,7 +113,7 @@ class _Rollout:
 
     task: Task
     session: Session
-    gateway: ModelGateway
+    gateway: Gateway
     directory: Path
     parts: Parts
     on_stage: OnStage

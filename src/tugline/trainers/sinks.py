@@ -62,28 +62,27 @@ class Sinks(Sink):
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Start each of them."""
-        for sink in self._sinks:
-            sink.start(folder, config, step)
+        self._call("start", folder, config, step)
 
     def log(self, step: int, figures: Figures) -> None:
         """Log to each of them."""
-        for sink in self._sinks:
-            sink.log(step, figures)
+        self._call("log", step, figures)
 
     def note(self, step: int, name: str, text: str) -> None:
         """Send a line to each of them."""
-        for sink in self._sinks:
-            sink.note(step, name, text)
+        self._call("note", step, name, text)
 
     def alarm(self, step: int, name: str, text: str) -> None:
         """Ring it in each of them."""
-        for sink in self._sinks:
-            sink.alarm(step, name, text)
+        self._call("alarm", step, name, text)
 
     def close(self) -> None:
         """Close each of them."""
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
         for sink in self._sinks:
-            sink.close()
+            getattr(sink, method)(*arguments)
 
 
 def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None = None) -> Sinks:

@@ -147,7 +147,6 @@ class Anthropic(base.Dialect):
                 stop=tuple(body.stop_sequences or ()),
             ),
             stream=bool(body.stream),
-            usage_in_stream=True,
             tool_choice=_parse_choice(choice),
             parallel=not choice.disable_parallel_tool_use,
             constraint=_parse_constraint(body),

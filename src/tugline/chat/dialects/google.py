@@ -213,7 +213,6 @@ class Google(base.Dialect):
                 stop=tuple(config.stop_sequences or ()),
             ),
             stream=method == "streamGenerateContent",
-            usage_in_stream=True,
             n=config.candidate_count or 1,
             tool_choice=google_messages.parse_tool_choice(choice),
             constraint=_parse_constraint(config),

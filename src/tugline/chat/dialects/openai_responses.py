@@ -136,7 +136,6 @@ class OpenAIResponses(openai.OpenAIDialect):
             tools=tools,
             sampling=body.build_sampling(body.max_output_tokens, body.stop),
             stream=bool(body.stream) and not compact,
-            usage_in_stream=True,
             tool_choice=openai.parse_tool_choice(None if compact else body.tool_choice, tools),
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.parse_constraint(text.format if text else None, "text.format"),

@@ -22,7 +22,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from tugline import log
 from tugline.errors import StoreError, UsageError
-from tugline.server.store import texts
 from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.sqlite import Sqlite
 
@@ -175,7 +174,6 @@ class Database:
         self._listening.__enter__()
         self._writer.start()
         self._open = True
-        await self.write(texts.fill)
         present = f"SELECT {self._driver.now}"
         [(now,)] = await self.read(lambda tx: tx.all(present))
         self._began = now - uptime()

@@ -1,6 +1,5 @@
 -- From layout 4 to layout 5. A line that begins with the name of a driver is for that one only.
 ALTER TABLE sessions ADD COLUMN note TEXT NOT NULL DEFAULT '';        -- by a person
-INSERT INTO positions VALUES ('unsearched', 0);                       -- until texts are stored
 {sqlite} CREATE VIRTUAL TABLE texts USING fts5 (words, tokenize = "ascii tokenchars '_'",
 {sqlite}     detail = none, columnsize = 0, prefix = 3);
 {sqlite} CREATE TRIGGER texts_deleted AFTER DELETE ON sessions

@@ -9,9 +9,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-import msgspec
-import zstandard
-
 from tugline.protocol import SessionQuery
 from tugline.server.store.base import Tx
 
@@ -72,19 +69,6 @@ def find(tx: Tx, query: SessionQuery, *, tasks: bool) -> Iterator[str]:
         if len(rows) < size and len(found) < size:
             return
         size = min(4 * size, _MOST)
-
-
-def fill(tx: Tx) -> None:
-    """Store the texts of what a store of an earlier layout has, once."""
-    if not tx.run("DELETE FROM positions WHERE name = 'unsearched'"):
-        return
-    bodies = "SELECT s.place, body FROM sessions s JOIN tasks t ON t.id = task WHERE sample = 0"
-    for place, body in tx.all(bodies):
-        task = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(body))
-        add(tx, [(-place, join_task(task["instruction"], task.get("tags", {})))])
-    for place, view in tx.all("SELECT place, view FROM sessions s JOIN results ON session = s.id"):
-        if failure := msgspec.msgpack.decode(view)["failure"]:
-            add(tx, [(place, failure["message"])])
 
 
 def _split(text: str) -> list[str]:
