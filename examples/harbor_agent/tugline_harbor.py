@@ -28,6 +28,7 @@ from pydantic import Field
 
 from tugline import log
 from tugline.gateway.app import Gateway, Opened
+from tugline.gateway.engine import SessionTerms
 from tugline.harnesses.base import LaunchContext
 from tugline.harnesses.claude_code import ClaudeCode as Preset
 from tugline.launch.engine import open_engine
@@ -136,9 +137,8 @@ class ClaudeCode(HarborClaudeCode):
         shared = _GATEWAYS.setdefault(self.options.model_dump_json(), SharedGateway())
         async with shared.use(self.options) as gateway:
             preset = Preset(lean=self.options.lean, context_window=gateway.card.max_model_len)
-            opening = gateway.open(
-                session, task, spent_status=preset.spent_status, offers_tools=preset.offers_tools
-            )
+            terms = SessionTerms(spent_status=preset.spent_status, offers_tools=preset.offers_tools)
+            opening = gateway.open(session, task, terms)
             try:
                 async with opening as endpoint:
                     variables = self.make_variables(preset, endpoint, gateway.url)

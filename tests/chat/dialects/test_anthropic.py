@@ -68,7 +68,6 @@ def test_a_request_as_claude_code_sends_it() -> None:
         ),
         sampling=Sampling(max_tokens=32000),
         stream=True,
-        usage_in_stream=True,
         thread=ThreadInfo("s"),
     )
 

@@ -72,7 +72,6 @@ def test_a_request_as_gemini_cli_sends_it() -> None:
         sampling=Sampling(1.0, 0.95, 64),
         n=2,
         stream=True,
-        usage_in_stream=True,
         echo=b"sse",
     )
 
