@@ -213,11 +213,12 @@ def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet
     assert keeper.process.wait(60) != 0
     until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
     before = done(fleet)
+    submit(fleet, 12)  # eight of them are known
     ray.close()
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
     place_nodes(fleet, ray.address)
-    until(lambda: done(fleet) == 8 * SAMPLES, "every session", END_S)
+    until(lambda: done(fleet) == 12 * SAMPLES, "every session", END_S)
     results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
     assert set(results.values()) == {1}
-    assert len(results) == 8 * SAMPLES > before
+    assert len(results) == 12 * SAMPLES > before >= 3
