@@ -141,7 +141,7 @@ ATTACKS = {
 
 
 TURNS = itertools.count()
-EVALUATOR, HASTY_EVALUATOR = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=3.0)
+EVALUATOR, HASTY_EVALUATOR = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=6.0)
 """Shared, for they find out once whether pytest runs here. The hasty one is for endless tests."""
 
 
