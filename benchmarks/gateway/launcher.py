@@ -1,11 +1,11 @@
 """The real gateway as a process of its own, steered line by line over its standard input.
 
-``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording]``; ``close``
-closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and ``stalls``
-tells its longest stall, in wall-clock ms and in CPU ms of its thread. Prints
-``{"port": N}`` when it is up and ends when the input closes.
+``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording, port]``;
+``close`` closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and ``stalls``
+tells its longest stall, in wall-clock ms and in CPU ms of its thread; ``pids`` lists processes.
+Prints ``{"port": N}`` when it is up and ends when the input closes.
 
-    python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
+    python launcher.py exact|observed|workers ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,10 +31,13 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
+from tugline.launch.engine import EngineConnection
 from tugline.launch.server import managed_gc
+from tugline.launch.workers import Workers
 from tugline.types import PluginSpec, Sampling, Session, Task
 from tugline.web.serve import raise_file_limit
 
+WORKERS = 2
 TASK = Task(
     id="bench",
     instruction="",
@@ -75,13 +79,16 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     """Serve until the standard input closes."""
     log.configure()  # to stderr: what is on stdout is read
     numbers = itertools.count()
-    wire: EngineFormat = VllmGenerate() if mode == "exact" else VllmChat()
-    rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
+    wire: EngineFormat = VllmChat() if mode == "observed" else VllmGenerate()
+    rendering = None if mode == "observed" else Rendering(Tokenizer.load(tokenizer), "qwen3")
+    upstream = Upstream(engine, wire)
     raise_file_limit()
-    async with (
-        Gateway(Upstream(engine, wire), rendering, folder) as gateway,
-        managed_gc(lambda: gateway.idle),
-    ):
+    if mode == "workers":
+        connection = EngineConnection((engine,), upstream, rendering)
+        made: Gateway = Workers(connection, folder, host="127.0.0.1", port=0, count=WORKERS)
+    else:
+        made = Gateway(upstream, rendering, folder)
+    async with made as gateway, managed_gc(lambda: gateway.idle):
         say({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):
@@ -89,6 +96,10 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
                 if word == "close":
                     await opened.aclose()
                     say({})
+                    continue
+                if word == "pids":
+                    workers = made.workers if isinstance(made, Workers) else ()
+                    say([os.getpid(), *(worker.pid for worker in workers)])
                     continue
                 if word == "watch":
                     watch = Watch()
@@ -101,8 +112,9 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
                 for _ in range(int(count)):
                     session = Session(id=f"bench-{next(numbers)}", task=TASK.id, sample=0)
                     access = await opened.enter_async_context(gateway.open(session, TASK))
-                    path = urlsplit(access.base_url).path
-                    sessions.append([path, access.key, str(gateway.recording_path(session))])
+                    at = urlsplit(access.base_url)
+                    recording = str(gateway.recording_path(session))
+                    sessions.append([at.path, access.key, recording, at.port])
                 say(sessions)
 
 

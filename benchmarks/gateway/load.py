@@ -111,6 +111,8 @@ class Place:
 
     path: str
     key: str = ""
+    port: int = 0
+    """0: that of the target."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +134,14 @@ class Seat:
     def __init__(self, target: Target, number: int, fresh: Callable[[], Place]) -> None:
         self.target, self._number, self._fresh = target, number, fresh
         self._connection: Connection
-        self._place: Place
+        self._place = Place("")
         self.turn = target.turns
 
     async def connect(self) -> None:
         """Open the connection."""
         loop = asyncio.get_running_loop()
         _, self._connection = await loop.create_connection(
-            Connection, "127.0.0.1", self.target.port
+            Connection, "127.0.0.1", self._place.port or self.target.port
         )
 
     def close(self) -> None:
@@ -156,7 +158,10 @@ class Seat:
         if self._connection.lost:
             await self.connect()
         if self.turn == self.target.turns:
-            self._place, self.turn = self._fresh(), 0
+            before, self._place, self.turn = self._place, self._fresh(), 0
+            if self._place.port not in {0, before.port}:
+                self.close()
+                await self.connect()
         target = self.target
         start, end = target.bodies[self.turn]
         spaced = target.paced if paced is None else paced

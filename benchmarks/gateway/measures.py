@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from urllib.request import urlopen
 
 import numpy as np
 from load import Seat, closed_loop, open_loop
+from processes import cpu_of
 from script import Bodies
 
 from rig import Mode, Rig, fail, note
@@ -173,6 +175,34 @@ async def many_open(rig: Rig, mode: Mode, size: Size) -> dict[str, Any]:
         "stall_ms": round(stalls["wall"], 1),
         "stall_cpu_ms": round(stalls["cpu"], 1),
         "rss_open_bytes_per_call": _slope(seen),
+    }
+
+
+async def workers(rig: Rig, modes: Sequence[Mode], size: Size) -> dict[str, Any]:
+    """CPU ms and calls a second of one process and of several, with two connections."""
+    found: dict[str, tuple[list[float], list[float]]] = {mode.gateway: ([], []) for mode in modes}
+    for _ in range(size.rounds):
+        for mode in modes:
+            gateway = rig.gateways[mode.gateway]
+            gateway.open(2)
+            seats = rig.seats(mode, "gateway", 2)
+            for seat in seats:
+                await seat.connect()
+            pids = gateway.child.ask("pids")
+            before, began = sum(map(cpu_of, pids)), time.monotonic()
+            await closed_loop(seats, rig.script.turns)
+            calls, seconds = 2 * rig.script.turns, time.monotonic() - began
+            found[mode.gateway][0].append((sum(map(cpu_of, pids)) - before) / calls * 1000)
+            found[mode.gateway][1].append(calls / seconds)
+            _close(seats)
+            check(rig, mode, gateway.close())
+    cpu_ms = {name: statistics.median(each) for name, (each, _) in found.items()}
+    rates = {name: statistics.median(each) for name, (_, each) in found.items()}
+    return {
+        "workers_cpu_ratio": round(cpu_ms["workers"] / cpu_ms["exact"], 3),
+        "workers_ratio": round(rates["workers"] / rates["exact"], 2),
+        "workers_cpu_ms": {name: round(value, 3) for name, value in cpu_ms.items()},
+        "workers_calls_per_s": {name: round(value, 1) for name, value in rates.items()},
     }
 
 

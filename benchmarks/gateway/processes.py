@@ -17,6 +17,11 @@ DEADLINE_S = 60.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_of(pid: int) -> float:
+    """Seconds of CPU that a process used so far."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
 class Refused(Exception):
     """A program ended instead of answering."""
 
@@ -47,7 +52,7 @@ class Child:
 
     def cpu(self) -> float:
         """Seconds of CPU that all its threads used so far, user and system (the kernel's clock)."""
-        return time.clock_gettime((~self.pid << 3) | 2)
+        return cpu_of(self.pid)
 
     def rss(self) -> int:
         """Bytes of memory resident."""

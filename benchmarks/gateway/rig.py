@@ -52,8 +52,9 @@ class Gateway:
 
     def open(self, sessions: int) -> None:
         """Have so many more sessions ready."""
-        for path, key, recording in self.child.ask(f"open {sessions}"):
-            self.waiting.append((Place(f"{path}/v1/chat/completions", key), Path(recording)))
+        for path, key, recording, port in self.child.ask(f"open {sessions}"):
+            place = Place(f"{path}/v1/chat/completions", key, port)
+            self.waiting.append((place, Path(recording)))
 
     def fresh(self) -> Place:
         """A session nobody used yet."""

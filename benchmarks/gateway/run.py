@@ -37,7 +37,7 @@ from processes import Refused
 from rig import MODES, Mode, Rig, fail, launch, learn, note
 from tugline.web.serve import raise_file_limit
 
-PARTS = ("results", "growth", "open", "memory")
+PARTS = ("results", "growth", "workers", "open", "memory")
 """What is measured beside the modes."""
 
 
@@ -103,6 +103,17 @@ async def measure_long(like: script.Script, name: str, size: Size) -> dict[str, 
     }
 
 
+async def measure_workers(story: script.Script, size: Size) -> dict[str, Any]:
+    """A gateway of one process beside one of two, on processes of their own."""
+    modes = (MODES[0], replace(MODES[0], name="workers", gateway="workers"))
+    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
+        rig = launch(story, Path(folder), modes, stack)
+        for mode in modes:
+            await learn(rig, rig.gateways[mode.gateway], mode)
+        note("workers: CPU time")
+        return await measures.workers(rig, modes, size)
+
+
 async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     """Everything, in order."""
     size, modes = SIZES[name], [mode for mode in MODES if mode.name in only]
@@ -135,6 +146,8 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     for part in ("results", "growth"):
         if part in only:
             told |= await measure_long(story, part, size)
+    if "workers" in only:
+        told |= await measure_workers(story, size)
     told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
     told["machine"] = {
         "cpus": os.cpu_count(),
@@ -155,8 +168,8 @@ def _spread(values: Sequence[float]) -> float:
 
 REST = (
     "rss_growth_bytes_per_call", "rss_open_bytes_per_call", "stall_ms", "stall_cpu_ms", "growth",
-    "growth_cpu_ms", "growth_passthrough_cpu_ms", "long_results", "conversation", "method",
-    "machine",
+    "growth_cpu_ms", "growth_passthrough_cpu_ms", "workers_ratio", "workers_cpu_ratio",
+    "workers_cpu_ms", "workers_calls_per_s", "long_results", "conversation", "method", "machine",
 )  # fmt: skip
 """What the table has below its rows, a line each."""
 
