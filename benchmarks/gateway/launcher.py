@@ -1,9 +1,9 @@
 """The real gateway as a process of its own, steered line by line over its standard input.
 
 ``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording, port]``;
-``close`` closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and ``stalls``
-tells its longest stall, in wall-clock ms and in CPU ms of its thread; ``pids`` lists processes.
-Prints ``{"port": N}`` when it is up and ends when the input closes.
+``close`` closes every open one and answers ``{}``; ``watch`` begins to watch the event loop and
+``stalls`` tells its longest stall, in wall-clock ms and in CPU ms of its thread; ``pids`` lists its
+processes. Prints ``{"port": N}`` when it is up and ends when the input closes.
 
     python launcher.py exact|observed|workers ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
