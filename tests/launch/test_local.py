@@ -18,7 +18,8 @@ from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
 from tugline.launch.local import LocalServer, open_local
-from tugline.launch.settings import Settings
+from tugline.launch.settings import GatewaySettings, Settings
+from tugline.launch.workers import Workers
 from tugline.node.settings import NodeSettings
 from tugline.server.store import stats
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
@@ -60,10 +61,11 @@ def expert(_prompt: Ids, request_id: str) -> Reply:
 
 
 @contextlib.asynccontextmanager
-async def local(folder: Path) -> AsyncIterator[LocalServer]:
-    """Engine, server, gateway and node."""
+async def local(folder: Path, workers: int = 1) -> AsyncIterator[LocalServer]:
+    """Engine, server, gateway (of so many processes) and node."""
     engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
-    settings = Settings(node=NodeSettings(name="n", slots=4))
+    gateway = GatewaySettings(workers=workers)
+    settings = Settings(node=NodeSettings(name="n", slots=4), gateway=gateway)
     async with serve(create_app(engine, model_name="m")) as url:
         reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
         async with open_local(settings, folder, reached) as cluster:
@@ -75,9 +77,13 @@ async def status(cluster: LocalServer) -> dict[str, int]:
     return (await cluster.control.database.read(stats.counts)).sessions
 
 
-async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_agent_solves_its_task_and_every_token_is_trained(
+    tmp_path: Path, workers: int
+) -> None:
     """The example agent mends the file; three turns become one exact trace with reward 1."""
-    async with local(tmp_path) as cluster:
+    async with local(tmp_path, workers) as cluster:
+        assert isinstance(cluster.gateway, Workers) is (workers > 1)
         seen: list[tuple[int, int]] = []
         results = await cluster.run([task("a")], lambda done, total: seen.append((done, total)))
         assert await status(cluster) == {Status.COMPLETED: 2}
