@@ -21,7 +21,7 @@ def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
         assert "".join(text for _, text in command.events).splitlines()[1:] == ["grün"]
         with pytest.raises(RuntimeError, match=r"\$ false: exit status 1"):
             shell.run("false")
-        server = shell.start("echo up; sleep 100")
+        server = shell.start("sh -c 'echo up; exec sleep 100'")  # one job: Ctrl-C ends all of it
         shell.follow(server, "\nup", 20)
         shell.interrupt(server)
         assert server.code == 130
