@@ -210,6 +210,26 @@ async def test_a_session_whose_recording_is_damaged_ends_alone(tmp_path: Path) -
         assert len(gateway.read_calls("b")) == 2
 
 
+async def test_a_session_that_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The error is the process's own; the same session opens once the cause is gone."""
+    session = Session(id="a", task="t", sample=0)
+    async with workers(tmp_path) as gateway:
+        obstacle = gateway.recording_path(session)
+        obstacle.mkdir()
+        with pytest.raises(OSError, match=r"a\.0\.rec"):
+            async with gateway.open(session, task()):
+                pass
+        assert {worker.load for worker in gateway.workers} == {0}
+        opening = asyncio.create_task(gateway.open(session, task()).__aenter__())
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait({opening})
+        obstacle.rmdir()
+        async with gateway.open(session, task()) as opened:
+            assert opened.key
+        assert {worker.load for worker in gateway.workers} == {0}
+
+
 async def test_processes_end_with_their_node(tmp_path: Path) -> None:
     """Also where it is killed: their end of the sockets is closed then."""
     async with workers(tmp_path) as gateway:

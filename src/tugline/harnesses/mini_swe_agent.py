@@ -35,10 +35,9 @@ _PINS = ("litellm==1.106.2", "mcp==2.3.0")
 class PythonPackage(install.Package):
     """Pinned Python packages in a virtual environment with a Python of its own.
 
-    The Python
-    that runs Tugline is copied into the install directory with its standard library and the shared
-    libraries it needs, so that a sandbox or image needs none. A preset's own version is installed
-    from its lock file, with a checksum for every package.
+    The Python that runs Tugline is copied into the install directory with its standard library and
+    the shared libraries it needs, so that a sandbox or image needs none. A preset's own version is
+    installed from its lock file, with a checksum for every package.
     """
 
     @property

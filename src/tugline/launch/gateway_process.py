@@ -112,9 +112,9 @@ class _Process:
         self._stacks[session.id] = stack
         return opened
 
-    async def close(self, session: str) -> SessionState:
+    async def close(self, session: str) -> SessionState | None:
         if session not in self._stacks:
-            raise errors.CaptureError(f"session {session!r} could not be opened again")
+            return None
         await self._stacks.pop(session).aclose()
         return self.gateway.describe(session)
 

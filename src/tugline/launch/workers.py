@@ -64,15 +64,16 @@ class _Worker:
     async def run(self) -> None:
         """Keep a process up until cancelled."""
         while True:
+            reason: object = TimeoutError(f"it was not up within {_ANSWER_S:.0f} s")
             try:
                 async with self._open_process() as reading:
                     await asyncio.wait({reading}, timeout=_ANSWER_S)
-                    if not self.ready.is_set() and not reading.done():
-                        raise TimeoutError(f"it was not up within {_ANSWER_S:.0f} s")
-                    await reading
-            except (EOFError, OSError) as error:
-                about = {"url": self.url, "sessions": len(self.sessions), "error": repr(error)}
-                _log.error("gateway process replaced", **about)
+                    if self.ready.is_set() or reading.done():
+                        await reading
+            except Exception as error:  # noqa: BLE001 - it is replaced, whatever ended it
+                reason = error
+            count = len(self.sessions)
+            _log.error("gateway process ended", url=self.url, sessions=count, reason=repr(reason))
             await asyncio.sleep(_PAUSE_S)
 
     async def stop(self, running: asyncio.Task[None]) -> None:
@@ -81,9 +82,7 @@ class _Worker:
         await asyncio.wait({running})
         self.ready.set()
 
-    async def ask(
-        self, name: str, *arguments: Any, deadline_s: float = _ANSWER_S, **options: Any
-    ) -> Any:
+    async def ask(self, name: str, *args: Any, deadline_s: float = _ANSWER_S, **named: Any) -> Any:
         """Have the process do something, or its replacement if it dies meanwhile.
 
         Raises what it raises, and `TimeoutError`.
@@ -93,7 +92,7 @@ class _Worker:
             async with asyncio.timeout(deadline_s):
                 while await self.ready.wait() and self._channel is not None:
                     answer = self._answers[number] = asyncio.get_running_loop().create_future()
-                    self._channel.send(number, name, arguments, options)
+                    self._channel.send(number, name, args, named)
                     with contextlib.suppress(EOFError):
                         return await answer
         finally:
@@ -182,15 +181,17 @@ class Workers(Gateway):
             template = tokenizer, rendering.name, rendering.thinking_retention
         async with contextlib.AsyncExitStack() as stack:
             for number in range(self._count):
-                port = self._port + number if self._port else 0
-                at = {"host": self._host, "port": port}
+                at = {"host": self._host, "port": self._port and self._port + number}
                 start = GatewayStart(self._replicas, template, self._folder, at, log.configured)
                 worker = _Worker(start)
-                running = asyncio.create_task(worker.run(), name="gateway-process")
-                stack.push_async_callback(worker.stop, running)
+                stack.push_async_callback(worker.stop, asyncio.create_task(worker.run()))
                 self.workers.append(worker)
-            async with asyncio.timeout(_ANSWER_S):
-                await asyncio.gather(*(worker.ready.wait() for worker in self.workers))
+            up = (worker.ready.wait() for worker in self.workers)
+            try:
+                await asyncio.wait_for(asyncio.gather(*up), _ANSWER_S)
+            except TimeoutError as error:
+                msg = f"the gateway's processes do not come up at {self._host}; the log says why"
+                raise errors.UsageError(msg) from error
             self.url, self._engine.card = self.workers[0].url, self.workers[0].card
             self._stack = stack.pop_all()
         return self
@@ -198,9 +199,8 @@ class Workers(Gateway):
     @property
     def traffic(self) -> Traffic:
         """See `Gateway.traffic`; of running processes a second old."""
-        return Traffic.total(
-            part for worker in self.workers for part in (worker.ended, worker.traffic)
-        )
+        every = [part for worker in self.workers for part in (worker.ended, worker.traffic)]
+        return Traffic.total(every)
 
     @contextlib.asynccontextmanager
     async def open(
@@ -218,18 +218,21 @@ class Workers(Gateway):
             opened: Opened = await worker.ask("open", session, task, terms)
             worker.sessions[session.id] = session, task, replace(terms, key=opened.key)
             worker.on_hang[session.id] = on_hang
-            try:
-                yield opened
-            finally:
-                await asyncio.shield(self._end(worker, session))
-        finally:
-            worker.load -= 1
+            yield opened
+        finally:  # also where nobody waited for it to open
+            await asyncio.shield(self._end(worker, session))
 
     async def _end(self, worker: _Worker, session: Session) -> None:
         try:
-            self._keep_closed(session.id, await worker.ask("close", session.id))
+            state = await worker.ask("close", session.id)
         finally:
-            del worker.sessions[session.id], worker.on_hang[session.id]
+            worker.load -= 1
+            opened = worker.sessions.pop(session.id, None)
+            worker.on_hang.pop(session.id, None)
+        if state is not None:
+            self._keep_closed(session.id, state)
+        elif opened is not None:
+            raise errors.CaptureError(f"session {session.id!r} could not be opened again")
 
     def describe(self, session: str) -> SessionState:
         """See `Gateway.describe`; of a live session only where its recording is."""
@@ -240,23 +243,19 @@ class Workers(Gateway):
 
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
         """See `Gateway.pause`."""
-        self._keep(paused=mode)
-        await self._ask_all("pause", mode, deadline_s=within_s + _ANSWER_S, within_s=within_s)
+        asked = {"deadline_s": within_s + _ANSWER_S, "within_s": within_s}
+        await self._ask_all({"paused": mode}, "pause", mode, **asked)
 
     async def resume(self) -> None:
         """See `Gateway.resume`."""
-        self._keep(paused=None)
-        await self._ask_all("resume")
+        await self._ask_all({"paused": None}, "resume")
 
     async def set_weights_version(self, version: int) -> None:
         """See `Gateway.set_weights_version`."""
-        self._keep(version=version)
-        await self._ask_all("set_weights_version", version)
+        await self._ask_all({"version": version}, "set_weights_version", version)
 
-    def _keep(self, **state: Any) -> None:
-        """Keep the state for processes that come up later."""
+    async def _ask_all(self, state: dict[str, Any], name: str, *args: Any, **named: Any) -> None:
+        """Ask every process, and keep the state for those that come up later."""
         for worker in self.workers:
             worker.start = replace(worker.start, **state)
-
-    async def _ask_all(self, name: str, *arguments: Any, **options: Any) -> None:
-        await asyncio.gather(*(worker.ask(name, *arguments, **options) for worker in self.workers))
+        await asyncio.gather(*(worker.ask(name, *args, **named) for worker in self.workers))

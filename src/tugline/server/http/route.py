@@ -289,8 +289,8 @@ class ApiCall(Generic[Q, B]):
 
 def admit(call: ApiCall[Nothing, list[Task]]) -> list[Task]:
     """The tasks of a submission, in the tenant of its caller. Raises `Refusal`, `QuotaExceeded`."""
-    own = call.caller.tenant or "default"
-    batch = [replace(one, tenant=own) if one.tenant == "default" else one for one in call.body]
+    own, tasks = call.caller.tenant, call.body
+    batch = [replace(t, tenant=own) if own and t.tenant == "default" else t for t in tasks]
     for tenant in sorted({task.tenant for task in batch}):
         call.caller.check_tenant(tenant)
         call.control.count_request(call.caller, tenant)
