@@ -154,7 +154,7 @@ async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) ->
     task = Task(id="t2", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     other = Session(id="s2", task="t2", sample=0)
     async with gateway.gateway.open(other, task) as theirs:
-        guesses = ["", "x", "tl-", theirs.key[:-1], theirs.key[:-1] + "x", theirs.key.upper()]
+        guesses = ["", "x", "tl-", theirs.key[:-1], theirs.key[:-1] + "~", theirs.key.upper()]
         chat = "/v1/chat/completions"
         asks = [("POST", f"/s/s1{chat}", gateway.key)]
         asks += [("POST", f"/s/s2{chat}", gateway.key), ("GET", "/s/s2/v1/models", gateway.key)]
