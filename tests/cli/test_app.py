@@ -44,6 +44,29 @@ def test_what_is_no_command_or_option_is_one_line(arguments: str, line: str) -> 
     assert line in done.stderr
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script_that_completes(shell: str) -> None:
+    """Every command is in it; what is no shell is an error that lists them."""
+    done = run_command("--completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in (*COMMANDS, "prefetch", "max-length"))
+    refused = run_command("--completion", f"{shell}x")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "must be one of bash, zsh, fish, powershell" in refused.stderr
+
+
+def test_bash_completes() -> None:
+    """The script in a real bash: commands, and the commands of a group."""
+    script = run_command("--completion", "bash").stdout
+    ask = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tugline; echo "${COMPREPLY[@]}"'
+    for words, completed in (("tugline exp", "export"), ("tugline task pre", "prefetch")):
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}", "bash", *words.split()],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert done.stdout.split() == [completed]
+
+
 @pytest.mark.parametrize("arguments", ["task init --help", "-h"])
 def test_a_reader_that_goes_away_ends_a_command_quietly(arguments: str) -> None:
     """As ``head`` does."""

@@ -17,41 +17,55 @@ from cyclopts import App, CycloptsError, Parameter
 
 from tugline.errors import ServerError, TuglineError, UsageError
 
-COMMANDS = {
-    "bench": "Measure what a part costs, next to the least that it could.",
-    "cancel": "Cancel tasks or sessions; results so far are kept.",
-    "demo": "Train a tiny model on a real, unmodified agent in minutes.",
-    "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
-    "eval": "Measure a model on tasks: pass@1, pass@k, intervals, and what changed.",
-    "export": "Write recorded sessions to a file that other tools and trainers read.",
-    "generate": "Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.",
-    "harness": "The agent programs that can be run.",
-    "launch": "Start a run on a cluster, and see what became of it.",
-    "logs": "Print the log of a session.",
-    "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
-    "plan": "Say how many machines a run needs, and what will be the narrowest.",
-    "rebuild": "Build trajectories from recorded sessions alone, for a trainer to load.",
-    "replay": "Run the harness of a recorded session again on the recorded answers.",
-    "results": "Read results in order of commit, and save them with their trajectories.",
-    "run": "Run tasks on this machine and keep every result in a folder.",
-    "server": "The data of a server.",
-    "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
-    "status": "Show what is queued, running and done.",
-    "submit": "Submit tasks.",
-    "task": "Task files and task sets.",
-    "train": "Train a model on tasks, with evaluations on the way; resumable at any point.",
-    "up": "Start server, node and engine, and run what is submitted until it is stopped.",
-    "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
-    "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
+GROUPS = {
+    "Begin": {
+        "demo": "Train a tiny model on a real, unmodified agent in minutes.",
+        "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
+        "task": "Task files and task sets.",
+        "harness": "The agent programs that can be run.",
+    },
+    "Run agents on this machine": {
+        "run": "Run tasks on this machine and keep every result in a folder.",
+        "eval": "Measure a model on tasks: pass@1, pass@k, intervals, and what changed.",
+        "generate": "Run tasks with a strong model; keep what was accepted for `tugline sft`.",
+    },
+    "Run agents for a trainer": {
+        "up": "Start server, node and engine, and run what is submitted until it is stopped.",
+        "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
+        "server": "The data of a server.",
+        "launch": "Start a run on a cluster, and see what became of it.",
+        "plan": "Say how many machines a run needs, and what will be the narrowest.",
+    },
+    "Ask a server": {
+        "submit": "Submit tasks.",
+        "status": "Show what is queued, running and done.",
+        "logs": "Print the log of a session.",
+        "results": "Read results in order of commit, and save them with their trajectories.",
+        "cancel": "Cancel tasks or sessions; results so far are kept.",
+    },
+    "Train": {
+        "train": "Train a model on tasks, with evaluations on the way; resumable at any point.",
+        "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
+    },
+    "Read what was recorded": {
+        "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
+        "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
+        "export": "Write recorded sessions to a file that other tools and trainers read.",
+        "rebuild": "Build trajectories from recorded sessions alone, for a trainer to load.",
+        "replay": "Run the harness of a recorded session again on the recorded answers.",
+    },
+    "Measure": {"bench": "Measure what a part costs, next to the least that it could."},
 }
-"""Each is a function, or a group of commands, of this name."""
+"""The commands by what they are for. Each is a function, or a group of commands, of this name."""
+COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 MODULES = {"cancel": "status", "logs": "status", "node": "up", "plan": "bench", "server": "up"}
 MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
 """Where it is not in a module of its own name."""
+SHELLS = ("bash", "zsh", "fish", "powershell")
 
 
-def make_app(called: str) -> App:
-    """Make the command line with the called command alone."""
+def make_app(*called: str) -> App:
+    """Make the command line with the called commands alone."""
     app = App(
         name="tugline",
         default_parameter=Parameter(negative=()),
@@ -61,8 +75,9 @@ def make_app(called: str) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    module = import_module(f"tugline.cli.{MODULES.get(called, called)}")
-    app.command(getattr(module, called), name=called)
+    for name in called:
+        module = import_module(f"tugline.cli.{MODULES.get(name, name)}")
+        app.command(getattr(module, name), name=name)
     return app
 
 
@@ -76,7 +91,7 @@ def main() -> None:
             log.configure()  # warnings to stderr: stdout has only what a command prints
             make_app(called)(sys.argv[1:])
         else:
-            _answer(called)
+            _answer(called, *sys.argv[2:])
         sys.stdout.flush()
     except CycloptsError as error:
         _exit(f"{error} See tugline {called} --help", code=2)
@@ -92,18 +107,27 @@ def main() -> None:
         _exit("interrupted", code=130)
 
 
-def _answer(option: str) -> None:
+def _answer(option: str, shell: str = "", *_more: str) -> None:
     """Answer without any command, so that the help is quick."""
     if option == "--version":
         print(f"tugline {version('tugline')}")
+    elif option == "--completion" and shell in SHELLS:
+        print(make_app(*COMMANDS).generate_completion(shell=shell))  # type: ignore[arg-type]
+    elif option == "--completion":
+        _exit(f"--completion is {shell!r}; it must be one of {', '.join(SHELLS)}", code=2)
     elif option in {"--help", "-h"}:
         print(
             "Usage: tugline COMMAND [ARGS]\n\nReinforcement learning on real agent harnesses,"
-            " unmodified.\n\nCommands:"
+            " unmodified."
         )
-        for name, summary in COMMANDS.items():
-            print(f"  {name:<10}{summary}")
-        print("\ntugline COMMAND --help shows the options of a command.")
+        for group, commands in GROUPS.items():
+            print(f"\n{group}:")
+            for name, summary in commands.items():
+                print(f"  {name:<10}{summary}")
+        print(
+            "\ntugline COMMAND --help shows the options of a command, tugline --completion SHELL"
+            f"\nprints the completion script of a shell: {', '.join(SHELLS)}."
+        )
     else:
         _exit(f"there is no command {option!r}; tugline --help lists them", code=2)
 

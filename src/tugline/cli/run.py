@@ -181,7 +181,7 @@ def generate(
     local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:
-    """Run tasks with a strong model; keep what was accepted as a set for `tugline sft`.
+    """Run tasks with a strong model; keep what was accepted for `tugline sft`.
 
     Args:
         out: Folder of the run; an existing run resumes.
