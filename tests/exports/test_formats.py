@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,18 @@ from tugline.demo.run import WARM_START
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.builders import PrefixMerging
-from tugline.types import Branch, Call, CallOutcome, Finish, Image, Message, Mode, Role, TraceKind
+from tugline.types import (
+    Branch,
+    Call,
+    CallOutcome,
+    Finish,
+    Image,
+    Message,
+    Mode,
+    Role,
+    ToolCall,
+    TraceKind,
+)
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)
@@ -369,3 +383,57 @@ def test_trl_trains_on_its_table(
     (batch,) = trainer.get_train_dataloader()
     assert batch["labels"].tolist() == [[-100, -100, 12, 13, -100, 15]] * 2
     assert np.isfinite(trainer.train().training_loss)
+
+
+# --------------------------------------------------------------------------- Harbor
+def test_a_trajectory_has_steps_with_what_was_sampled(tmp_path: Path) -> None:
+    """A tool's result is with the step that called it; ids are those of the recording."""
+    odd = replace(two_turns()[0], messages=(
+        Message(Role.SYSTEM, "Be brief."),
+        Message(Role.USER, "Mend it."),
+        Message(Role.TOOL, "of nobody", tool_call_id="x"),
+    ))  # fmt: skip
+    record(tmp_path, "a", reward=0.5, calls=[odd, *two_turns()[1:]])
+    (row,) = lines("atif", tmp_path)
+    sources = [step["source"] for step in row["steps"]]
+    assert sources == ["system", "user", "agent", "agent"]
+    assert row["steps"][1]["observation"] == {"results": [{"content": "of nobody"}]}
+    looked = row["steps"][2]
+    assert looked["reasoning_content"] == "Hm."
+    assert looked["tool_calls"] == [
+        {"tool_call_id": "c0", "function_name": "read", "arguments": {"path": "0.py"}}
+    ]
+    assert looked["observation"] == {"results": [{"content": "file 1", "source_call_id": "c0"}]}
+    assert looked["timestamp"] == "1970-01-01T00:00:01+00:00"
+    metrics = row["steps"][3]["metrics"]
+    assert (metrics["prompt_token_ids"], metrics["completion_token_ids"]) == (IDS[:5], IDS[5:])
+    assert metrics["logprobs"] == pytest.approx([-0.1])
+    totals = {"total_prompt_tokens": 7, "total_completion_tokens": 3, "total_steps": 4}
+    assert (row["final_metrics"], row["extra"]["reward"]) == (totals, 0.5)
+    (bare,) = lines("atif", tmp_path, options={"tokens": False})
+    assert bare["steps"][3]["metrics"] == {"prompt_tokens": 5, "completion_tokens": 1}
+
+
+@pytest.mark.slow
+def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
+    """The models of the installed package, which forbid what they do not know, take every row."""
+    wheels = tmp_path / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--ignore-requires-python", "--dest", str(wheels), "harbor==0.26.0"]
+    subprocess.run(command, check=True, timeout=200)
+    sessions = tmp_path / "sessions"
+    sessions.mkdir()
+    raw = ToolCall("r", "read", "no json")
+    text = replace(two_turns()[0], answer=Message(Role.ASSISTANT, "", (raw,)))
+    record(sessions, "a")
+    record(sessions, "b", calls=[text, *two_turns()[1:]])
+    out = tmp_path / "out.jsonl"
+    export("atif", sessions, out)
+    code = "import sys; from harbor.models.trajectories import Trajectory\n"
+    code += "for line in open(sys.argv[1]): print(len(Trajectory.model_validate_json(line).steps))"
+    environment = {**os.environ, "PYTHONPATH": str(next(wheels.glob("*.whl")))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], env=environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (0, ["3", "3"]), done.stderr

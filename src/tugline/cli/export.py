@@ -80,7 +80,7 @@ def export(
     """Write recorded sessions to a file that other tools and trainers read.
 
     Args:
-        form: Format: parquet, sft, trl, verl, slime or yours.
+        form: Format: parquet, sft, atif, trl, verl, slime or yours.
         sessions: Recording files, folders of them, or ids of sessions.
         out: File to write; with --split, a folder.
         given: key=value for the format; repeatable.

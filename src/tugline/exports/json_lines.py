@@ -1,4 +1,4 @@
-"""JSON lines: chats for supervised fine-tuning, and samples for slime.
+"""JSON lines: chats for supervised fine-tuning, trajectories for Harbor, and samples for slime.
 
 Conversations are followed by their recorded parents, so sessions of text mode, which have no ids,
 can be exported too. Of each thread the longest conversation that was never edited is taken.
@@ -6,7 +6,8 @@ can be exported too. Of each thread the longest conversation that was never edit
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,27 +20,29 @@ from tugline.chat.model_call import (
 )
 from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
-from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, Status, Trace, TraceKind
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Finish,
+    Message,
+    Mode,
+    Role,
+    Status,
+    ToolCall,
+    Trace,
+    TraceKind,
+)
 
 _DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
 
-@dataclass(kw_only=True, eq=False)
-class Sft(Exporter):
-    """One row per conversation.
-
-    `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as in
-    the OpenAI API, or objects. `system` messages stay where they were, or are joined at the front.
-    `shape` is one list, or the messages before the first answer and the rest.
-    """
+class Conversations(Exporter):
+    """One row per conversation."""
 
     needs_reward = False
     trains = False
-
-    reasoning: bool = True
-    arguments: Literal["text", "object"] = "text"
-    system: Literal["keep", "front"] = "keep"
-    shape: Literal["messages", "prompt_completion"] = "messages"
+    about = "metadata"
+    """The column that says which conversation it is."""
 
     def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield the longest conversation of each thread."""
@@ -54,14 +57,12 @@ class Sft(Exporter):
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
         skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
-        messages = join_messages(calls, front=self.system == "front")
-        if skip is None and any(message.images for message in messages):
+        if skip is None and any(one.images for call in calls for one in call.messages):
             skip = SkipReason.IMAGES
         if skip is not None:
             return skip
-        columns = self._make_columns(messages)
-        columns["tools"] = [serialize_tool(tool) for tool in calls[-1].tools]
-        columns["metadata"] = {
+        columns = self.make_columns(session, calls)
+        columns[self.about] = {
             "session": session.header.session.id,
             "task": session.header.task.id,
             "sample": session.header.session.sample,
@@ -75,17 +76,116 @@ class Sft(Exporter):
         }
         return ExportRow(columns, tokens, sum(len(call.sampled_ids) for call in calls))
 
-    def _make_columns(self, messages: Sequence[Message]) -> dict[str, object]:
+    def make_columns(self, session: SessionExport, calls: Sequence[Call]) -> dict[str, object]:
+        """Return the other columns of the conversation of `calls`."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False)
+class Sft(Conversations):
+    """Chats to learn from.
+
+    `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as in
+    the OpenAI API, or objects. `system` messages stay where they were, or are joined at the front.
+    `shape` is one list, or the messages before the first answer and the rest.
+    """
+
+    reasoning: bool = True
+    arguments: Literal["text", "object"] = "text"
+    system: Literal["keep", "front"] = "keep"
+    shape: Literal["messages", "prompt_completion"] = "messages"
+
+    def make_columns(self, session: SessionExport, calls: Sequence[Call]) -> dict[str, object]:
+        """Return messages and tools."""
         field = "reasoning_content" if self.reasoning else None
         parse = _parse_object if self.arguments == "object" else str
+        messages = join_messages(calls, front=self.system == "front")
         serialized = [
             serialize_message(message, reasoning_field=field, arguments=parse)
             for message in messages
         ]
+        tools = {"tools": [serialize_tool(tool) for tool in calls[-1].tools]}
         if self.shape == "messages":
-            return {"messages": serialized}
+            return {"messages": serialized, **tools}
         first = next(i for i, message in enumerate(messages) if message.role is Role.ASSISTANT)
-        return {"prompt": serialized[:first], "completion": serialized[first:]}
+        return {"prompt": serialized[:first], "completion": serialized[first:], **tools}
+
+
+@dataclass(kw_only=True, eq=False)
+class Atif(Conversations):
+    """Harbor's Agent Trajectory Interchange Format, version 1.7; a row is a trajectory.
+
+    `tokens` adds what was sampled at each step: ids of prompt and answer, and log probabilities.
+    """
+
+    tokens: bool = True
+    about = "extra"
+
+    def make_columns(self, session: SessionExport, calls: Sequence[Call]) -> dict[str, object]:
+        """Return steps, and who made them."""
+        harness, steps = session.header.task.harness, list[dict[str, Any]]()
+        for call in calls:
+            if not call.messages and steps:  # it resumed the answer before it and has all of it
+                steps.pop()
+            for message in call.messages:
+                _add_step(steps, message)
+            if call.answer is not None:
+                _add_step(steps, call.answer)
+                received = datetime.fromtimestamp(call.timings.received, UTC).isoformat()
+                metrics = self._measure(call)
+                steps[-1] |= {"timestamp": received, "llm_call_count": 1, "metrics": metrics}
+        measured = [step["metrics"] for step in steps if "metrics" in step]
+        totals = {
+            f"total_{name}": sum(metrics[name] for metrics in measured)
+            for name in ("prompt_tokens", "completion_tokens")
+        }
+        return {
+            "schema_version": "ATIF-v1.7",
+            "session_id": session.header.session.id,
+            "trajectory_id": f"{session.header.session.id}:{calls[-1].number}",
+            "agent": {
+                "name": harness.name,
+                "version": str(harness.options.get("version", "unknown")),
+                "model_name": session.header.model,
+                "tool_definitions": [serialize_tool(tool) for tool in calls[-1].tools],
+            },
+            "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
+            "final_metrics": {**totals, "total_steps": len(steps)},
+        }
+
+    def _measure(self, call: Call) -> dict[str, object]:
+        counts: dict[str, object] = {
+            "prompt_tokens": len(call.prompt_ids) or call.unreported_prompt_tokens,
+            "completion_tokens": len(call.sampled_ids) + call.unreported_tokens,
+        }
+        if self.tokens and len(call.sampled_ids):
+            counts["prompt_token_ids"] = call.prompt_ids
+            counts["completion_token_ids"] = call.sampled_ids
+            counts["logprobs"] = call.logprobs
+        return counts
+
+
+def _add_step(steps: list[dict[str, Any]], message: Message) -> None:
+    """Add a message: a tool's result belongs to the step before it, others are steps."""
+    if message.role is Role.TOOL and steps:
+        made = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
+        known = {"source_call_id": message.tool_call_id} if message.tool_call_id in made else {}
+        observation = steps[-1].setdefault("observation", {"results": []})
+        observation["results"].append({"content": message.content, **known})
+        return
+    source = {Role.ASSISTANT: "agent", Role.USER: "user"}.get(message.role, "system")
+    step: dict[str, Any] = {"source": source, "message": message.content}
+    if message.reasoning:
+        step["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        step["tool_calls"] = [_describe_call(call) for call in message.tool_calls]
+    steps.append(step)
+
+
+def _describe_call(call: ToolCall) -> dict[str, object]:
+    arguments = _parse_object(call.arguments)
+    given = arguments if isinstance(arguments, dict) else {"text": arguments}
+    return {"tool_call_id": call.id, "function_name": call.name, "arguments": given}
 
 
 def find_conversations(calls: Sequence[Call]) -> Iterator[tuple[TraceKind | None, list[Call]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,14 +23,22 @@ from tugline.sandbox.container_images import BUILT, build_name, find_image
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
-pytestmark = pytest.mark.podman
+pytestmark = [
+    pytest.mark.podman,
+    pytest.mark.filterwarnings("ignore:Unclosed connection:ResourceWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test has a cache of its own."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Each test has a cache of its own.
+
+    aiodocker does not close the reply of a pull or a build that is cancelled; here it is collected
+    before it can be reported in the middle of another test.
+    """
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    yield tmp_path / "cache"
+    gc.collect()
 
 
 def context(folder: Path, dockerfile: str) -> Workspace:
