@@ -125,7 +125,7 @@ class Fleet:
         `engine` are further settings of it, and `cli` begins the server's command line.
         """
         self.folder, self.lease_s, self.cli = folder, lease_s, cli
-        self.ports = dict(zip(("server", "engine", "receiver"), _free_ports(3), strict=True))
+        self.ports = dict(zip(("server", "engine", "receiver"), free_ports(3), strict=True))
         self.url = f"http://127.0.0.1:{self.ports['server']}"
         self.callback = f"http://127.0.0.1:{self.ports['receiver']}/done"
         self.programs: dict[str, Program] = {}
@@ -254,7 +254,8 @@ def _working_directories() -> Iterator[tuple[int, Path]]:
             continue
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """So many that nobody listens at."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

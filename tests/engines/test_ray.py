@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from chaos.fleet import TUGLINE, Fleet, Program, until
+from chaos.fleet import TUGLINE, Fleet, Program, free_ports, until
 from chaos.postgres import postgres
 from engines.servers import ROOT, installed
 
@@ -29,25 +29,28 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 class Machines:
     """The cluster, in a process of verl's environment, which has Ray."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        """They are n1, n2 and so on, none of them the head."""
-        script = Path(__file__).parent / "parts" / "ray_machines.py"
+    def __init__(self, folder: Path, program: str, *arguments: str, **more: str) -> None:
+        script = Path(__file__).parent / "parts" / program
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
-        names = [f"n{number + 1}" for number in range(count)]
+        env |= {"PYTHONPATH": str(ROOT / "src"), **more}
         with (folder / "ray.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [installed("verl") / "bin" / "python", script, *names],
+                [installed("verl") / "bin" / "python", script, *arguments],
                 env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                start_new_session=True,
+                start_new_session=True, cwd=folder,
             )  # fmt: skip
         self.address = self._read()
 
     def do(self, what: str, name: str) -> None:
         """Add, kill or drain a machine, or another command of the program."""
+        assert self.ask(f"{what} {name}") == self.address
+
+    def ask(self, line: str) -> str:
+        """Return the program's answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{what} {name}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        assert self._read() == self.address
+        return self._read()
 
     def close(self) -> None:
         """End all of it."""
@@ -66,7 +69,7 @@ class Machines:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("at "):
-                return line.split()[1]
+                return line.removeprefix("at ").strip()
         pytest.fail("the cluster ended; see ray.log")
 
 
@@ -76,7 +79,8 @@ def machines(tmp_path: Path) -> Iterator[Callable[[int], Machines]]:
     clusters: list[Machines] = []
 
     def start(count: int) -> Machines:
-        clusters.append(Machines(tmp_path, count))
+        names = [f"n{number + 1}" for number in range(count)]  # none of them the head
+        clusters.append(Machines(tmp_path, "ray_machines.py", *names))
         return clusters[-1]
 
     try:
@@ -98,17 +102,22 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
             fleet.close()
 
 
-def place_nodes(fleet: Fleet, address: str) -> Program:
+FROM_ACTORS = ("--engine-actors", "vllm_server_")
+
+
+def place_nodes(
+    fleet: Fleet, address: str, *options: str, engine: str = "", **more: str
+) -> Program:
     """Start the program that keeps a node on each machine."""
     script = str(ROOT / "deploy" / "ray" / "nodes.py")
     program = fleet.add(
         "nodes-of-ray", str(installed("verl") / "bin" / "python"), script,
         "--server", fleet.url, "--address", address, "--slots", "4",
         "--dir", str(fleet.folder / "machines"), "--tugline", TUGLINE, "--every-s", "0.5",
-        "--engine-actors", "vllm_server_", "--", "--config", str(fleet.folder / "node.yaml"),
-        "--tokenizer", str(fleet.folder / "tokenizer.json"),
+        *(options or FROM_ACTORS), "--", "--config", str(fleet.folder / "node.yaml"),
+        "--tokenizer", str(fleet.folder / "tokenizer.json"), *(("--engine", engine) * bool(engine)),
         TUGLINE_JOIN_TOKEN=fleet.tokens["join"], PYTHONPATH=str(ROOT / "src"),
-        RAY_USAGE_STATS_ENABLED="0",
+        RAY_USAGE_STATS_ENABLED="0", **more,
     )  # fmt: skip
     program.start()
     return program
@@ -222,3 +231,30 @@ def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet
     results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
     assert set(results.values()) == {1}
     assert len(results) == 12 * SAMPLES > before >= 3
+
+
+def test_a_cluster_grows_with_the_queue_and_shrinks(tmp_path: Path, fleet: Fleet) -> None:
+    """Ray's autoscaler adds machines while there is work, three at most, and removes them again."""
+    began, port = time.time(), free_ports(1)[0]
+    ray = Machines(tmp_path, "ray_autoscaled.py", str(port), RAY_AUTH_MODE="token")
+    try:
+        place_nodes(
+            fleet, ray.address, "--max", "3", "--idle-s", "3",
+            engine=f"http://127.0.0.1:{fleet.ports['engine']}",
+            RAY_AUTH_MODE="token", TUGLINE_TOKEN=fleet.tokens["read"],
+        )  # fmt: skip
+        assert ray.ask("which") == ""
+        submit(fleet, 10)
+        until(lambda: ray.ask("which") == "m1,m2,m3", "three machines", 120)
+        grown = time.time() - began
+        until(lambda: list(nodes(fleet).values()) == ["live"] * 3, "their nodes", 90)
+        until(lambda: done(fleet) == 10 * SAMPLES, "every session", END_S)
+        until(lambda: "live" not in nodes(fleet).values(), "the nodes to be drained", 60)
+        until(lambda: ray.ask("which") == "", "the machines to be removed", 120)
+        results = Counter(
+            one["session"] for one in events(fleet) if one["kind"] == "session.result"
+        )
+        assert set(results.values()) == {1}
+        sys.stdout.write(f"grown after {grown:.0f} s, empty after {time.time() - began:.0f} s\n")
+    finally:
+        ray.close()

@@ -1,0 +1,98 @@
+"""A Ray cluster that grows and shrinks by Ray's own autoscaler, its machines on this one.
+
+``ray_autoscaled.py PORT`` prints the cluster's address, and for each line on stdin the names of
+its machines. Ray's provider for such machines gives all of them this machine's name, so that of
+this file, which the autoscaler's process imports, names them apart. ``ray start`` wants a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.parameter
+from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
+
+MACHINES = 3
+"""Most of them."""
+LISTS = (
+    "cluster_synced_files", "head_setup_commands", "head_start_ray_commands",
+    "initialization_commands", "rsync_exclude", "rsync_filter", "setup_commands",
+    "worker_setup_commands", "worker_start_ray_commands",
+)  # fmt: skip
+"""Keys of a cluster's file that must be there, and say nothing here."""
+
+
+class Provider(FakeMultiNodeProvider):  # type: ignore[misc,unused-ignore]
+    """Machines are called m1, m2 and so on."""
+
+    def _create_node_with_resources_and_labels(self, *given: Any) -> None:
+        parameters = ray._private.parameter.RayParams
+        name = f"m{self._next_node_id + 1}"
+        ray._private.parameter.RayParams = lambda **more: parameters(**more, node_name=name)
+        try:
+            super()._create_node_with_resources_and_labels(*given)
+        finally:
+            ray._private.parameter.RayParams = parameters
+
+
+def main(port: str) -> None:
+    """Start the head; the autoscaler looks each second and removes what was idle for six."""
+    address = f"{ray._private.services.get_node_ip_address()}:{port}"
+    machine = {"CPU": 1, "object_store_memory": 80 << 20}
+    config: dict[str, Any] = {
+        **{key: [] for key in LISTS},
+        "auth": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        "upscaling_speed": 1.0,
+        "cluster_name": "autoscaled",
+        "max_workers": MACHINES,
+        "idle_timeout_minutes": 0.1,
+        "provider": {
+            "type": "external",
+            "module": f"{Path(__file__).stem}.Provider",
+            "gcs_address": address,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "use_node_id_as_ip": True,  # they share one
+        },
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "machine": {"resources": machine, "node_config": {}, "max_workers": MACHINES},
+        },
+    }
+    env = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+    env["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ["PYTHONPATH"]))
+    file = Path("cluster.yaml").absolute()
+    file.write_text(json.dumps(config))
+    subprocess.run(
+        [
+            Path(sys.executable).with_name("ray"), "start", "--head", "--num-cpus=0",
+            f"--port={port}", f"--autoscaling-config={file}", "--include-dashboard=false",
+            f"--object-store-memory={80 << 20}",
+        ],
+        env={**os.environ, **env}, check=True, stdout=sys.stderr,
+    )  # fmt: skip
+    ray.init(address=address, log_to_driver=False)
+    say(address)
+    for _ in sys.stdin:
+        machines = {one["NodeName"] for one in ray.nodes() if one["Alive"]}
+        say(",".join(sorted(machines - {address.partition(":")[0]})))
+    os._exit(0)
+
+
+def say(line: str) -> None:
+    """Answer; Ray writes lines of its own."""
+    sys.stdout.write(f"at {line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
