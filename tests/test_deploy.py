@@ -230,6 +230,35 @@ def test_pods_are_watched_and_scaled_by_what_there_is() -> None:
     assert keys <= set(made)
 
 
+def test_the_ray_cluster_is_consistent() -> None:
+    """Options, variables, secrets and settings of its pods are those of other files here."""
+    folder = DEPLOY / "kuberay"
+    own = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert all((folder / each).exists() for each in (*own["resources"], *own["configurations"]))
+    cluster = yaml.safe_load((folder / "cluster.yaml").read_text())["spec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    head, worker = (one["template"]["spec"] for one in (cluster["headGroupSpec"], workers))
+    nodes = pods()["tugline-node"]
+    assert {"name": "settings", "configMap": {"name": "tugline-node"}} in worker["volumes"]
+    (container,) = worker["containers"]
+    assert container["securityContext"] == nodes["containers"][0]["securityContext"]
+    assert worker["hostUsers"] is nodes["hostUsers"] is False
+    assert worker["terminationGracePeriodSeconds"] == nodes["terminationGracePeriodSeconds"]
+    (script,) = head["containers"][0]["args"]
+    program = (DEPLOY / "ray" / "nodes.py").read_text()
+    ours, _, _ = script.partition(" -- ")
+    given = re.findall(r"--[\w-]+", ours)
+    assert {*given} >= {"--server", "--address", "--max"}
+    assert [flag for flag in given if f'"{flag}"' not in program] == []
+    assert f"--max {workers['maxReplicas']} " in ours
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    assert f"ray[default]=={cluster['rayVersion']}" in dockerfile
+    assert all(path in script for path in re.findall(r"nodes\.py (/\S+)", dockerfile))
+    for one in head["containers"][0]["env"]:
+        assert one["valueFrom"]["secretKeyRef"]["name"] == "tugline"
+        assert one["name"] in program + "TUGLINE_TOKEN"
+
+
 def test_containers_have_no_rights_to_spare() -> None:
     """None runs as root, and each container of ours drops all capabilities."""
     users = re.findall(r"^USER (\S+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
