@@ -22,11 +22,12 @@ from filelock import FileLock, Timeout
 
 from tugline import log
 from tugline.atomic import write_file
-from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
+from tugline.errors import TuglineError, UsageError
 from tugline.launch.settings import Settings
 from tugline.rollout.parts import Parts
+from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs, open_blobs
-from tugline.server.control import ControlPlane, run_beside
+from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
@@ -208,16 +209,7 @@ async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
 def check_runnable(task: Task) -> None:
     """Raises `Invalid` for a task that could not be run."""
     check_task(task)
-    problems: list[Invalid] = []
-    parts = Parts()  # not shared: a server that runs for weeks keeps no instances
-    for kind in ("harness", "runtime", "evaluator", "builder"):
-        try:
-            getattr(parts, kind)(getattr(task, kind))
-        except UsageError as error:
-            field = "name" if isinstance(error, UnknownPlugin) else "options"
-            problems.append(Invalid(str(error), field=f"{kind}.{field}"))
-    if problems:
-        raise Invalid.combine(problems)
+    Parts().check(task)  # not shared: a server that runs for weeks keeps no instances
 
 
 def is_local(host: str) -> bool:
@@ -272,9 +264,8 @@ async def managed_gc(
             await asyncio.to_thread(trim, 0)
 
     gc.callbacks.append(exclude)
-    task = asyncio.create_task(tidy(), name="collect-garbage")
     try:
-        yield
+        async with run_beside(tidy()):
+            yield
     finally:
-        task.cancel()
         gc.callbacks.remove(exclude)

@@ -26,6 +26,7 @@ from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
+from tugline.sandbox.base import run_beside
 from tugline.schema import copy_fields
 
 _CONTROL_POLL_S = 0.25
@@ -179,18 +180,12 @@ class Node:
         pending = self.runner.journal.list_pending()
         await asyncio.to_thread(self._disk.reap, self._parts, pending)
         self._instance = await asyncio.to_thread(_read_instance, self._folder / "instance")
-        background = [
-            asyncio.create_task(self._disk.run(), name="node-disk"),
-            asyncio.create_task(self.runner.logs.run(), name="node-logs"),
-        ]
-        try:
-            await _run_until_one_ends(self._work(), self._wait_until_drained())
-        finally:
-            self._controls.close()
-            for task in background:
-                task.cancel()
-            await self.runner.close()
-            await asyncio.wait(background)
+        async with run_beside(self._disk.run(), self.runner.logs.run()):
+            try:
+                await _run_until_one_ends(self._work(), self._wait_until_drained())
+            finally:
+                self._controls.close()
+                await self.runner.close()
 
     def drain(self) -> None:
         """Take no more work, finish what runs within the grace, release the rest, end."""
