@@ -14,7 +14,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,7 @@ from tugline.inference.load import load as load_model
 from tugline.launch.engine import make_rendering
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import EngineSettings
+from tugline.plugins import import_extra
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
@@ -150,12 +150,9 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
             with file.open("rb") as lines:
                 yield from (msgspec.json.decode(line, type=dict[str, Any]) for line in lines)
             return
-        parquet = import_module("pyarrow.parquet")
+        parquet = import_extra("pyarrow.parquet", "export", f"{file}, a Parquet file,")
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
             yield from batch.to_pylist()
-    except ImportError as error:
-        msg = f"{file} is read with pyarrow, which needs: pip install 'tugline[export]'"
-        raise UsageError(msg) from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} is no set of conversations or traces: {error}") from error
 
