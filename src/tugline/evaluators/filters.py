@@ -24,17 +24,9 @@ from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 
 AUTOLOADED = (
-    "sitecustomize.*",
-    "sitecustomize/",
-    "usercustomize.*",
-    "usercustomize/",
-    "site-packages/",
-    "dist-packages/",
-    "*.egg-link",
-    "*.egg-info",
-    "*.dist-info",
-    "__pycache__/",
-    "*.pyc",
+    *("sitecustomize.*", "sitecustomize/", "usercustomize.*", "usercustomize/"),
+    *("site-packages/", "dist-packages/", "*.egg-link", "*.egg-info", "*.dist-info"),
+    *("__pycache__/", "*.pyc"),
 )
 """Code that Python runs, or pytest loads as a plug-in, without any import; always refused."""
 
