@@ -170,12 +170,9 @@ class ChoiceStream(base.Stream):
     def __post_init__(self) -> None:
         model = self.request.model
         head = _build_head(self.label, self.response_id, self.created, model)
-        self._head = b"data: " + base.encode(head)[:-1]
-        self._tail = b',"usage":null}\n\n' if self.request.usage_in_stream else b"}\n\n"
-
-    def event(self, choice: bytes) -> bytes:
-        """One event of one choice."""
-        return self._head + b',"choices":[' + choice + b"]" + self._tail
+        self.before = b"data: " + base.encode(head)[:-1] + b',"choices":['
+        self.after = b'],"usage":null}\n\n' if self.request.usage_in_stream else b"]}\n\n"
+        """Stand around a choice in its event."""
 
     @abstractmethod
     def finish_choice(self, index: int, response: Response) -> bytes:
@@ -185,7 +182,7 @@ class ChoiceStream(base.Stream):
         """See `Stream.finish`."""
         end = b"".join(self.finish_choice(index, one) for index, one in enumerate(responses))
         if self.request.usage_in_stream:
-            end += self._head + b',"choices":[],"usage":' + base.encode(_build_usage(responses))
+            end += self.before + b'],"usage":' + base.encode(_build_usage(responses))
             end += b"}\n\n"
         return end + encode_event(DONE)
 

@@ -88,7 +88,8 @@ class _ChatStream(openai.ChoiceStream):
 
     def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
         reason = b"null" if finish is None else b'"%b"' % finish.encode()
-        return self.event(b'{"index":%d,"delta":%b,"finish_reason":%b}' % (index, delta, reason))
+        choice = b'{"index":%d,"delta":%b,"finish_reason":%b}' % (index, delta, reason)
+        return self.before + choice + self.after
 
 
 class OpenAIChat(openai.OpenAIDialect):

@@ -42,14 +42,16 @@ class _TextStream(openai.ChoiceStream):
     label = "text_completion", "cmpl"
 
     def start(self, usage: Usage) -> bytes:
-        echo = self.request.echo.decode()
-        return b"".join(self.event(_encode_choice(i, echo)) for i in range(self.request.n))
+        return b"".join(self._add(i, self.request.echo.decode()) for i in range(self.request.n))
 
     def add(self, piece: Piece, index: int = 0) -> bytes:
-        return self.event(_encode_choice(index, piece.text if isinstance(piece, TextDelta) else ""))
+        return self._add(index, piece.text if isinstance(piece, TextDelta) else "")
 
     def finish_choice(self, index: int, response: Response) -> bytes:
-        return self.event(_encode_choice(index, "", response))
+        return self._add(index, "", response)
+
+    def _add(self, index: int, text: str, response: Response | None = None) -> bytes:
+        return self.before + _encode_choice(index, text, response) + self.after
 
 
 class OpenAICompletions(openai.OpenAIDialect):
