@@ -57,6 +57,7 @@ class Sft(Exporter):
         messages = join_messages(calls, front=self.system == "front")
         if skip is None and any(message.images for message in messages):
             skip = SkipReason.IMAGES
+        skip = skip or (SkipReason.RAW_PROMPT if calls[0].raw_prompt else None)
         if skip is not None:
             return skip
         columns = self._make_columns(messages)
