@@ -35,27 +35,15 @@ CUSTOM_INPUT: dict[str, Any] = {
 """Parameters of a custom tool as the model sees it."""
 
 _OF_ENGINES = (
-    "chat_template_kwargs",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *("chat_template_kwargs", "prompt_logprobs"),
 )
 REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OF_ENGINES, ()),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     "repetition_penalty": (1,),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
 }
 """What would change the response of any API, also of what vLLM and SGLang add to them, for
 `check_refusals`."""

@@ -28,9 +28,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
     **openai.REFUSALS,
 }
 """Fields that change the response, and their values that ask for nothing unusual."""
