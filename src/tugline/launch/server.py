@@ -21,7 +21,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tugline import log
-from tugline.atomic import write_file
+from tugline.atomic import read_or_make, write_file
 from tugline.errors import TuglineError, UsageError
 from tugline.launch.settings import Settings
 from tugline.rollout.parts import Parts
@@ -133,10 +133,7 @@ def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
 
 def load_callback_key(folder: Path) -> bytes:
     """The key that signs callbacks; its file has the secret in the form that receivers want."""
-    path = folder / CALLBACK_KEY
-    if not path.exists():
-        write_file(path, new_secret().encode() + b"\n", 0o600)
-    return key_of(path.read_text(encoding="utf-8").strip())
+    return key_of(read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600).strip())
 
 
 def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs]:

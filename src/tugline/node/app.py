@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline import log, protocol
-from tugline.atomic import write_file
+from tugline.atomic import read_or_make
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
@@ -95,13 +95,6 @@ class Controls:
                 _log.warning("not paused yet", mode=mode, error=str(error))
 
 
-def _read_instance(path: Path) -> str:
-    """The id of the node's folder, made on its first use."""
-    if not path.exists():
-        write_file(path, secrets.token_hex(8).encode())
-    return path.read_text("ascii")
-
-
 async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
     """Run all of them until the first one ends, end the others, and raise what it raised."""
     tasks = [asyncio.create_task(work) for work in works]
@@ -179,7 +172,9 @@ class Node:
         log.bind(node=self.settings.name)
         pending = self.runner.journal.list_pending()
         await asyncio.to_thread(self._disk.reap, self._parts, pending)
-        self._instance = await asyncio.to_thread(_read_instance, self._folder / "instance")
+        self._instance = await asyncio.to_thread(
+            read_or_make, self._folder / "instance", lambda: secrets.token_hex(8)
+        )
         async with run_beside(self._disk.run(), self.runner.logs.run()):
             try:
                 await _run_until_one_ends(self._work(), self._wait_until_drained())
