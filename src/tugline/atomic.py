@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -23,6 +24,13 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, draft: Path | None
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+def read_or_make(path: Path, make: Callable[[], str], mode: int = 0o644) -> str:
+    """The text of a file that is written once, by whoever needs it first. Raises `OSError`."""
+    if not path.exists():
+        write_file(path, make().encode(), mode)
+    return path.read_text("utf-8")
 
 
 def flush_path(path: Path) -> None:

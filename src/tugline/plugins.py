@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tugline.errors import ConfigError, UnknownPlugin
+from tugline.errors import ConfigError, UnknownPlugin, UsageError
 from tugline.schema import decode
 from tugline.types import PluginSpec
 
@@ -80,6 +80,15 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
         reason = re.sub(r"got an unexpected keyword argument", "there is no option", str(error))
         reason = re.sub(r"missing a required( keyword-only)? argument:", "it needs", reason)
         raise ConfigError(f"{kind} {spec.name!r}: {reason} (its options: {known})") from error
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Import what `what` needs of an extra. Raises `UsageError` with how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        msg = f"{what} needs {error.name}: pip install 'tugline[{extra}]'"
+        raise UsageError(msg) from error
 
 
 def pack_options(where: str, options: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ memory is one page of results.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -47,29 +48,29 @@ class GradedGroup:
         return tuple(read_group(self.trajectories, GrpoConfig()))
 
 
+@dataclass(eq=False, repr=False)
 class GroupStream:
     """Groups of one consumer, from the first that it has not acknowledged; a context manager.
 
     `consumer` is a name of your choice, kept by the server; the server is found as by `Client`.
     """
 
-    def __init__(  # noqa: PLR0913 - where to read, and what
-        self,
-        consumer: str,
-        server: str | None = None,
-        token: str | None = None,
-        *,
-        folder: Path | str | None = None,
-        tasks: Sequence[str] = (),
-        follow: bool = True,
-        deadline_s: float = 600.0,
-    ) -> None:
-        """Set what to read: groups of `tasks` only, and without `follow` only those of now.
+    consumer: str
+    server: str | None = None
+    token: str | None = None
+    _: KW_ONLY
+    folder: Path | str | None = None
+    tasks: Sequence[str] = ()
+    """Only groups of these."""
+    follow: bool = True
+    """Without it, only those of now."""
+    deadline_s: float = 600.0
+    """The server may be away for that long."""
 
-        The server may be away for `deadline_s`.
-        """
-        self.consumer, self._tasks, self._follow = consumer, tasks, follow
-        self._client = SyncClient(server, token, folder=folder, deadline_s=deadline_s)
+    def __post_init__(self) -> None:
+        self._client = SyncClient(
+            self.server, self.token, folder=self.folder, deadline_s=self.deadline_s
+        )
 
     def __enter__(self) -> Self:
         self._client.__enter__()
@@ -80,7 +81,7 @@ class GroupStream:
 
     def __iter__(self) -> Iterator[GradedGroup]:
         """Yield the groups. Raises `ServerError` if the server is away for too long."""
-        for results in self._client.groups(self.consumer, tasks=self._tasks, follow=self._follow):
+        for results in self._client.groups(self.consumer, tasks=self.tasks, follow=self.follow):
             yield GradedGroup(results)
 
     def acknowledge(self, group: GradedGroup) -> None:

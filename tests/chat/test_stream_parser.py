@@ -133,6 +133,28 @@ def test_an_answer_is_parsed_as_the_library_does(
         assert parser.reasoning_tokens - inside in (0, len(made.template.preface))
 
 
+@pytest.mark.parametrize("name", OFFLINE)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) -> None:
+    """Marks and white space as they are, up to the id that ends it or to a stop string."""
+    made = rendering(name)
+    special = st.sampled_from(SPECIALS[name].split())
+    text = "".join(data.draw(st.lists(WORDS | special | st.sampled_from(" \n"), max_size=6)))
+    ids = made.tokenizer.encode(text)
+    for end, stops in ((made.stop_ids[0], ()), (made.tokenizer.encode("#")[0], ("#",))):
+        ids = [one for one in ids if one not in made.stop_ids]
+        expected = made.tokenizer.decode(ids)
+        parser = StreamParser(made, None, "0", stops=stops)
+        pieces = parser.feed(np.asarray(ids[: len(ids) // 2], np.int32))
+        pieces += parser.feed(np.asarray([*ids[len(ids) // 2 :], end, *ids], np.int32))
+        rest, message = parser.finish()
+        adds_up([*pieces, *rest], message)
+        assert message == Message(
+            Role.ASSISTANT, expected.partition(stops[0])[0] if stops else expected
+        )
+
+
 @pytest.mark.parametrize("name", STREAMED)
 def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
     """Every word is out with its last id, a call with its close; nothing waits for the end."""

@@ -334,8 +334,6 @@ async def test_openai_refuses_a_choice_among_some_tools(tmp_path: Path) -> None:
             await sdk.files.list()
         with pytest.raises(openai.NotFoundError, match="POST /embeddings is not served"):
             await sdk.embeddings.create(model="m", input="x")
-        with pytest.raises(openai.NotFoundError, match="POST /completions is not served"):
-            await sdk.completions.create(model="m", prompt="x")
         assert it.calls == ()
 
 

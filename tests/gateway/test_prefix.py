@@ -6,11 +6,15 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
-from tiny import rendering
+from tiny import rendering, tokenizer
 from tugline.chat.model_call import ThreadInfo
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
 from tugline.gateway.prefix import CallTree, Prompt
@@ -213,6 +217,30 @@ def test_a_prefill_is_refused_by_name() -> None:
     """An assistant message at the end that the model did not give cannot be continued."""
     with pytest.raises(Unsupported, match="the last of the messages is the assistant's"):
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
+
+
+def test_text_without_exact_mode_is_refused_by_name() -> None:
+    """Where the engine renders the prompts, and where ids cannot be decoded one by one."""
+    joined = Rendering(tokenizer(), "qwen3")
+    joined.tokenizer.token_bytes = None
+    for tree in (CallTree(None), CallTree(joined)):
+        with pytest.raises(Unsupported, match="needs exact mode") as caught:
+            tree.match_text("Hi", ThreadInfo())
+        assert caught.value.param == "prompt"
+
+
+def test_a_text_gets_what_the_tokenizer_adds_to_texts() -> None:
+    """Such as the mark of a beginning, as engines do for text completions; ids get nothing."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer().to_json())
+    begin = backend.token_to_id("<|im_start|>")
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    tree = CallTree(Rendering(Tokenizer(backend, "begins"), "qwen3"))
+    plain = RENDERING.tokenizer.encode("Hi<|im_end|>")
+    text = tree.match_text("Hi<|im_end|>", ThreadInfo())
+    assert text.tokens.to_array().tolist() == [begin, *plain]
+    assert tree.match_text(plain, ThreadInfo()).tokens.to_array().tolist() == plain
 
 
 def raw(tokens: TokenSequence) -> bytes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
-from rig import ASK, RENDERING, Rig, in_turn, rig, says
+from rig import ASK, RENDERING, Rig, in_turn, rig, says, until
+from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
 from tugline.recording.file import read
-from tugline.types import Branch
+from tugline.types import Branch, CallOutcome
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 
@@ -68,3 +70,50 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
         again.restore(calls)
         assert describe(again) == describe(live.turns)
         assert len(describe(again)) >= 6
+
+
+async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
+    """Prompts without messages, beside some with: one that grows, two choices, another, a repeat.
+
+    Also the rest of an answer that broke off, and what goes on from it.
+    """
+    quick = CallSettings(grace_s=0.01)
+    async with (
+        rig(tmp_path, says("It is 4, I think.", delay_s=0.01), tuning=quick) as it,
+        openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key=it.key, max_retries=0) as sdk,
+    ):
+
+        async def ask(prompt: Any, **options: Any) -> Any:
+            options = {"max_tokens": 400, **options}
+            return await sdk.completions.create(model="m", prompt=prompt, **options)
+
+        def grown(*more: int) -> list[int]:
+            last = it.calls[-1]
+            return [*last.prompt_ids.tolist(), *last.sampled_ids.tolist(), *more]
+
+        await it.ask(ASK, tools=[])
+        await ask(grown(5))
+        longer = grown(6)
+        await ask("2+2=")
+        await ask(grown(7), n=2)
+        await ask(longer)
+        await ask("2+2=")
+        await ask([*grown()[:-4], 9])
+        stream = await ask("Hello", stream=True)
+        async for chunk in stream:
+            if chunk.choices[0].text:
+                break
+        await stream.close()
+        await until(lambda: it.calls[-1].outcome is CallOutcome.CLIENT_GONE)
+        await ask("Hello")
+        await ask(grown(8))
+        live = it.session.transcript
+        calls = read(tmp_path / "s1.0.rec").calls
+        again = CallTree(RENDERING)
+        again.restore(calls)
+        assert describe(again) == describe(live.turns)
+    new, edited = Branch.NEW_THREAD, Branch.HISTORY_EDITED
+    branches = [None, None, new, None, None, None, None, edited, new, None, None]
+    assert [call.branch for call in calls] == branches
+    assert [call.parent for call in calls] == [None, 0, 1, 2, 2, 1, None, 3, 3, 8, 9]
+    assert [call.number for call in calls if call.resumed] == [9]

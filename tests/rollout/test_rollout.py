@@ -15,7 +15,7 @@ import pytest
 
 from stub_model import Step, StubGateway
 from transitions import TRANSITIONS
-from tugline.errors import ConfigError, EvaluatorError, HarnessError, SandboxError
+from tugline.errors import ConfigError, EvaluatorError, HarnessError, Invalid, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
@@ -498,5 +498,5 @@ async def test_cancelling_ends_the_agent(
 
 def test_a_wrong_part_is_an_error_at_the_door() -> None:
     """An option that a part does not have is named with those it has."""
-    with pytest.raises(ConfigError, match=r"runtime 'local'.*cpus.*its options: cpu_s"):
+    with pytest.raises(Invalid, match=r"runtime 'local'.*cpus.*its options: cpu_s"):
         Parts().check(a_task(LOOP, runtime=PluginSpec("local", {"cpus": 3})))

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
-from tugline.server.control import run_beside
+from tugline.sandbox.base import run_beside
 from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database

@@ -63,7 +63,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed model call."""
 
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """Text or ids to continue as they are, without a template; None: `messages` are rendered."""
+    logprobs: bool = False
+    """Whether the client wants the log probability of each sampled token."""
     tools: tuple[Tool, ...] = ()
     sampling: Sampling = Sampling()
     """As the client requests it."""
@@ -127,6 +131,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     stop: str | None = None
     """The stop string that ended it; not part of the text."""
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Text and log probability of each sampled token, if `Request.logprobs` asks for them."""
 
 
 def split_message(message: Message, *, reasoning: bool = True) -> list[Piece]:

@@ -97,14 +97,15 @@ class _Output:
 class StreamParser:
     """Parses one answer; `call_prefix` makes its tool call ids unique within the session.
 
-    `end` is the end of its prompt, `forced` the ids behind it with which the answer begins.
+    `end` is the end of its prompt, `forced` the ids behind it with which the answer begins. After
+    a prompt without a template, `end` is None, and the answer is text as it is, without marks.
     `tools` tell templates without JSON which arguments are text. Text ends before a stop string.
     """
 
     def __init__(
         self,
         rendering: Rendering,
-        end: Ids,
+        end: Ids | None,
         call_prefix: str,
         *,
         stops: Sequence[str] = (),
@@ -114,17 +115,18 @@ class StreamParser:
         watched = tuple(stop for stop in stops if stop)
         self.rendering, self.tools = rendering, tools
         self.output = _Output(rendering, call_prefix, watched)
+        self.output.text.verbatim = end is None
         self.in_section = rendering.markers.block == rendering.markers.call
         """Whether a call may open here: templates may want a section around calls."""
         self._stop_ids = frozenset(rendering.stop_ids)
-        self._marks = self._stop_ids | rendering.markers.ids
+        self._marks = self._stop_ids if end is None else self._stop_ids | rendering.markers.ids
         self._guard = rendering.markers.guarded
         self._single = bool(watched)
         self._fed = 0
         self._position = 0
         """Number of sampled ids that were parsed."""
         self._ended = False
-        self._state = self._begin(end)
+        self._state = _Text(self) if end is None else self._begin(end)
         if forced is not None:
             self._walk(forced.tolist(), -len(forced))
             self.output.take_pieces()

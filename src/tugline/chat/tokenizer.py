@@ -133,7 +133,7 @@ class Detokenizer:
 
     __slots__ = (
         "_at_start", "_bytes", "_guard", "_longest", "_preface", "_space", "_stops", "_token_bytes",
-        "_undecided", "emitted", "matched_stop",
+        "_undecided", "emitted", "matched_stop", "verbatim",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +142,8 @@ class Detokenizer:
         """`guard` is text that belongs to a special token if that follows."""
         self.emitted: list[str] = []
         self.matched_stop: str | None = None
+        self.verbatim = False
+        """Whether white space is text, also at the ends."""
         self._token_bytes = token_bytes
         self._stops = stops
         self._guard = (*stops, guard + "\0") if guard else stops
@@ -202,6 +204,9 @@ class Detokenizer:
         return text
 
     def _emit(self, text: str) -> str:
+        if self.verbatim:
+            self.emitted.append(text)
+            return text
         if self._at_start:
             text = text.lstrip()
             if not text:

@@ -18,6 +18,7 @@ import msgspec
 
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
+from tugline.plugins import import_extra
 from tugline.schema import parse_json, read_text, read_values
 from tugline.types import Task
 
@@ -62,12 +63,8 @@ class RowSource:
         yield from self._read_hub()
 
     def _read_hub(self) -> Iterator[tuple[str, Row, str | None]]:
-        try:
-            import datasets  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            msg = "rows of the Hugging Face hub need `pip install tugline[hub]`"
-            raise ConfigError(msg) from error
         name = self.dataset or ""
+        datasets = import_extra("datasets", "hub", f"dataset {name!r} of the Hugging Face hub")
         try:
             found = datasets.load_dataset(name, self.subset, revision=self.revision)
         except (OSError, ValueError, RuntimeError) as error:

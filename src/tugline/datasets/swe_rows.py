@@ -192,17 +192,8 @@ _CONDA = (
 )
 """Activates the environment of SWE-bench's images."""
 _NO_TESTS = (
-    ".json",
-    ".png",
-    ".csv",
-    ".txt",
-    ".md",
-    ".jpg",
-    ".jpeg",
-    ".pkl",
-    ".yml",
-    ".yaml",
-    ".toml",
+    *(".json", ".yml", ".yaml", ".toml", ".csv", ".pkl"),
+    *(".txt", ".md", ".png", ".jpg", ".jpeg"),
 )
 _SETUP = {"conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"}
 _HEADER = re.compile(r"^diff --git .* (b/.*|\"b/.*\")$", re.MULTILINE)

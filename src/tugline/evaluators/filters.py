@@ -24,31 +24,24 @@ from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 
 AUTOLOADED = (
-    "sitecustomize.*",
-    "sitecustomize/",
-    "usercustomize.*",
-    "usercustomize/",
-    "site-packages/",
-    "dist-packages/",
-    "*.egg-link",
-    "*.egg-info",
-    "*.dist-info",
-    "__pycache__/",
-    "*.pyc",
+    *("sitecustomize.*", "sitecustomize/", "usercustomize.*", "usercustomize/"),
+    *("site-packages/", "dist-packages/", "*.egg-link", "*.egg-info", "*.dist-info"),
+    *("__pycache__/", "*.pyc"),
 )
 """Code that Python runs, or pytest loads as a plug-in, without any import; always refused."""
 
-PYTHON = (
-    "conftest.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "pytest.toml",
-    ".pytest.toml",
-    "tox.ini",
-    "setup.cfg",
-    "pyproject.toml",
-    ".coveragerc",
-)
+PYTEST_CONFIGS = {
+    "pytest.ini": "",
+    ".pytest.ini": "",
+    "pytest.toml": "",
+    ".pytest.toml": "",
+    "tox.ini": "[pytest]",
+    "setup.cfg": "[tool:pytest]",
+    "pyproject.toml": "[tool.pytest",
+}
+"""Files at the top of a task, and the section that makes each a configuration of pytest."""
+
+PYTHON = ("conftest.py", *PYTEST_CONFIGS, ".coveragerc")
 """Configuration of pytest and its plug-ins."""
 
 FOLDERS = ("tests/", "test/")

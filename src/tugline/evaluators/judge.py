@@ -14,6 +14,7 @@ import hashlib
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,7 @@ class _RetryableError(Exception):
         self.wait_s = wait_s
 
 
+@dataclass(kw_only=True, eq=False)
 class JudgeEvaluator(Evaluator):
     """`rubric` says what to grade: a text, or criteria with ``name``, ``text`` and ``weight``.
 
@@ -83,20 +85,19 @@ class JudgeEvaluator(Evaluator):
     opens_sandbox = False
     graded_by_model = True
 
-    def __init__(  # noqa: PLR0913 - options
-        self,
-        *,
-        base_url: Annotated[str, msgspec.Meta(pattern="^https?://")],
-        model: str,
-        rubric: str | Annotated[list[Criterion], msgspec.Meta(min_length=1)],
-        api_key_env: str | None = None,
-        max_chars: PositiveInt = 60_000,
-        schema: bool = True,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: PositiveFloat = 60.0,
-        attempts: PositiveInt = 4,
-        concurrency: PositiveInt = 8,
-    ) -> None:
+    base_url: Annotated[str, msgspec.Meta(pattern="^https?://")]
+    model: str
+    rubric: str | Annotated[list[Criterion], msgspec.Meta(min_length=1)]
+    api_key_env: str | None = None
+    max_chars: PositiveInt = 60_000
+    schema: bool = True
+    body: Mapping[str, Any] | None = None
+    timeout_s: PositiveFloat = 60.0
+    attempts: PositiveInt = 4
+    concurrency: PositiveInt = 8
+
+    def __post_init__(self) -> None:
+        rubric = self.rubric
         if isinstance(rubric, str):
             rubric = [Criterion("score", rubric.strip())]
         self._criteria = msgspec.convert(rubric, list[Criterion])
@@ -104,14 +105,13 @@ class JudgeEvaluator(Evaluator):
         if len(names) < len(self._criteria) or not self._criteria[0].text:
             msg = "evaluator 'judge': rubric must be a text, or criteria with different names"
             raise ConfigError(msg)
-        self._max_chars, self._timeout_s, self._attempts = max_chars, timeout_s, attempts
-        self._url, self._key_env = f"{base_url.rstrip('/')}/chat/completions", api_key_env
-        settings: dict[str, Any] = {"model": model, "temperature": 0}
-        if schema:
+        self._url = f"{self.base_url.rstrip('/')}/chat/completions"
+        settings: dict[str, Any] = {"model": self.model, "temperature": 0}
+        if self.schema:
             settings["response_format"] = _schema([each.name for each in self._criteria])
-        settings |= body or {}
+        settings |= self.body or {}
         self._settings = {name: value for name, value in settings.items() if value is not None}
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(self.concurrency)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Grade the session."""
@@ -128,7 +128,7 @@ class JudgeEvaluator(Evaluator):
     async def _grade(self, outcome: SessionOutcome) -> Verdict:
         diff = await _diff_work(outcome)
         messages = make_prompt(
-            outcome.task.instruction, outcome.calls, diff, self._criteria, self._max_chars
+            outcome.task.instruction, outcome.calls, diff, self._criteria, self.max_chars
         )
         data = msgspec.json.encode({**self._settings, "messages": messages}, order="sorted")
         async with self._slots:
@@ -141,18 +141,18 @@ class JudgeEvaluator(Evaluator):
     async def _request(self, data: bytes) -> Scores:
         """Return the scores. Raises `EvaluatorError`."""
         names = [each.name for each in self._criteria]
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            for attempt in range(self._attempts):
+            for attempt in range(self.attempts):
                 try:
                     return parse_scores(await self._post(http, data), names)
                 except _RetryableError as error:
                     reason, wait_s = str(error), error.wait_s
-                if attempt + 1 < self._attempts:
+                if attempt + 1 < self.attempts:
                     _log.info("judge request retried", url=self._url, reason=reason)
                     back_off = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
                     await asyncio.sleep(min(max(wait_s, back_off), _LONGEST_WAIT_S))
-        msg = f"judge {self._url}: no verdict in {self._attempts} attempts, at last: {reason}"
+        msg = f"judge {self._url}: no verdict in {self.attempts} attempts, at last: {reason}"
         raise EvaluatorError(msg)
 
     async def _post(self, http: aiohttp.ClientSession, data: bytes) -> bytes:
@@ -164,7 +164,7 @@ class JudgeEvaluator(Evaluator):
                     if len(answer) > _MAX_ANSWER_BYTES:
                         raise _RetryableError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _RetryableError(str(error) or f"no answer in {self._timeout_s:g} s") from error
+            raise _RetryableError(str(error) or f"no answer in {self.timeout_s:g} s") from error
         if reply.status == 200:
             return answer
         reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
@@ -175,10 +175,10 @@ class JudgeEvaluator(Evaluator):
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
-        if self._key_env is not None:
-            key = os.environ.get(self._key_env)
+        if (name := self.api_key_env) is not None:
+            key = os.environ.get(name)
             if not key:
-                msg = f"judge {self._url}: the environment variable {self._key_env} is not set here"
+                msg = f"judge {self._url}: the environment variable {name} is not set here"
                 raise EvaluatorError(msg)
             headers["Authorization"] = f"Bearer {key}"
         return headers

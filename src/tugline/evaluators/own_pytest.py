@@ -10,19 +10,10 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from tugline.errors import EvaluatorError
+from tugline.evaluators.filters import PYTEST_CONFIGS
 from tugline.evaluators.script import has_base
 from tugline.types import Task
 
-_CONFIGS = {
-    "pytest.ini": "",
-    ".pytest.ini": "",
-    "pytest.toml": "",
-    ".pytest.toml": "",
-    "tox.ini": "[pytest]",
-    "setup.cfg": "[tool:pytest]",
-    "pyproject.toml": "[tool.pytest",
-}
-"""Files at the top of a task, and the section that makes each a configuration of pytest."""
 # `-I` and the late path entry: pytest is imported before anything of the agent's can be.
 _START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
 COMMAND = (
@@ -38,7 +29,7 @@ def find_trusted_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
     """Return the task's own tests and settings, and hidden `files` over them."""
     trusted = {path: task.files[path] for path in find_test_files(task.files)} | dict(files)
     given = {**task.files, **trusted}
-    configured = any(p in given and section in given[p] for p, section in _CONFIGS.items())
+    configured = any(p in given and section in given[p] for p, section in PYTEST_CONFIGS.items())
     if not configured and not has_base(task.workspace):
         # Without a file of its own pytest would look for one in the folders above.
         trusted["pytest.ini"] = "[pytest]\n"

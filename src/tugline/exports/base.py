@@ -42,6 +42,7 @@ class SkipReason(StrEnum):
     SHORTER = "shorter"
     UNANSWERED = "unanswered"
     IMAGES = "images"
+    RAW_PROMPT = "raw_prompt"
 
 
 class TraceFilter(msgspec.Struct, frozen=True):

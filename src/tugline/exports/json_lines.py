@@ -59,6 +59,7 @@ class Conversations(Exporter):
         skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
         if skip is None and any(one.images for call in calls for one in call.messages):
             skip = SkipReason.IMAGES
+        skip = skip or (SkipReason.RAW_PROMPT if calls[0].raw_prompt else None)
         if skip is not None:
             return skip
         columns = self.make_columns(session, calls)

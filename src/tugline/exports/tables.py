@@ -28,6 +28,8 @@ except ImportError as _error:
 
 _BATCH_ROWS = 256
 _BATCH_TOKENS = 1 << 20
+_OF_TRACE = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
+"""Fields of a trace that are columns as they are."""
 """A batch is written when it has that many rows or tokens."""
 
 
@@ -131,15 +133,8 @@ class Parquet(TableExporter):
             "sample": session.header.session.sample,
             "group": session.group,
             "trace": index,
-            "kind": trace.kind,
-            "parent": trace.parent,
-            "shared": trace.shared,
-            "thread": trace.thread,
-            "exact": trace.exact,
-            "thinking_retention": trace.thinking_retention,
-            "ids": trace.ids,
+            **{name: getattr(trace, name) for name in _OF_TRACE},
             "loss_mask": trace.mask,
-            "logprobs": trace.logprobs,
             "versions": read_spans(trace)[0],
             "spans": msgspec.to_builtins(trace.spans),
             "images": list(trace.images),

@@ -23,6 +23,7 @@ from tugline.chat.engines.chat import ToolCallAssembler
 from tugline.chat.model_call import ChoiceMode, Piece, Request, Response, Usage, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END
+from tugline.chat.tokenizer import Detokenizer
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.engine import EngineContext, Transcript
@@ -100,7 +101,8 @@ class Choice:
     @property
     def broke_off(self) -> bool:
         """Whether it ended without a listener, so that the rest can still be sampled."""
-        return isinstance(self.error, ClientGone) and self._decoder is not None
+        resumable = self._decoder is not None and not self._request.logprobs
+        return isinstance(self.error, ClientGone) and resumable
 
     @property
     def usage(self) -> Usage:
@@ -264,9 +266,18 @@ class Choice:
             finish=finish or Finish.LENGTH,
             usage=self.usage,
             stop=self.sampled.stop,
+            tokens=self._list_tokens() if self._request.logprobs else (),
         )
         self.pieces += pieces
         return pieces
+
+    def _list_tokens(self) -> tuple[tuple[str, float], ...]:
+        """The text that each sampled token completes, and its log probability."""
+        rendering, (ids, logprobs) = self._engine.rendering, self.sampled.join()
+        text = Detokenizer((rendering and rendering.tokenizer.token_bytes) or {})
+        text.verbatim = True
+        pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        return tuple((text.feed([token]), value) for token, value in pairs)
 
     def _break_off(self) -> None:
         """Record what there is of an answer that nobody waits for."""
@@ -301,6 +312,7 @@ class Choice:
             mode=wire.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
             logprob_meaning=wire.logprob_meaning,
             thinking_retention=engine.rendering.thinking_retention if engine.rendering else "",
+            raw_prompt=request.prompt is not None,
             messages=self.prompt.added,
             answer=message,
             tools=request.tools,
@@ -356,7 +368,7 @@ class Choice:
             return None
         return StreamParser(
             self._engine.rendering,
-            self.prompt.tokens.tail(END),
+            None if self._request.prompt is not None else self.prompt.tokens.tail(END),
             f"{self.number}",
             stops=self._sampling.stop,
             forced=self._forced,

@@ -123,6 +123,7 @@ class EngineContext:
         if not window or rendering is None or new_bytes < _LONG * window:
             return
         texts = [message.content for message in request.messages]
+        texts += [request.prompt] if isinstance(request.prompt, str) else []
         length = 0
         for text in texts:
             for start in range(0, len(text), _PIECE):

@@ -157,7 +157,7 @@ def resolve_sampling(
 
 def check_request(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
     """Raise `Unsupported` naming the field that this engine cannot honour."""
-    if not request.messages:
+    if not request.messages and request.prompt is None:
         raise RequestError("the request holds no message", param="messages")
     text_only = mode is Mode.EXACT or Feature.IMAGES not in features
     if text_only and any(map(attrgetter("images"), request.messages)):

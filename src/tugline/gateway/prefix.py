@@ -9,6 +9,7 @@ The cost is proportional to what is new (I7): messages that are the same objects
 request of the session are not digested again.
 """
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import numpy as np
 from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokens import TokenSequence, count_shared
-from tugline.errors import Unsupported
+from tugline.errors import RequestError, Unsupported
 from tugline.gateway import turns
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import (
@@ -117,6 +118,35 @@ class CallTree:
             thread=_inherit_thread(thread, turn),
         )
 
+    def match_text(self, prompt: str | Sequence[int], thread: ThreadInfo) -> Prompt:
+        """Find the turn that a prompt without messages extends: it begins with all of its ids.
+
+        A text has the ids that the tokenizer adds to texts. Raises `RequestError`.
+        """
+        tokenizer = None if self._rendering is None else self._rendering.tokenizer
+        if tokenizer is None or tokenizer.token_bytes is None:
+            msg = "prompt needs exact mode here, and a tokenizer of single ids; send messages"
+            raise Unsupported(msg, param="prompt")
+        if isinstance(prompt, str):
+            prompt = tokenizer.encode(prompt, add_special_tokens=True)
+        if not prompt or min(prompt) < 0 or max(prompt) >= tokenizer.size:
+            msg = f"prompt={list(prompt)!r:.60} must have ids, each below {tokenizer.size}"
+            raise RequestError(msg, param="prompt")
+        ids = np.asarray(prompt, np.int32)
+        tokens, shared, near = self._find_nearest(ids)
+        root = turn = near
+        while turn is not None and len(turn.tokens) > shared:
+            root, turn = turn, turn.parent
+        branch = None
+        if turn is None and root is not None and not len(ids) == shared == root.prompt_length:
+            branch = Branch.NEW_THREAD if shared < root.prompt_length else Branch.HISTORY_EDITED
+        parent = near if branch else turn
+        digest = _digest_ids(ids)
+        return Prompt(
+            tokens=tokens, turn=turn, parent=parent.number if parent else None, branch=branch,
+            added=(), digests=(digest,), reused=shared, digest=digest, tools=b"", thread=thread,
+        )  # fmt: skip
+
     def set_observed(self, prompt: Prompt, raw: bytes) -> Prompt:
         """Return `prompt` with the ids that the engine reports, a JSON array.
 
@@ -162,7 +192,8 @@ class CallTree:
         """The turn that a request goes on from, its conversation, and what the request added."""
         made: dict[int | None, tuple[turns.Turn, _Messages]] = {}
         for call in calls:
-            origin = made.get(call.parent) if adds_to_parent(call) else None
+            extends = call.branch is None if call.raw_prompt else adds_to_parent(call)
+            origin = made.get(call.parent) if extends else None
             turn, before = origin or (None, ())
             added = call.messages
             if call.resumed and call.parent in origins:  # the rest of an answer that broke off
@@ -173,10 +204,15 @@ class CallTree:
                 continue
             messages, kind = (*before, *added), None if call.kind is TraceKind.MAIN else call.kind
             thread = ThreadInfo(call.thread, call.parent_thread, kind)
-            request = self._digest_request(messages, self._digest_tools(call.tools), thread)
             given = len(call.prompt_ids) - call.resumed - call.forced
+            ids = call.prompt_ids[:given]
+            if call.raw_prompt:
+                before, digests = (), [_digest_ids(ids)]
+                request = turns.Conversation(b"", digests=digests, chain=digests)
+            else:
+                request = self._digest_request(messages, self._digest_tools(call.tools), thread)
             prompt = Prompt(
-                tokens=self._find_nearest(call.prompt_ids[:given])[0],
+                tokens=self._find_nearest(ids)[0],
                 turn=turn,
                 parent=call.parent,
                 branch=call.branch,
@@ -337,6 +373,10 @@ def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.T
         if ids and [call.id for call in turn.answer.tool_calls] == ids:
             return turn
     return turns[-1]
+
+
+def _digest_ids(ids: Ids) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 def _decode_ids(inner: bytes) -> Ids:

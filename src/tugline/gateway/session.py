@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,8 @@ from tugline.web.serve import Http
 
 _MANY_OBJECTS = 1000
 """JSON objects from which a request takes long to parse."""
+_asked = attrgetter("dialect", "sampling", "n", "tool_choice", "constraint", "thread", "logprobs")
+"""What a request asks for beside its prompt."""
 _log = log.get("gateway.session")
 
 Clock = Callable[[], float]
@@ -160,8 +163,11 @@ class LiveSession:
             self._engine.check_length(request, len(mended) - known)
             self._engine.check_tool_choice(request)
             self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
-            thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
-            prompt = self.transcript.turns.match(request.messages, request.tools, thread)
+            if request.prompt is not None:
+                prompt = self.transcript.turns.match_text(request.prompt, request.thread)
+            else:
+                thread = msgspec.structs.replace(request.thread, kind=find_kind(request))
+                prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
         return msgspec.structs.replace(request, thread=prompt.thread), prompt, repaired
@@ -348,10 +354,8 @@ def _digest(secret: str) -> bytes:
 
 def _request_key(request: Request, prompt: Prompt) -> bytes:
     """Digest of a request's meaning and settings, equal for its repetitions."""
-    asked = (request.dialect, request.sampling, request.n, request.tool_choice, request.constraint)
-    return hashlib.blake2b(
-        msgspec.msgpack.encode((*asked, request.thread)), key=prompt.digest, digest_size=16
-    ).digest()
+    asked = msgspec.msgpack.encode(_asked(request))
+    return hashlib.blake2b(asked, key=prompt.digest, digest_size=16).digest()
 
 
 def _flush(writers: Sequence[Writer]) -> None:

@@ -21,21 +21,14 @@ import msgspec
 
 from tugline import log
 from tugline.errors import HarnessError, UsageError
-from tugline.harnesses.install import (
-    COMPILE_CACHE,
-    Package,
-    Step,
-    install_dir,
-    install_once,
-    run_installer,
-)
+from tugline.harnesses import install
 
 _LOCKED_ON = ("linux", "x86_64")
 """The lock files name the native packages of this system."""
 _log = log.get("harness")
 
 
-class Npm(Package):
+class Npm(install.Package):
     """Its program is the one that the package declares: a script if it ends in ``.js``."""
 
     def __init__(self, harness: str, package: str, version: str, setup: str | None = None) -> None:
@@ -43,7 +36,7 @@ class Npm(Package):
         super().__init__(harness, package, version)
         self._setup = setup
 
-    async def _install(self, trial: Step) -> tuple[Path, ...]:
+    async def _install(self, trial: install.Step) -> tuple[Path, ...]:
         found, npm = find_node()
         node = await _copy_node(found)
 
@@ -54,9 +47,9 @@ class Npm(Package):
         async def finish(folder: Path) -> None:
             self._set_command(node)
             await trial(folder)
-            await asyncio.to_thread(_share_compile_cache, folder / COMPILE_CACHE)
+            await asyncio.to_thread(_share_compile_cache, folder / install.COMPILE_CACHE)
 
-        await install_once(self.folder, fill, finish)
+        await install.install_once(self.folder, fill, finish)
         self._set_command(node)
         program = Path(self._command[0])
         return (node, node.parent.parent) if program == node else (program,)
@@ -71,7 +64,7 @@ class Npm(Package):
         if program.suffix == ".js":
             self._command = (str(node), str(program))
             # This halves the time that Node needs to start.
-            self.env = {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)}
+            self.env = {"NODE_COMPILE_CACHE": str(self.folder / install.COMPILE_CACHE)}
 
     async def _fetch(self, fresh: Path, node: Path, npm: Sequence[str]) -> None:
         purpose = f"npm could not install {self._package}@{self._version}"
@@ -81,7 +74,7 @@ class Npm(Package):
         lock = _read_lock(self._harness, self._package, self._version)
         if lock is not None:
             (fresh / "package-lock.json").write_bytes(lock)
-        await run_installer(
+        await install.run_installer(
             purpose,
             *(*npm, "ci" if lock else "install", "--ignore-scripts"),
             *("--no-audit", "--no-fund", "--loglevel=error"),
@@ -90,14 +83,14 @@ class Npm(Package):
         )
         if self._setup is not None:
             script = fresh / "node_modules" / self._package / self._setup
-            await run_installer(purpose, str(node), str(script), cwd=script.parent)
+            await install.run_installer(purpose, str(node), str(script), cwd=script.parent)
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
         node, npm = find_node()
         purpose = f"npm does not know {self._package}"
         argv = (*npm, "view", self._package, "version")
-        text = await run_installer(purpose, *argv, cwd=Path.cwd(), env=_with_path(node))
+        text = await install.run_installer(purpose, *argv, cwd=Path.cwd(), env=_with_path(node))
         return text.strip().splitlines()[-1]
 
 
@@ -118,15 +111,15 @@ def find_node() -> tuple[Path, Sequence[str]]:
 async def _copy_node(node: Path) -> Path:
     """A copy of this Node in the install directory."""
     purpose = f"{node} does not work"
-    version = await run_installer(purpose, str(node), "--version", cwd=node.parent)
-    folder = install_dir() / f"node-{version.strip().removeprefix('v')}"
+    version = await install.run_installer(purpose, str(node), "--version", cwd=node.parent)
+    folder = install.install_dir() / f"node-{version.strip().removeprefix('v')}"
 
     async def fill(fresh: Path) -> None:
         copy = fresh / "bin" / "node"
         copy.parent.mkdir()
         await asyncio.to_thread(shutil.copy2, node, copy)
 
-    await install_once(folder, fill)
+    await install.install_once(folder, fill)
     return folder / "bin" / "node"
 
 

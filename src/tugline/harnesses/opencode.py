@@ -1,4 +1,4 @@
-"""opencode (npm ``opencode-ai``), which speaks all four dialects through the providers it bundles.
+"""opencode (npm ``opencode-ai``), which speaks four dialects through the providers it bundles.
 
 It is a native program (npm needs Node, opencode does not); an instruction given as an argument
 reaches the model in double quotes, so it goes to stdin; unless `title` is off it asks for a title

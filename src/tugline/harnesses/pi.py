@@ -1,6 +1,6 @@
 """pi (npm ``@earendil-works/pi-coding-agent``), a coding agent with read, bash, edit and write.
 
-It starts in 0.4 s, sends a prompt of 6 KB and speaks all four dialects, which makes it the harness
+It starts in 0.4 s, sends a prompt of 6 KB and speaks four dialects, which makes it the harness
 of the demo and of our tests. In text mode its exit code is 0 or 1 and means something (with
 ``--mode json`` it is always 0); a small ``contextWindow`` makes pi ask for answers of one token, so
 a large one is declared and the gateway enforces the true window; ``-p`` connects to nothing but the

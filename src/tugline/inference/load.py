@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
+from tugline.plugins import import_extra
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +31,10 @@ def load(
         if not (folder / file).is_file():
             msg = f"{folder} has no {file}: it is not a complete Hugging Face model folder"
             raise UsageError(msg)
+    transformers = import_extra("transformers", "train", "the embedded engine")
+    transformers.utils.logging.disable_progress_bar()
     try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional dependency
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the same
-    except ImportError as error:
-        msg = f"the embedded engine needs torch ({error}): pip install 'tugline[train]'"
-        raise UsageError(msg) from error
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -21,6 +21,7 @@ from msgspec import Meta
 from tugline.chat.dialects.decoding import decode
 from tugline.errors import ClientGone, EngineError, NotFound, RequestError, TuglineError
 from tugline.inference import base
+from tugline.schema import copy_fields
 from tugline.types import Logprobs
 from tugline.web.serve import Http, Message, Receive, Send
 from tugline.web.sse import DONE, encode_event
@@ -65,15 +66,13 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def build_request(self, window: int) -> base.GenerateRequest:
         """Build the engine's request."""
         params = self.sampling_params
-        return base.GenerateRequest(
+        return copy_fields(
+            base.GenerateRequest,
+            params,
             prompt_ids=np.array(self.token_ids, np.int32),
             max_tokens=window if params.max_tokens is None else params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
             top_k=max(0, params.top_k),
-            seed=params.seed,
             stop_ids=tuple(params.stop_token_ids),
-            ignore_eos=params.ignore_eos,
             id=self.request_id or uuid.uuid4().hex,
             stream=self.stream,
         )

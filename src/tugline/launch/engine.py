@@ -59,11 +59,10 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def serve_engine(
-    generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
+    generator: GenerationEngine, rendering: Rendering
 ) -> AsyncIterator[EngineConnection]:
     """Serve an engine of this process at a URL of its own, in exact mode."""
-    app = create_app(generator, model_name=name)
-    async with serve(app) as url:
+    async with serve(create_app(generator, model_name=NAME)) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 
 

@@ -31,7 +31,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import nodes, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import SessionRow
-from tugline.types import TERMINAL, Task, Trajectory
+from tugline.types import Task, Trajectory
 from tugline.web.serve import raise_file_limit
 
 _STOP_S = 30.0
@@ -104,9 +104,8 @@ class LocalServer:
         """Existing trajectories of these tasks, in their order and that of their samples."""
         packed = []
         for session in await self.list_sessions(tasks):
-            if session.status in TERMINAL:
-                with contextlib.suppress(Missing):  # it was cancelled before it ran
-                    packed.append(await self.control.trajectory(session.id))
+            with contextlib.suppress(Missing):  # it runs, or was cancelled before it ran
+                packed.append(await self.control.trajectory(session.id))
         return await asyncio.to_thread(lambda: [unpack(one) for one in packed])
 
     async def list_sessions(self, tasks: Sequence[str]) -> list[SessionRow]:

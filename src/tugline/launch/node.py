@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -95,40 +95,34 @@ def name_node(settings: Settings) -> str:
 
 async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> None:
     """Run a server and a node that talk to each other without a socket, until a signal."""
-    async with open_server(settings.server, folder, echo) as (control, metrics):
-
-        async def run(opened: OpenNode) -> None:
-            metrics.others.append(opened.metrics.render)
-            await opened.node.run()
-
-        await _run_node(settings, folder, control.dispatcher, echo, run)
+    async with (
+        open_server(settings.server, folder, echo) as (control, metrics),
+        _open_announced(settings, folder, control.dispatcher, echo) as opened,
+    ):
+        metrics.others.append(opened.metrics.render)
+        await opened.node.run()
 
 
 async def run_node(settings: Settings, folder: Path, url: str, token: str, echo: Echo) -> None:
     """Run a node of the server at `url`, until a signal."""
-
-    async def run(opened: OpenNode) -> None:
-        if settings.node.metrics_port is None:
-            await opened.node.run()
-            return
-        app, host = opened.metrics.make_app(), settings.gateway.host
-        async with serve(app, host, settings.node.metrics_port) as page:
-            echo(f"metrics are at {page}/metrics")
-            await opened.node.run()
-
     token_file = folder / NODES / name_node(settings) / "token"
-    async with NodeClient(url, token, token_file=token_file) as server:
-        await _run_node(settings, folder, server, echo, run)
+    async with (
+        NodeClient(url, token, token_file=token_file) as server,
+        _open_announced(settings, folder, server, echo) as opened,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        if settings.node.metrics_port is not None:
+            app, host = opened.metrics.make_app(), settings.gateway.host
+            page = await stack.enter_async_context(serve(app, host, settings.node.metrics_port))
+            echo(f"metrics are at {page}/metrics")
+        await opened.node.run()
 
 
-async def _run_node(
-    settings: Settings,
-    folder: Path,
-    server: Dispatcher,
-    echo: Echo,
-    run: Callable[[OpenNode], Awaitable[None]],
-) -> None:
-    """Open a node and `run` it until it has drained."""
+@contextlib.asynccontextmanager
+async def _open_announced(
+    settings: Settings, folder: Path, server: Dispatcher, echo: Echo
+) -> AsyncIterator[OpenNode]:
+    """Open a node that drains at a signal, and say what it is and lacks."""
     raise_file_limit()
     name, slots = name_node(settings), settings.node.slots
     own_folder = folder / NODES / name
@@ -155,4 +149,4 @@ async def _run_node(
             await opened.parts.report_weaknesses(default)
             node.check = opened.parts.runtime(default).check_available
             async with managed_gc(lambda: opened.gateway.idle):
-                await run(opened)
+                yield opened

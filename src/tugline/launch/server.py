@@ -21,12 +21,13 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tugline import log
-from tugline.atomic import write_file
-from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
+from tugline.atomic import read_or_make, write_file
+from tugline.errors import TuglineError, UsageError
 from tugline.launch.settings import Settings
 from tugline.rollout.parts import Parts
+from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs, open_blobs
-from tugline.server.control import ControlPlane, run_beside
+from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
 from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
@@ -132,10 +133,7 @@ def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
 
 def load_callback_key(folder: Path) -> bytes:
     """The key that signs callbacks; its file has the secret in the form that receivers want."""
-    path = folder / CALLBACK_KEY
-    if not path.exists():
-        write_file(path, new_secret().encode() + b"\n", 0o600)
-    return key_of(path.read_text(encoding="utf-8").strip())
+    return key_of(read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600).strip())
 
 
 def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs]:
@@ -208,16 +206,7 @@ async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
 def check_runnable(task: Task) -> None:
     """Raises `Invalid` for a task that could not be run."""
     check_task(task)
-    problems: list[Invalid] = []
-    parts = Parts()  # not shared: a server that runs for weeks keeps no instances
-    for kind in ("harness", "runtime", "evaluator", "builder"):
-        try:
-            getattr(parts, kind)(getattr(task, kind))
-        except UsageError as error:
-            field = "name" if isinstance(error, UnknownPlugin) else "options"
-            problems.append(Invalid(str(error), field=f"{kind}.{field}"))
-    if problems:
-        raise Invalid.combine(problems)
+    Parts().check(task)  # not shared: a server that runs for weeks keeps no instances
 
 
 def is_local(host: str) -> bool:
@@ -272,9 +261,8 @@ async def managed_gc(
             await asyncio.to_thread(trim, 0)
 
     gc.callbacks.append(exclude)
-    task = asyncio.create_task(tidy(), name="collect-garbage")
     try:
-        yield
+        async with run_beside(tidy()):
+            yield
     finally:
-        task.cancel()
         gc.callbacks.remove(exclude)

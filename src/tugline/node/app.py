@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline import log, protocol
-from tugline.atomic import write_file
+from tugline.atomic import read_or_make
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
@@ -26,6 +26,7 @@ from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Tracer
 from tugline.rollout.parts import Parts
+from tugline.sandbox.base import run_beside
 from tugline.schema import copy_fields
 
 _CONTROL_POLL_S = 0.25
@@ -92,13 +93,6 @@ class Controls:
                 return await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
             except EngineError as error:
                 _log.warning("not paused yet", mode=mode, error=str(error))
-
-
-def _read_instance(path: Path) -> str:
-    """The id of the node's folder, made on its first use."""
-    if not path.exists():
-        write_file(path, secrets.token_hex(8).encode())
-    return path.read_text("ascii")
 
 
 async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
@@ -178,19 +172,15 @@ class Node:
         log.bind(node=self.settings.name)
         pending = self.runner.journal.list_pending()
         await asyncio.to_thread(self._disk.reap, self._parts, pending)
-        self._instance = await asyncio.to_thread(_read_instance, self._folder / "instance")
-        background = [
-            asyncio.create_task(self._disk.run(), name="node-disk"),
-            asyncio.create_task(self.runner.logs.run(), name="node-logs"),
-        ]
-        try:
-            await _run_until_one_ends(self._work(), self._wait_until_drained())
-        finally:
-            self._controls.close()
-            for task in background:
-                task.cancel()
-            await self.runner.close()
-            await asyncio.wait(background)
+        self._instance = await asyncio.to_thread(
+            read_or_make, self._folder / "instance", lambda: secrets.token_hex(8)
+        )
+        async with run_beside(self._disk.run(), self.runner.logs.run()):
+            try:
+                await _run_until_one_ends(self._work(), self._wait_until_drained())
+            finally:
+                self._controls.close()
+                await self.runner.close()
 
     def drain(self) -> None:
         """Take no more work, finish what runs within the grace, release the rest, end."""

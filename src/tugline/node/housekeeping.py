@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tugline import log
@@ -32,34 +33,28 @@ _GB = 1 << 30
 _log = log.get("node.disk")
 
 
+@dataclass(eq=False)
 class Housekeeping:
     """Keeps `sessions` and `recordings` within the limits of `settings`."""
 
-    def __init__(
-        self,
-        sessions: Path,
-        recordings: Path | None,
-        settings: NodeSettings,
-        stats: Stats,
-        is_needed: Callable[[str], bool],
-        *,
-        read_free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
-    ) -> None:
-        """`is_needed` says whether ``<session>.<epoch>`` must stay."""
-        self._sessions, self._recordings = sessions, recordings
-        self._settings, self._stats, self._is_needed = settings, stats, is_needed
-        self._read_free_bytes = read_free_bytes
-        self._sizes: dict[str, int] = {}
-        """Of committed sessions, whose folders do not change any more."""
+    sessions: Path
+    recordings: Path | None
+    settings: NodeSettings
+    stats: Stats
+    is_needed: Callable[[str], bool]
+    """Says whether ``<session>.<epoch>`` must stay."""
+    read_free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    _sizes: dict[str, int] = field(default_factory=dict)
+    """Of committed sessions, whose folders do not change any more."""
 
     def reap(self, parts: Parts, journaled: Collection[str]) -> int:
         """End the programs of a dead node and remove its folders; returns the number ended.
 
         The folders of sessions in `journaled` stay.
         """
-        self._sessions.mkdir(parents=True, exist_ok=True)
+        self.sessions.mkdir(parents=True, exist_ok=True)
         # Committed ones have no programs, and may be too many to inspect.
-        orphans = [one for one in self._sessions.iterdir() if not (one / COMMITTED).exists()]
+        orphans = [one for one in self.sessions.iterdir() if not (one / COMMITTED).exists()]
         ended = sum(_reap(parts, name, orphans) for name in list_names("runtime"))
         for folder in orphans:
             if folder.name not in journaled:
@@ -75,40 +70,40 @@ class Housekeeping:
                 await asyncio.to_thread(self.sweep)
             except OSError as error:  # a folder that vanished meanwhile, a failing disk
                 _log.warning("sweep failed", error=str(error))
-            await asyncio.sleep(_LOW_INTERVAL_S if self._stats.disk_low else _INTERVAL_S)
+            await asyncio.sleep(_LOW_INTERVAL_S if self.stats.disk_low else _INTERVAL_S)
 
     def sweep(self) -> None:
         """Remove what is too old or too much, oldest first. Blocks."""
         candidates = sorted(self._list_candidates())
         total = sum(size for _, size, _ in candidates)
         for changed, size, path in candidates:
-            expired = time.time() - changed > self._settings.keep_s
-            if not (expired or total > self._settings.quota_gb * _GB or self._is_low()):
+            expired = time.time() - changed > self.settings.keep_s
+            if not (expired or total > self.settings.quota_gb * _GB or self._is_low()):
                 break
             _remove(path)
             self._sizes.pop(path.name, None)
             total -= size
-        self._stats.disk_bytes = total
+        self.stats.disk_bytes = total
         low = self._is_low()
-        if low is not self._stats.disk_low:
-            self._stats.disk_low = low
+        if low is not self.stats.disk_low:
+            self.stats.disk_low = low
             event = "disk nearly full: no new sessions" if low else "disk has room again"
-            _log.error(event, folder=str(self._sessions), floor_gb=self._settings.disk_floor_gb)
+            _log.error(event, folder=str(self.sessions), floor_gb=self.settings.disk_floor_gb)
 
     def _is_low(self) -> bool:
-        return self._read_free_bytes(self._sessions) < self._settings.disk_floor_gb * _GB
+        return self.read_free_bytes(self.sessions) < self.settings.disk_floor_gb * _GB
 
     def _list_candidates(self) -> list[tuple[float, int, Path]]:
         """Time of the last change, size and path of each folder or recording that may go."""
         candidates = []
-        for folder in self._sessions.iterdir():
-            if (folder / COMMITTED).exists() and not self._is_needed(folder.name):
+        for folder in self.sessions.iterdir():
+            if (folder / COMMITTED).exists() and not self.is_needed(folder.name):
                 if folder.name not in self._sizes:
                     self._sizes[folder.name] = folder_bytes(folder)
                 changed = (folder / COMMITTED).stat().st_mtime
                 candidates.append((changed, self._sizes[folder.name], folder))
-        for recording in self._recordings.glob("*.rec") if self._recordings else ():
-            if not self._is_needed(recording.stem):
+        for recording in self.recordings.glob("*.rec") if self.recordings else ():
+            if not self.is_needed(recording.stem):
                 stat = recording.stat()
                 candidates.append((stat.st_mtime, stat.st_size, recording))
         return candidates

@@ -16,6 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import psutil
 
@@ -89,24 +90,22 @@ class RunningMean:
         self.value = before + (value - before) / self._count
 
 
+@dataclass(eq=False)
 class Pools:
     """Pools by stage, and the room that they leave."""
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        admission: Admission,
-        on_room: Callable[[], None] = lambda: None,
-        read_available_mb: Callable[[], float] = lambda: psutil.virtual_memory().available / _MB,
-    ) -> None:
-        """`on_room` is called whenever there may be more room than before."""
-        self._settings, self.admission, self.on_room = settings, admission, on_room
-        self._read_available_mb = read_available_mb
+    settings: NodeSettings
+    admission: Admission
+    on_room: Callable[[], None] = lambda: None
+    """Called whenever there may be more room than before."""
+    read_available_mb: Callable[[], float] = lambda: psutil.virtual_memory().available / _MB
+
+    def __post_init__(self) -> None:
         self.by_stage = {
-            Status.INIT: Pool(settings.init_slots),
-            Status.RUN: Pool(settings.slots),
-            Status.BUILD: Pool(settings.max_building),
-            Status.EVAL: Pool(settings.eval_slots),
+            Status.INIT: Pool(self.settings.init_slots),
+            Status.RUN: Pool(self.settings.slots),
+            Status.BUILD: Pool(self.settings.max_building),
+            Status.EVAL: Pool(self.settings.eval_slots),
         }
         self.members: set[PooledSlots] = set()
         """The slots of all sessions on the node."""
@@ -138,29 +137,29 @@ class Pools:
         """How many sessions should be in INIT or READY while all slots are taken."""
         init, run = (self.mean_s[stage].value for stage in (Status.INIT, Status.RUN))
         if init is None or not run:
-            return min(1, self._settings.ready_limit)
+            return min(1, self.settings.ready_limit)
         # Slots become free about like a Poisson process: a margin of two standard deviations.
-        mean = self._settings.slots * init / run
-        return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self._settings.ready_limit)
+        mean = self.settings.slots * init / run
+        return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self.settings.ready_limit)
 
     def count_room(self) -> int:
         """How many more sessions could begin INIT now."""
         running = self.by_stage[Status.RUN].busy - self.admission.waiting
-        free = self._settings.slots - running
+        free = self.settings.slots - running
         ahead = self.target if self._has_memory() else 0
         return max(
             0,
             min(
-                self._settings.init_slots - self.count({None}),
+                self.settings.init_slots - self.count({None}),
                 free + ahead - self.count({None, Status.INIT}),
-                self._settings.capacity - len(self.members),
+                self.settings.capacity - len(self.members),
             ),
         )
 
     def _has_memory(self) -> bool:
         looked, enough = self._memory
         if time.monotonic() - looked > _MEMORY_POLL_S:
-            enough = self._read_available_mb() >= self._settings.memory_floor_mb
+            enough = self.read_available_mb() >= self.settings.memory_floor_mb
             self._memory = (time.monotonic(), enough)
         return enough
 

@@ -10,6 +10,7 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,28 +79,26 @@ def _is_refusal(error: ServerError | StoreError) -> bool:
     return status is not None and 400 <= status < 500 and status not in _BUSY
 
 
+@dataclass(eq=False)
 class SessionRunner:
     """All sessions of a node, by id."""
 
-    def __init__(  # noqa: PLR0913 - what sessions need, and what is told of them
-        self,
-        dispatcher: RetryingDispatcher,
-        gateway: Gateway,
-        parts: Parts,
-        folder: Path,
-        pools: Pools,
-        *,
-        stats: Stats,
-        tracer: Tracer | None,
-        on_ended: Callable[[], None],
-    ) -> None:
-        """`on_ended` is called when there is a session less."""
-        self._dispatcher, self._gateway, self._parts = dispatcher, gateway, parts
-        self._folder, self._pools, self._stats = folder / "sessions", pools, stats
-        self._tracer, self._on_ended = tracer, on_ended
+    dispatcher: RetryingDispatcher
+    gateway: Gateway
+    parts: Parts
+    folder: Path
+    """Of the node."""
+    pools: Pools
+    stats: Stats
+    tracer: Tracer | None
+    on_ended: Callable[[], None]
+    """Called when there is a session less."""
+
+    def __post_init__(self) -> None:
+        self._directories = self.folder / "sessions"
         self.sessions: dict[str, ActiveSession] = {}
-        self.journal = Journal(folder / "journal")
-        self.logs = LogSender(dispatcher.server, self.sessions)
+        self.journal = Journal(self.folder / "journal")
+        self.logs = LogSender(self.dispatcher.server, self.sessions)
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused = False
 
@@ -121,13 +120,13 @@ class SessionRunner:
         older = self.sessions.get(work.session.id)
         if older is not None and older.epoch >= work.session.epoch:
             return
-        self._stats.leased += 1
+        self.stats.leased += 1
         session, task = work.session, work.task
         stack = contextlib.ExitStack()
-        slots = stack.enter_context(self._pools.enter(task.id, session.sample, task.limits.total_s))
+        slots = stack.enter_context(self.pools.enter(task.id, session.sample, task.limits.total_s))
         slots.pause_timeout(paused=self._paused)
         # A path of constant length: agents tell the model where they are.
-        directory = self._folder / f"{session.id}.{session.epoch}"
+        directory = self._directories / f"{session.id}.{session.epoch}"
         active = self.sessions[session.id] = ActiveSession(work, slots, directory)
         self._spawn(self._run(active, stack, older), f"session-{session.id}")
 
@@ -202,7 +201,7 @@ class SessionRunner:
             session.ended.set()
             if self.sessions.get(session.id) is session:
                 del self.sessions[session.id]
-            self._on_ended()
+            self.on_ended()
 
     async def _roll_out(self, session: ActiveSession) -> Trajectory | None:
         """Its trajectory; None if it was stopped without a result."""
@@ -216,9 +215,9 @@ class SessionRunner:
             roll_out(
                 session.work.task,
                 session.work.session,
-                gateway=self._gateway,
+                gateway=self.gateway,
                 directory=session.directory,
-                parts=self._parts,
+                parts=self.parts,
                 on_stage=lambda status: session.stages.append((status, time.time())),
                 slots=session.slots,
             )
@@ -239,27 +238,27 @@ class SessionRunner:
 
     async def _release(self, session: ActiveSession) -> None:
         if session.stop_reason is None or session.stop_reason is StopReason.DROP:
-            self._stats.fenced += 1
+            self.stats.fenced += 1
             return
         release = Release(epoch=session.epoch, reason=session.stop_reason.value)
-        server = self._dispatcher.server
+        server = self.dispatcher.server
         try:
             async with asyncio.timeout(_RELEASE_S):
-                await self._dispatcher.call(lambda: server.release(session.id, release))
-            self._stats.released += 1
+                await self.dispatcher.call(lambda: server.release(session.id, release))
+            self.stats.released += 1
         except (ServerError, TimeoutError) as error:
             _log.warning("not released", session=session.id, error=str(error))
 
     async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
-        self._stats.count_result(trajectory)
+        self.stats.count_result(trajectory)
         ended = time.time()
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
         await self.journal.write(session.directory.name, data)
         await self.logs.send(session)
         await self._commit(session.directory.name, data)
-        if self._tracer is not None:
-            await self._trace(self._tracer, session, trajectory, ended)
+        if self.tracer is not None:
+            await self._trace(self.tracer, session, trajectory, ended)
 
     async def _trace(
         self, tracer: Tracer, session: ActiveSession, trajectory: Trajectory, ended: float
@@ -268,7 +267,7 @@ class SessionRunner:
         calls: Sequence[Call] = ()
         try:
             with contextlib.suppress(KeyError):  # the gateway never opened it
-                calls = await asyncio.to_thread(self._gateway.read_calls, session.id)
+                calls = await asyncio.to_thread(self.gateway.read_calls, session.id)
             rollout = Rollout(
                 task=session.work.task,
                 session=session.work.session,
@@ -276,11 +275,11 @@ class SessionRunner:
                 stages=session.stages,
                 ended=ended,
                 calls=calls,
-                model=self._gateway.card.id,
+                model=self.gateway.card.id,
             )
             await asyncio.to_thread(tracer.export, rollout)
         except Exception as error:  # noqa: BLE001 - a session never fails because of its trace
-            self._stats.untraced += 1
+            self.stats.untraced += 1
             _log.warning("no trace", session=session.id, error=describe(error))
 
     async def _offer(self, name: str) -> None:
@@ -300,24 +299,24 @@ class SessionRunner:
     async def _try_to_commit(self, name: str, data: bytes) -> bool:
         """Offer a result; False if the server takes it only once the node has registered again."""
         session, _, epoch = name.rpartition(".")
-        commit = self._dispatcher.server.commit
+        commit = self.dispatcher.server.commit
         try:
-            response = await self._dispatcher.call(lambda: commit(session, int(epoch), data))
+            response = await self.dispatcher.call(lambda: commit(session, int(epoch), data))
         except FencedError as error:
-            self._stats.fenced += 1
+            self.stats.fenced += 1
             _log.warning("result fenced", session=session, error=str(error))
         except ServerError as error:
             if error.status in {401, 403}:
                 return False
             _log.error("result refused", session=session, error=str(error))
             await asyncio.to_thread(self.journal.set_aside, name)
-            await asyncio.to_thread(self._mark_done, self._folder / name)
+            await asyncio.to_thread(self._mark_done, self._directories / name)
             return True
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
-            self._stats.requeued += requeued
-            self._stats.committed += not requeued
-        await asyncio.to_thread(self._mark_done, self._folder / name)
+            self.stats.requeued += requeued
+            self.stats.committed += not requeued
+        await asyncio.to_thread(self._mark_done, self._directories / name)
         await asyncio.to_thread(self.journal.remove, name)
         return True
 

@@ -12,6 +12,7 @@ import msgspec
 
 from tugline.errors import UsageError
 from tugline.histogram import Distribution
+from tugline.plugins import import_extra
 from tugline.types import Boundary, Call, Reason, Session, Status, Task, Trajectory
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -100,11 +101,7 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
     if protocol != _SUPPORTED:
         msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
         raise UsageError(msg)
-    try:
-        from tugline.node.tracing import Otlp  # noqa: PLC0415 - an optional dependency
-    except ImportError as error:
-        raise UsageError(
-            f"{' or '.join(ENDPOINTS)} asks for traces, which need the extra 'otel' "
-            f"({error.name} is not there): pip install 'tugline[otel]'"
-        ) from error
-    return Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)
+    what = f"sending traces, for which {' or '.join(ENDPOINTS)} asks,"
+    tracing = import_extra("tugline.node.tracing", "otel", what)
+    tracer: Tracer = tracing.Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)
+    return tracer

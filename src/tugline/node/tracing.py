@@ -166,7 +166,7 @@ def _describe_call(call: Call, model: str) -> Attributes:
     first = times.first_token
     address = urlsplit(call.replicas[-1]) if call.replicas else None
     return {
-        "gen_ai.operation.name": "chat",
+        "gen_ai.operation.name": "text_completion" if call.raw_prompt else "chat",
         "gen_ai.provider.name": call.engine,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

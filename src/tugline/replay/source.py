@@ -10,7 +10,7 @@ trained twice (I2), and live tokens are sampled in the context that this run rea
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Self
 
@@ -116,30 +116,27 @@ class ReplayState:
             self.masked.setdefault("order", {})[was] = now
 
 
+@dataclass(eq=False)
 class RecordedSource(TokenSource):
     """The responses of one recording, for any number of sessions that each start anew."""
 
-    def __init__(  # noqa: PLR0913 - each is a setting of its own
-        self,
-        header: Header,
-        calls: Sequence[Call],
-        masks: Sequence[str] = (),
-        *,
-        tokenizer: Tokenizer | None = None,
-        spent_status: int = 400,
-        go_on: bool = False,
-        live: Live | None = None,
-    ) -> None:
-        """With `go_on` a request that differs gets the most similar response.
+    header: Header
+    calls: Sequence[Call]
+    masks: Sequence[str] = ()
+    """Regular expressions; one that is none raises `UsageError`."""
+    _: KW_ONLY
+    tokenizer: Tokenizer | None = None
+    spent_status: int = 400
+    go_on: bool = False
+    """Give a request that differs the most similar response."""
+    live: Live | None = None
 
-        Raises `UsageError` for one of `masks` that is no regular expression.
-        """
-        self._header, self._tokenizer, self._masks = header, tokenizer, masks
+    def __post_init__(self) -> None:
+        header, live = self.header, self.live
         self._normalizer = self._make_normalizer(header)
-        self._status, self._go_on = spent_status, go_on
         self._live: TokenSource | None = live.engine if live else None
-        fork = live.at if live else len(calls)
-        responses = list_responses(calls, self._normalizer)
+        fork = live.at if live else len(self.calls)
+        responses = list_responses(self.calls, self._normalizer)
         self.responses = [one for one in responses if one.call.number < fork]
         self._after_fork = [one for one in responses if one.call.number >= fork]
         self._states: dict[str, ReplayState] = {}
@@ -159,7 +156,7 @@ class RecordedSource(TokenSource):
         """Return the engine's model, or the recorded one."""
         if self._live is not None:
             return await self._live.model()
-        return ModelCard(self._header.model, self._header.window)
+        return ModelCard(self.header.model, self.header.window)
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
         """Let the engine choose; a recording has one replica."""
@@ -180,7 +177,7 @@ class RecordedSource(TokenSource):
         return self._states.get(session) or ReplayState(self._normalizer, list(self.responses))
 
     def _make_normalizer(self, header: Header) -> Normalizer:
-        return Normalizer(folder_patterns(header.workdir, header.home), self._masks)
+        return Normalizer(folder_patterns(header.workdir, header.home), self.masks)
 
     async def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
@@ -198,7 +195,7 @@ class RecordedSource(TokenSource):
                     yield delta
         else:
             msg = "the replay has ended: this request is not as recorded"
-            raise BudgetExhausted(msg, status=self._status)
+            raise BudgetExhausted(msg, status=self.spent_status)
 
     # ----------------------------------------------------------------------- matching
     def _find_response(self, state: ReplayState, ask: EngineRequest) -> RecordedResponse | None:
@@ -260,7 +257,7 @@ class RecordedSource(TokenSource):
         where = where if state.remaining else f"one request more than recorded: {where}"
         at = _first_different_id(similar, ask)
         state.add_difference(Difference(number, similar.call.number, where, old, new, at))
-        if not self._go_on or similar not in state.remaining:
+        if not self.go_on or similar not in state.remaining:
             state.ended = True
             return None
         state.aliases.update(zip(digests, similar.digests, strict=False))
@@ -301,7 +298,7 @@ class RecordedSource(TokenSource):
         Its text is then tokenized again and has no log probabilities, so 0 stands for them; like
         every replayed answer it is context and never trained.
         """
-        tokenizer = self._tokenizer if call.mode is Mode.EXACT else None
+        tokenizer = self.tokenizer if call.mode is Mode.EXACT else None
         text = (
             msgspec.json.encode(call.answer).decode()
             if tokenizer is None

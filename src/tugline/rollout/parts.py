@@ -7,7 +7,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from tugline import log
-from tugline.errors import TuglineError, UsageError
+from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import make, pack_options
@@ -22,7 +22,7 @@ P = TypeVar("P")
 class Parts:
     """Plug-in instances by kind, name and options; a task cannot have any other class called.
 
-    Each method raises `UnknownPlugin` or `ConfigError` for one that cannot be made.
+    Each method but `check` raises `UnknownPlugin` or `ConfigError` for one that cannot be made.
     """
 
     def __init__(self) -> None:
@@ -31,15 +31,16 @@ class Parts:
         self._reporting = asyncio.Lock()
 
     def check(self, task: Task) -> None:
-        """Make every plug-in that `task` names. Raises one error for all that cannot be made."""
-        problems: list[UsageError] = []
+        """Make every plug-in that `task` names. Raises one `Invalid` for all that cannot be."""
+        problems: list[Invalid] = []
         for kind in ("harness", "runtime", "evaluator", "builder"):
             try:
                 getattr(self, kind)(getattr(task, kind))
             except UsageError as error:
-                problems.append(error)
+                field = "name" if isinstance(error, UnknownPlugin) else "options"
+                problems.append(Invalid(str(error), field=f"{kind}.{field}"))
         if problems:
-            raise UsageError.combine(problems)
+            raise Invalid.combine(problems)
 
     def harness(self, spec: PluginSpec) -> Harness:
         """The agent program."""

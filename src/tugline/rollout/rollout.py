@@ -49,6 +49,8 @@ from tugline.types import (
 MODEL = "tugline-policy"
 """The model name that agents see; no harness has special cases for it."""
 
+_INSTALL_S = 1800.0
+"""Limit of a harness's first installation."""
 _MIN_FREE = 32 << 20
 """Bytes; with less free space a disk counts as full."""
 _log = log.get("node")
@@ -269,7 +271,7 @@ class _Rollout:
         """Part of neither `init_s` nor `total_s`: a first installation may take minutes."""
         self.slots.cancel_scope.pause()
         try:
-            async with asyncio.timeout(self.slots.install_s):
+            async with asyncio.timeout(_INSTALL_S):
                 await self.harness.install()
         except errors.UsageError as error:  # such as a missing Node: the node's, not the task's
             raise errors.HarnessError(str(error)) from error

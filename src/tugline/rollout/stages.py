@@ -50,15 +50,10 @@ class CancelScope(PausableTimeout):
 class StageSlots:
     """Slots and timeouts of one session. This base class never waits; a node's has pools."""
 
-    def __init__(
-        self, total_s: float | None = None, *, install_s: float = 1800.0, eval_grace_s: float = 10.0
-    ) -> None:
-        """`install_s` limits a harness's first installation.
-
-        An evaluator that has not ended `eval_grace_s` after its own timeout is cancelled.
-        """
+    def __init__(self, total_s: float | None = None, *, eval_grace_s: float = 10.0) -> None:
+        """An evaluator that has not ended `eval_grace_s` after its own timeout is cancelled."""
         self.cancel_scope = CancelScope(total_s)
-        self.install_s, self.eval_grace_s = install_s, eval_grace_s
+        self.eval_grace_s = eval_grace_s
         self.agent_log: Path | None = None
         """File of the agent's output, once its sandbox is open."""
         self.paused = False

@@ -16,9 +16,10 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -235,6 +236,18 @@ def enforce_timeout(
 ) -> contextlib.AbstractAsyncContextManager[object]:
     """Raise `TimeoutError` in the block after so many seconds, or when the timeout expires."""
     return timeout.enforce() if isinstance(timeout, PausableTimeout) else asyncio.timeout(timeout)
+
+
+@contextlib.asynccontextmanager
+async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` while the block lasts, then cancel it and wait for its end."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")

@@ -180,16 +180,11 @@ def _reap(record: Path) -> int:
         return 0
 
     async def work(docker: Docker) -> int:
-        try:
-            found = await docker.containers.container(name).show()
-        except DockerError as error:
-            if error.status == 404:
-                return 0
-            raise
-        if found["Config"]["Labels"].get(DIRECTORY) != str(record.parent):
-            return 0
-        await remove_container(docker, name)
-        return 1
+        labels = {"name": [name], "label": [f"{DIRECTORY}={record.parent}"]}
+        found = await docker.containers.list(all=True, filters=labels)
+        for container in found:
+            await remove_container(docker, container.id)
+        return len(found)
 
     try:
         count = ContainerEngine(f"unix://{socket}").run_blocking(work)

@@ -25,7 +25,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.base import Exit
+from tugline.sandbox.base import Exit, run_beside
 from tugline.sandbox.limits import OomKills
 from tugline.sandbox.runner import KILLED, SandboxEnded
 from tugline.types import Cause
@@ -80,16 +80,13 @@ class ResourceMonitor:
         if self._initial_bytes is None:
             self._initial_bytes = await self._in_thread(self._measure_initial)
         began, kills = time.monotonic(), self.count_kills()
-        watch = asyncio.create_task(self._watch(pid))
         ended = None
         try:
-            end = await program()
+            async with run_beside(self._watch(pid)):
+                end = await program()
         except SandboxEnded as error:
             ended = error
             end = Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
-        finally:
-            watch.cancel()
-            await asyncio.wait([watch])
         cause = await self._find_cause(end, kills)
         if ended is not None and cause is None:
             raise ended

@@ -22,13 +22,14 @@ import shlex
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Exit, PausableTimeout, enforce_timeout
 from tugline.sandbox.files import translate_errors
-from tugline.sandbox.processes import MAX_LOG_MB, OutputLog, finish
+from tugline.sandbox.processes import OutputLog, finish
 
 CONTROL = "/run/tugline"
 """Where the sandbox sees the control folder."""
@@ -57,6 +58,7 @@ class SandboxEnded(SandboxError):
     """The sandbox ended while a program ran in it, and not because of a timeout."""
 
 
+@dataclass(eq=False)
 class Runner:
     """The host's side of one sandbox's shell.
 
@@ -64,16 +66,11 @@ class Runner:
     called for one that has ended. After that this runner is not `alive`, and another is needed.
     """
 
-    def __init__(
-        self,
-        control: Path,
-        kill: Callable[[], Awaitable[None]],
-        *,
-        max_log_bytes: int = MAX_LOG_MB << 20,
-    ) -> None:
-        self._control = control
-        self._kill = kill
-        self._max_log_bytes = max_log_bytes
+    control: Path
+    kill: Callable[[], Awaitable[None]]
+    max_log_bytes: int
+
+    def __post_init__(self) -> None:
         self._key = secrets.token_hex(16)
         self._count = 0
         self._requests = self._replies = -1
@@ -84,12 +81,12 @@ class Runner:
     def prepare(self) -> None:
         """Create the control folder, before the sandbox is started. Blocks."""
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._control)
-        with translate_errors(f"cannot make {self._control}"):
-            self._control.mkdir(parents=True, mode=0o755)
-            (self._control / "runner").write_text(_SCRIPT)
-            self._requests = _make_pipe(self._control / "requests", os.O_RDWR)
-            self._replies = _make_pipe(self._control / "replies", os.O_RDONLY)
+            shutil.rmtree(self.control)
+        with translate_errors(f"cannot make {self.control}"):
+            self.control.mkdir(parents=True, mode=0o755)
+            (self.control / "runner").write_text(_SCRIPT)
+            self._requests = _make_pipe(self.control / "requests", os.O_RDWR)
+            self._replies = _make_pipe(self.control / "replies", os.O_RDONLY)
         os.write(self._requests, f"{self._key}\n".encode())
 
     async def wait_ready(
@@ -127,7 +124,7 @@ class Runner:
         self._count += 1
         number, began = self._count, time.monotonic()
         script = program_script(argv, env, cwd)
-        output = OutputLog(log, self._max_log_bytes)
+        output = OutputLog(log, self.max_log_bytes)
         ended, clean = self._expect("ended", number), self._expect("clean", number)
         timed_out, code, requested = False, KILLED, False
         try:
@@ -165,7 +162,7 @@ class Runner:
     async def _clear(self, number: int, output: OutputLog, *, kill: bool) -> None:
         if kill:
             self.alive = False
-            await self._kill()
+            await self.kill()
         try:
             await output.finish()
         finally:
@@ -182,17 +179,17 @@ class Runner:
     def _close_pipes(self) -> None:
         """Let no program open the shell's pipes, by name or in ``/proc``, unless it is root."""
         for name in ("requests", "replies"):
-            (self._control / name).chmod(0)
+            (self.control / name).chmod(0)
         self._unlink("requests", "replies")
 
     def _write_program(self, number: int, script: bytes, output: OutputLog) -> None:
-        with translate_errors(f"cannot write to {self._control} and its log"):
-            (self._control / f"{number}.sh").write_bytes(script)
-            output.open(_make_pipe(self._control / f"{number}.out", os.O_RDWR))
+        with translate_errors(f"cannot write to {self.control} and its log"):
+            (self.control / f"{number}.sh").write_bytes(script)
+            output.open(_make_pipe(self.control / f"{number}.out", os.O_RDWR))
 
     def _unlink(self, *names: str) -> None:
         for name in names:
-            (self._control / name).unlink(missing_ok=True)
+            (self.control / name).unlink(missing_ok=True)
 
     def _expect(self, event: str, number: int) -> asyncio.Future[int]:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()

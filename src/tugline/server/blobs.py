@@ -8,7 +8,6 @@ blob is whole or absent, even when the disk is full.
 import asyncio
 import contextlib
 import hashlib
-import importlib
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from tugline.atomic import flush_path, write_file
 from tugline.errors import Missing, StoreError, UsageError
+from tugline.plugins import import_extra
 
 _TEMPORARY = "~"
 """Begins the names of files that are not complete; ids of sessions cannot contain it."""
@@ -116,13 +116,11 @@ class ObjectBlobs:
     """
 
     def __init__(self, where: str) -> None:
-        try:
-            self._obstore = importlib.import_module("obstore")
-            stores = importlib.import_module("obstore.store")
-            self._error = importlib.import_module("obstore.exceptions").BaseError
-        except ImportError as error:
-            msg = "blobs at a URL are kept with obstore, which needs: pip install 'tugline[s3]'"
-            raise UsageError(msg) from error
+        self._obstore, stores, errors = (
+            import_extra(module, "s3", "a store of blobs at a URL")
+            for module in ("obstore", "obstore.store", "obstore.exceptions")
+        )
+        self._error = errors.BaseError
         self._where = where.rstrip("/")
         try:
             self._store = stores.from_url(

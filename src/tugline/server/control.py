@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -28,6 +28,7 @@ from tugline.protocol import (
     ResultQuery,
     Results,
 )
+from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
@@ -222,18 +223,6 @@ def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Contro
 
 
 # --------------------------------------------------------------------------- background
-@contextlib.asynccontextmanager
-async def run_beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` while the block lasts, then cancel it and wait for its end."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
 class Expiry:
     """Expire leases, group deadlines and stop orders when they are due.
 

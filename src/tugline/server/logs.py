@@ -12,6 +12,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class LogPart(NamedTuple):
     """Whether the log is complete."""
 
 
+@dataclass(eq=False)
 class Logs:
     """Logs under `folder`, up to `limit` bytes for each lease of a session.
 
@@ -43,19 +45,13 @@ class Logs:
     than `total` bytes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        limit: int = 64 << 20,
-        *,
-        keep_s: float = 14 * 86400.0,
-        total: int = 4 << 30,
-    ) -> None:
-        self._folder, self._limit = folder, limit
-        self._keep_s, self._total = keep_s, total
-        self._lock = asyncio.Lock()
-        self._hub = Hub()
-        self._followed: dict[str, float] = {}
+    folder: Path
+    limit: int = 64 << 20
+    keep_s: float = 14 * 86400.0
+    total: int = 4 << 30
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _hub: Hub = field(default_factory=Hub)
+    _followed: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Sweep, again and again, until it is cancelled."""
@@ -113,7 +109,7 @@ class Logs:
 
     async def sweep(self) -> int:
         """Delete what is too old or too much; returns the number of deleted logs."""
-        return await asyncio.to_thread(self._sweep, time.time() - self._keep_s)
+        return await asyncio.to_thread(self._sweep, time.time() - self.keep_s)
 
     async def _look(self, session: str, offset: int, limit: int, *, ended: bool) -> LogPart:
         async with self._lock:
@@ -123,11 +119,11 @@ class Logs:
 
     # ------------------------------------------------------------------ in a thread
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        path = spread(self._folder, session) / f"{epoch:08}.log"
+        path = spread(self.folder, session) / f"{epoch:08}.log"
         length = path.stat().st_size if path.exists() else 0
-        new = chunk[length - offset :][: self._limit - length] if offset <= length else b""
+        new = chunk[length - offset :][: self.limit - length] if offset <= length else b""
         if new:
-            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 file.write(new)
@@ -136,7 +132,7 @@ class Logs:
     def _read(self, session: str, offset: int, limit: int) -> tuple[bytes, int, bool]:
         """The bytes, the next offset, and whether there is more."""
         parts: list[tuple[bytes | Path, int]] = []
-        for path in sorted(spread(self._folder, session).glob("*.log")):
+        for path in sorted(spread(self.folder, session).glob("*.log")):
             if parts:
                 line = b"\n[lease %d]\n" % int(path.stem)
                 parts.append((line, len(line)))
@@ -153,7 +149,7 @@ class Logs:
 
     def _sweep(self, before: float) -> int:
         found = []
-        for folder in self._folder.glob("??/*"):
+        for folder in self.folder.glob("??/*"):
             with contextlib.suppress(FileNotFoundError):
                 stats = [path.stat() for path in folder.iterdir()]
                 made = folder.stat().st_mtime
@@ -162,7 +158,7 @@ class Logs:
         total = sum(size for _, size, _ in found)
         deleted = 0
         for newest, size, folder in sorted(found):
-            if newest >= before and total <= self._total:
+            if newest >= before and total <= self.total:
                 break
             shutil.rmtree(folder, ignore_errors=True)
             total -= size

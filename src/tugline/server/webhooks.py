@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -76,6 +77,7 @@ class _Try(NamedTuple):
     """Pause that the receiver asked for."""
 
 
+@dataclass(eq=False, repr=False)
 class WebhookSender:
     """Sends due deliveries while `run` runs. Without a `secret` nothing is signed.
 
@@ -83,24 +85,20 @@ class WebhookSender:
     a public address.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        secret: bytes = b"",
-        *,
-        hosts: Collection[str] | None = None,
-        retries: WebhookRetries = WebhookRetries(),  # noqa: B008 - immutable
-    ) -> None:
-        self._database, self._secret = database, secret
-        self._hosts, self._retries = hosts, retries
-        self._name = hashlib.sha256(secret).hexdigest()[:12]
+    database: Database
+    secret: bytes = b""
+    hosts: Collection[str] | None = None
+    retries: WebhookRetries = WebhookRetries()  # noqa: RUF009 - immutable
+
+    def __post_init__(self) -> None:
+        self._name = hashlib.sha256(self.secret).hexdigest()[:12]
         self._senders: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Send until it is cancelled."""
         async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._retries.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(self._hosts is None)),
+            timeout=aiohttp.ClientTimeout(total=self.retries.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver(self.hosts is None)),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "tugline", "Content-Type": "application/json"},
         ) as self._client:
@@ -113,33 +111,33 @@ class WebhookSender:
 
     def check(self, task: Task) -> None:
         """Raises `Invalid` for a task whose callback would never be sent."""
-        if task.callback is not None and not is_allowed(task.callback.url, self._hosts):
-            known = ", ".join(sorted(self._hosts or ()))
+        if task.callback is not None and not is_allowed(task.callback.url, self.hosts):
+            known = ", ".join(sorted(self.hosts or ()))
             must = f"must go to one of: {known}" if known else _MUST_BE_PUBLIC
             raise Invalid(f"callback.url is {task.callback.url!r}, {must}", field="callback.url")
 
     # ------------------------------------------------------------------ scheduling
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        with self._database.hub.subscribe("outbox") as subscription:
+        with self.database.hub.subscribe("outbox") as subscription:
             while True:
                 pause = 1.0
                 try:
-                    pause = self._start(await self._database.read(events.next_tries), subscription)
+                    pause = self._start(await self.database.read(events.next_tries), subscription)
                 except StoreError as error:
                     _log.warning("outbox cannot be read", error=str(error))
                 await subscription.wait(loop.time() + pause)
 
     def _start(self, waiting: dict[str, float], subscription: Subscription) -> float:
         """Start a sender for each host with due deliveries; returns seconds until the next look."""
-        now = self._database.clock()
+        now = self.database.clock()
         idle = {host: at for host, at in waiting.items() if host not in self._senders}
         for host in [host for host, at in idle.items() if at <= now]:
             sender = asyncio.create_task(self._send_all(host))
             self._senders[host] = sender
             sender.add_done_callback(partial(self._end, host, subscription))
             del idle[host]
-        look_s = self._retries.look_s
+        look_s = self.retries.look_s
         return min(look_s, max(min(idle.values(), default=now + look_s) - now, 0.01))
 
     def _end(self, host: str, subscription: Subscription, sender: asyncio.Task[None]) -> None:
@@ -155,42 +153,42 @@ class WebhookSender:
         try:
             while claimed := await self._claim(host):
                 tries = await asyncio.gather(*map(self._send, claimed))
-                await self._database.write(_record, tries, self._retries)
+                await self.database.write(_record, tries, self.retries)
                 failures = (
                     0 if any(each.final or not each.error for each in tries) else failures + 1
                 )
                 if failures:  # a long list must not become a storm
                     _log.info("receiver fails", host=host, error=tries[0].error)
-                    await asyncio.sleep(min(self._retries.pause(failures), self._retries.rest_s))
+                    await asyncio.sleep(min(self.retries.pause(failures), self.retries.rest_s))
         except StoreError as error:
             _log.warning("outbox cannot be used", host=host, error=str(error))
             await asyncio.sleep(1.0)
 
     async def _claim(self, host: str) -> list[Delivery]:
-        for_s, limit = self._retries.timeout_s + 5.0, self._retries.at_once
-        return await self._database.write_relaxed(
+        for_s, limit = self.retries.timeout_s + 5.0, self.retries.at_once
+        return await self.database.write_relaxed(
             events.claim_deliveries, host, for_s=for_s, limit=limit
         )
 
     async def _send(self, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`; no more than the head of the answer is read."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
-        if not is_allowed(delivery.url, self._hosts):
+        if not is_allowed(delivery.url, self.hosts):
             return _Try(delivery, "its host is not among callback_hosts", final=True)
         try:
-            body = await self._database.read(_encode_body, delivery, name)
+            body = await self.database.read(_encode_body, delivery, name)
         except Missing as error:
             return _Try(delivery, str(error), final=True)
         headers = {"webhook-id": name, "webhook-timestamp": str(now)}
-        if self._secret:
-            headers["webhook-signature"] = sign(self._secret, name, now, body)
+        if self.secret:
+            headers["webhook-signature"] = sign(self.secret, name, now, body)
         try:
             async with self._client.post(
                 delivery.url, data=body, headers=headers, allow_redirects=False
             ) as answer:
                 return self._read_answer(delivery, answer)
         except TimeoutError:
-            return _Try(delivery, f"no answer within {self._retries.timeout_s:g} s")
+            return _Try(delivery, f"no answer within {self.retries.timeout_s:g} s")
         except (aiohttp.ClientError, ValueError) as error:  # the latter for an invalid URL
             return _Try(delivery, str(error) or type(error).__name__)
 
@@ -204,7 +202,7 @@ class WebhookSender:
         if 300 <= status < 400:
             error += ", and redirects are not followed"
         asked_s = float(retry_after) if retry_after.isdigit() else 0.0
-        after_s = min(asked_s, self._retries.retry_after_s)
+        after_s = min(asked_s, self.retries.retry_after_s)
         return _Try(delivery, error, after_s=after_s)
 
 

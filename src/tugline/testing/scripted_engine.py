@@ -12,7 +12,8 @@ faults; no torch is needed.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 import numpy as np
@@ -42,26 +43,21 @@ class Reply(msgspec.Struct, frozen=True):
     tokens_per_chunk: int = 1
 
 
+@dataclass(eq=False)
 class ScriptedEngine:
     """See `tugline.inference.base.GenerationEngine`; `calls` has every request received."""
 
-    def __init__(
-        self,
-        reply: Callable[[Ids, str], Reply],
-        *,
-        vocab_size: int,
-        max_model_len: int = 8192,
-        eos_ids: Sequence[int] = (),
-        version: int = 0,
-    ) -> None:
-        """`reply` gets the prompt's ids and the request's id."""
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.version = version
-        """May be assigned to at any time, as if new weights had arrived."""
+    reply: Callable[[Ids, str], Reply]
+    """It gets the prompt's ids and the request's id."""
+    _: KW_ONLY
+    vocab_size: int
+    max_model_len: int = 8192
+    eos_ids: Collection[int] = ()
+    version: int = 0
+    """May be assigned to at any time, as if new weights had arrived."""
+
+    def __post_init__(self) -> None:
         self.calls: list[GenerateRequest] = []
-        self._reply = reply
-        self._eos_ids = frozenset(eos_ids)
         self._running: dict[int, tuple[GenerateRequest, asyncio.Event]] = {}
         self._stats = EngineStats()
 
@@ -75,7 +71,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Answer according to the script."""
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
-        reply = self._reply(request.prompt_ids, request.id)
+        reply = self.reply(request.prompt_ids, request.id)
         self.calls.append(request)
         if reply.status is not None:
             msg = f"scripted fault: status {reply.status}"
@@ -110,7 +106,7 @@ class ScriptedEngine:
     async def _play(
         self, request: GenerateRequest, reply: Reply, aborted: asyncio.Event
     ) -> AsyncGenerator[SampledChunk, None]:
-        stops = set(request.stop_ids) | (set() if request.ignore_eos else self._eos_ids)
+        stops = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
         limit = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
         ids, finish = _ending(reply.ids, stops, limit)
         logprobs = np.zeros(len(ids), np.float32)

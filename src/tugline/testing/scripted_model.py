@@ -14,7 +14,7 @@ request without tools, or for none of the scripts, counts as a side call (a titl
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ _SIDE_ANSWER = ScriptedTurn("A short title")
 _AFTER_END = ScriptedTurn("There is nothing left to do.")
 
 
+@dataclass(eq=False)
 class ScriptedModel:
     """Answers from `scripts`, each selected by a marker in the prompt.
 
@@ -75,16 +76,13 @@ class ScriptedModel:
     `delay_s` applies to repeated requests as well.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        scripts: Mapping[str, Script],
-        faults: Mapping[int, Reply] | None = None,
-    ) -> None:
-        self._tokenizer, self._scripts = tokenizer, scripts
-        self._faults = dict(faults or {})
+    tokenizer: Tokenizer
+    scripts: Mapping[str, Script]
+    faults: Mapping[int, Reply] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._failed: set[int] = set()
-        self._opening = tokenizer.encode(_OPENING)
+        self._opening = self.tokenizer.encode(_OPENING)
         self.answers: dict[tuple[str, int], int] = {}
         """Tokens of every answer that was requested, by script and turn."""
         self.side_calls = 0
@@ -96,16 +94,18 @@ class ScriptedModel:
 
     def reply(self, prompt: Ids, _request: str) -> Reply:
         """Return the engine's reply to a prompt."""
-        text = self._tokenizer.decode(prompt.tolist())
-        marker = next((marker for marker in self._scripts if marker in text), "")
+        text = self.tokenizer.decode(prompt.tolist())
+        marker = next((marker for marker in self.scripts if marker in text), "")
         marker = marker if _TOOLS in text else ""
         turn = text.count(_OPENING) - 1
-        ids = self._tokenizer.encode(self._turn(marker, turn, text).render())
-        done = self._count_answered(prompt)
+        ids = self.tokenizer.encode(self._turn(marker, turn, text).render())
+        starts = (prompt == self._opening[0]).nonzero()[0]
+        done = len(prompt) - int(starts[-1]) - len(self._opening) if len(starts) else 0
+        """Tokens of the answer that the prompt already ends with."""
         if marker:
             self.answers[marker, turn] = len(ids)
-        first = bool(marker) and marker == next(iter(self._scripts))
-        fault = self._faults.get(turn, Reply()) if first else Reply()
+        first = bool(marker) and marker == next(iter(self.scripts))
+        fault = self.faults.get(turn, Reply()) if first else Reply()
         if done or turn in self._failed:
             fault = Reply(delay_s=fault.delay_s)
         self._failed.add(turn)
@@ -115,18 +115,11 @@ class ScriptedModel:
         if not marker:
             self.side_calls += 1
             return _SIDE_ANSWER
-        script = self._scripts[marker]
+        script = self.scripts[marker]
         if turn >= len(script):
             return _AFTER_END
         answer = script[turn]
         return answer if isinstance(answer, ScriptedTurn) else answer(text)
-
-    def _count_answered(self, prompt: Ids) -> int:
-        """Return how many tokens of the answer the prompt already ends with."""
-        starts = (prompt == self._opening[0]).nonzero()[0]
-        if not len(starts):
-            return 0
-        return len(prompt) - int(starts[-1]) - len(self._opening)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +138,7 @@ async def serve_scripted_model(
 ) -> AsyncIterator[ServedModel]:
     """Serve a scripted model that takes token ids, which is what exact mode needs."""
     tokenizer = make_tokenizer()
-    model = ScriptedModel(tokenizer, scripts, faults)
+    model = ScriptedModel(tokenizer, scripts, faults or {})
     engine = ScriptedEngine(
         model.reply, vocab_size=tokenizer.size, max_model_len=CONTEXT_WINDOW, eos_ids=[END_ID]
     )

@@ -11,12 +11,14 @@ its calls', that of a step the sum of its sessions'.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from tugline import plugins
+from tugline.schema import PositiveInt
 from tugline.traces.lineage import Answer
 from tugline.types import (
     Call,
@@ -43,22 +45,14 @@ class Built(NamedTuple):
     that are not listed."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Builder(ABC):
     """Turns the recorded calls of one session into traces and a balanced ledger."""
 
-    def __init__(
-        self,
-        *,
-        max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None,
-        train_side: bool = False,
-    ) -> None:
-        """Set the options of the built-in builders.
-
-        `max_length` is the longest trace in tokens; of a longer one the exact beginning is kept.
-        `train_side` trains the answers of side calls (titles, routers, summaries) like any other.
-        """
-        self.max_length = max_length
-        self.train_side = train_side
+    max_length: PositiveInt | None = None
+    """The longest trace in tokens; of a longer one the exact beginning is kept."""
+    train_side: bool = False
+    """Train the answers of side calls (titles, routers, summaries) like any other."""
 
     @abstractmethod
     def build(self, calls: Sequence[Call]) -> Built:

@@ -95,9 +95,10 @@ def adds_to_parent(call: Call) -> bool:
     """Whether `call.messages` are only those added to the conversation of its parent.
 
     Those of any other call are a whole conversation. A prompt that only the engine rendered anew
-    continues the conversation, though not the ids.
+    continues the conversation, though not the ids. A raw prompt is a whole one, without messages.
     """
-    return call.parent is not None and call.branch in {None, Branch.ENGINE_RERENDERED}
+    raw = call.raw_prompt and not call.resumed
+    return not raw and call.parent is not None and call.branch in {None, Branch.ENGINE_RERENDERED}
 
 
 # --------------------------------------------------------------------------- exact chains

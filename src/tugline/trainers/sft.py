@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from tugline.inference.load import load as load_model
 from tugline.launch.engine import make_rendering
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import EngineSettings
+from tugline.plugins import import_extra
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
@@ -150,12 +151,9 @@ def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
             with file.open("rb") as lines:
                 yield from (msgspec.json.decode(line, type=dict[str, Any]) for line in lines)
             return
-        parquet = import_module("pyarrow.parquet")
+        parquet = import_extra("pyarrow.parquet", "export", f"{file}, a Parquet file,")
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
             yield from batch.to_pylist()
-    except ImportError as error:
-        msg = f"{file} is read with pyarrow, which needs: pip install 'tugline[export]'"
-        raise UsageError(msg) from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} is no set of conversations or traces: {error}") from error
 
@@ -288,27 +286,27 @@ def _read_data(
     return trained, heldout
 
 
+@dataclass(eq=False)
 class _SftRun:
     """The updates of a run; position n of the data follows from the configuration alone."""
 
-    def __init__(
-        self,
-        config: SftRunConfig,
-        folder: Path,
-        model: torch.nn.Module,
-        trained: Sequence[Sample],
-        heldout: Sequence[Sample],
-    ) -> None:
+    config: SftRunConfig
+    folder: Path
+    model: torch.nn.Module
+    trained: Sequence[Sample]
+    heldout: Sequence[Sample]
+
+    def __post_init__(self) -> None:
+        config = self.config.sft
         sessions: dict[str, list[Sample]] = {}
-        for sample in trained:
+        for sample in self.trained:
             sessions.setdefault(sample.session, []).append(sample)
-        self._sessions, self._heldout = list(sessions.values()), heldout
-        self._config, self._checkpoints = config, folder / CHECKPOINTS
-        self._per_epoch = math.ceil(len(sessions) / config.sft.sessions_per_update)
-        self.total = self._per_epoch * config.sft.epochs
-        until = config.sft.decay_updates or max(self.total, config.sft.warmup_updates + 1)
-        self._trainer = trainer = Sft(model, replace(config.sft, decay_updates=until))
-        self.state = load_newest(folder, lambda at: checkpoint.load(at, trainer), SftState())
+        self._sessions = list(sessions.values())
+        self._per_epoch = math.ceil(len(sessions) / config.sessions_per_update)
+        self.total = self._per_epoch * config.epochs
+        until = config.decay_updates or max(self.total, config.warmup_updates + 1)
+        self._trainer = trainer = Sft(self.model, replace(config, decay_updates=until))
+        self.state = load_newest(self.folder, lambda at: checkpoint.load(at, trainer), SftState())
 
     def train(self, sinks: Sinks) -> None:
         """Make the updates that are missing."""
@@ -330,25 +328,25 @@ class _SftRun:
             figures |= {"sft/grad_norm": done.grad_norm, "sft/learning_rate": rate}
             figures |= {"sft/skipped": len(done.culprits), "time/step_s": time.monotonic() - at}
             sinks.log(step, figures)
-            if step % self._config.every == 0 or step == self.total:
+            if step % self.config.every == 0 or step == self.total:
                 extra = msgspec.to_builtins(self.state, str_keys=True)
                 checkpoint.save(
-                    self._checkpoints, self._trainer, step=step, version=step, extra=extra
+                    self.folder / CHECKPOINTS, self._trainer, step=step, version=step, extra=extra
                 )
 
     def _choose(self, step: int) -> list[Sample]:
         """Return the samples of an update, counted from 1."""
         epoch, place = divmod(step - 1, self._per_epoch)
         order = list(range(len(self._sessions)))
-        random.Random(f"{self._config.sft.seed}/{epoch}").shuffle(order)
+        random.Random(f"{self.config.sft.seed}/{epoch}").shuffle(order)
         chosen = np.array_split(order, self._per_epoch)[place]
         return [sample for index in chosen for sample in self._sessions[index]]
 
     def _measure(self, sinks: Sinks) -> None:
         """Measure the held-out loss, if it is due and not known."""
         step = self.state.step
-        due = step % self._config.every == 0 or step == self.total
-        if due and self._heldout and step not in self.state.heldout:
-            loss = self._trainer.measure(self._heldout)
+        due = step % self.config.every == 0 or step == self.total
+        if due and self.heldout and step not in self.state.heldout:
+            loss = self._trainer.measure(self.heldout)
             self.state = replace(self.state, heldout={**self.state.heldout, step: loss})
             sinks.log(step, {"sft/heldout_loss": loss})

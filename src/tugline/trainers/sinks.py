@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from rich.console import Console
 from tugline import log
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
-from tugline.errors import TuglineError, UsageError
-from tugline.plugins import make
+from tugline.errors import TuglineError
+from tugline.plugins import import_extra, make
 from tugline.trainers.state import name_run
 from tugline.types import PluginSpec
 
@@ -227,7 +226,9 @@ class TensorBoardSink(Sink):
     """Event files in ``tensorboard/``; needs ``tugline[tensorboard]``."""
 
     def __init__(self) -> None:
-        self._module = _import("torch.utils.tensorboard", "tensorboard")
+        self._module = import_extra(
+            "torch.utils.tensorboard", "tensorboard", "metrics 'tensorboard'"
+        )
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Open a writer that hides figures after `step`."""
@@ -259,7 +260,7 @@ class PlotSink(Sink):
     )
 
     def __init__(self) -> None:
-        self._module = _import("matplotlib.figure", "plots")
+        self._module = import_extra("matplotlib.figure", "plots", "metrics 'plots'")
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Draw what will be in `folder`."""
@@ -291,7 +292,7 @@ class TrackingSink(Sink):
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of the package's ``init``, such as ``project`` and ``mode``."""
-        self._module = _import(self.package, self.package)
+        self._module = import_extra(self.package, self.package, f"metrics {self.package!r}")
         self._options = {"project": "tugline", **options}
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
@@ -329,12 +330,3 @@ class TrackioSink(TrackingSink):
     """Trackio, which keeps figures on this machine; needs ``tugline[trackio]``."""
 
     package = "trackio"
-
-
-def _import(module: str, package: str) -> Any:
-    """Import an optional package. Raises `UsageError` with how to install it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        msg = f"metrics {package!r} needs {error.name}: pip install 'tugline[{package}]'"
-        raise UsageError(msg) from error

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from tugline.atomic import write_file
+from tugline.atomic import read_or_make, write_file
 from tugline.config import Config, load
 from tugline.errors import UsageError
 from tugline.launch.settings import EngineSettings
@@ -94,10 +94,7 @@ def store_config(folder: Path, config: Config) -> None:
 
 def name_run(folder: Path) -> str:
     """Return a name that no other run has; made once, so that a resumed run keeps it."""
-    path = folder / "name"
-    if not path.exists():
-        write_file(path, f"{secrets.token_hex(4)}.".encode())
-    return path.read_text()
+    return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
 
 
 def _comparable(name: str, section: object) -> object:

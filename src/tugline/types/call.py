@@ -200,6 +200,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
     thinking_retention: str = ""
     """How long reasoning stays in the context; empty where the engine decides."""
+    raw_prompt: bool = False
+    """Whether the client sent the prompt as text or ids, without messages: no template rendered it,
+    and the answer is plain text."""
     messages: tuple[Message, ...]
     """Messages that this request added to its parent's conversation (all of them on a branch)."""
     answer: Message | None = None

@@ -1,4 +1,4 @@
-"""What all four dialects must do alike: one row or one example each, with neutral messages."""
+"""What all dialects must do alike: one row or one example each, with neutral messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat.dialects.wires import (
+    ALL_WIRES,
     ANTHROPIC,
     CHAT,
+    COMPLETIONS,
     GOOGLE,
     RESPONSES,
     TEXT,
@@ -47,6 +49,7 @@ from tugline.errors import (
 from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
 
 each_wire = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+every_wire = pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
 READ, RUN = ToolCall("a", "read", '{"path":"x"}'), ToolCall("b", "read", '{"n":[1,2.5]}')
 PIXEL = "data:image/png;base64,AA=="
 
@@ -69,6 +72,7 @@ PIXEL = "data:image/png;base64,AA=="
         ("openai_chat", Action.ANSWER, ("POST", "v1", "/chat/completions", "", {})),
         ("openai_chat", Action.MODELS, ("GET", "v1", "/models", "", {"authorization": "Bearer k"})),
         ("openai_chat", Action.MODEL, ("GET", "v1", "/models/m", "", {})),
+        ("openai_completions", Action.ANSWER, ("POST", "v1", "/completions", "", {})),
         ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses", "", {})),
         ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses/compact", "", {})),
         ("openai_responses", Action.COUNT, ("POST", "v1", "/responses/input_tokens", "", {})),
@@ -76,7 +80,7 @@ PIXEL = "data:image/png;base64,AA=="
         (None, None, ("POST", "v1beta", "/models/m:embedContent", "", {})),
         (None, None, ("GET", "v1", "/chat/completions", "", {})),
         (None, None, ("POST", "v1", "/models", "", {})),
-        (None, None, ("POST", "v1", "/completions", "", {})),
+        (None, None, ("GET", "v1", "/completions", "", {})),
         (None, None, ("GET", "v1", "/responses", "", {})),
         (None, None, ("GET", "v1", "/responses/resp_1", "", {})),
     ],
@@ -93,9 +97,9 @@ def test_every_route_has_one_dialect(
 @pytest.mark.parametrize(
     ("wire", "headers", "query", "secret"),
     [
-        *((wire, {"authorization": "Bearer k"}, "alt=sse", "k") for wire in WIRES.values()),
-        *((wire, {"authorization": "Basic k"}, "", None) for wire in WIRES.values()),
-        *((wire, {}, "", None) for wire in WIRES.values()),
+        *((wire, {"authorization": "Bearer k"}, "alt=sse", "k") for wire in ALL_WIRES.values()),
+        *((wire, {"authorization": "Basic k"}, "", None) for wire in ALL_WIRES.values()),
+        *((wire, {}, "", None) for wire in ALL_WIRES.values()),
         (ANTHROPIC, {"x-api-key": "k"}, "", "k"),
         (ANTHROPIC, {}, "key=k", None),
         (GOOGLE, {"x-goog-api-key": "k"}, "", "k"),
@@ -310,6 +314,12 @@ def config(**fields: Any) -> dict[str, Any]:
         (CHAT, {"stop": "\n", "top_k": -1}, Sampling(stop=("\n",), top_k=0)),
         (CHAT, {"stop": ["a", "", "b"]}, Sampling(stop=("a", "b"))),
         (CHAT, {"stop": None, "temperature": None}, Sampling()),
+        (COMPLETIONS, {}, Sampling(max_tokens=16)),
+        (
+            COMPLETIONS,
+            {"max_tokens": 9, "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": "a"},
+            Sampling(0.0, 0.5, 7, 9, 3, ("a",)),
+        ),
         (
             RESPONSES,
             {"temperature": 0, "top_p": 0.5, "max_output_tokens": 9},
@@ -523,6 +533,13 @@ USAGE = {
         "prompt_tokens_details": {"cached_tokens": 20},
         "completion_tokens_details": {"reasoning_tokens": 2},
     },
+    "openai_completions": {
+        "prompt_tokens": 31,
+        "completion_tokens": 7,
+        "total_tokens": 38,
+        "prompt_tokens_details": {"cached_tokens": 20},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    },
     "openai_responses": {
         "input_tokens": 31,
         "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
@@ -533,7 +550,7 @@ USAGE = {
 }
 
 
-@each_wire
+@every_wire
 def test_usage_is_true(wire: Wire) -> None:
     """In a whole reply, and the same at the end of a stream."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
@@ -544,7 +561,7 @@ def test_usage_is_true(wire: Wire) -> None:
     assert json.dumps(usage, separators=(",", ":")) in wire.streamed(request, message).decode()
 
 
-@each_wire
+@every_wire
 def test_models(wire: Wire) -> None:
     """A list of one with its window, and the one alone."""
     page = json.loads(wire.dialect.encode_models(["m"], 8192, 17))
@@ -579,7 +596,7 @@ REFUSED = "invalid_request_error"
         (GOOGLE, TuglineError("no"), 500, "INTERNAL", None),
         *(
             (wire, *row)
-            for wire in (CHAT, RESPONSES)
+            for wire in (CHAT, RESPONSES, COMPLETIONS)
             for row in (
                 (PARAM, 400, REFUSED, "false"),
                 (ContextOverflow("no"), 400, "context_length_exceeded", "false"),
@@ -606,7 +623,7 @@ def test_errors_have_the_original_shape(
     assert expected in {*map(str, inner.values())}
     assert headers.get("x-should-retry") == retry
     assert headers.get("retry-after") == ("2" if getattr(error, "retry_after", None) else None)
-    if wire in (CHAT, RESPONSES):
+    if wire in (CHAT, RESPONSES, COMPLETIONS):
         assert inner["param"] == getattr(error, "param", None)
     stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
     (event, *_) = sse(stream.fail(error))
@@ -625,6 +642,7 @@ def test_errors_have_the_original_shape(
         ),
         (CHAT, (210, 200), "no room"),
         (RESPONSES, (210, 200), "no room"),
+        (COMPLETIONS, (210, 200), "no room"),
     ],
 )
 def test_an_overflow_is_worded_as_clients_expect_it(
@@ -635,17 +653,17 @@ def test_an_overflow_is_worded_as_clients_expect_it(
     assert json.loads(wire.dialect.encode_error(error)[2])["error"]["message"] == message
 
 
-@each_wire
+@every_wire
 def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
     """The sampling contract refuses ``top_p``, the window ``messages``."""
-    names = {"google": "contents", "openai_responses": "input"}
+    names = {"google": "contents", "openai_responses": "input", "openai_completions": "prompt"}
     body = wire.dialect.encode_error(ContextOverflow("no", param="messages"))[2].decode()
     assert f'"{names.get(wire.dialect.name, "messages")}"' in body or wire is ANTHROPIC
     body = wire.dialect.encode_error(RequestError("no", param="top_p"))[2].decode()
     assert ("generationConfig.topP" in body) == (wire is GOOGLE)
 
 
-@each_wire
+@every_wire
 def test_a_comment_keeps_a_stream_alive(wire: Wire) -> None:
     """Before the first event too; Gemini CLI can take none."""
     stream = wire.dialect.stream(wire.hello(), "s1-4", 17)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chat.dialects.wires import WIRES, Wire
+from chat.dialects.wires import ALL_WIRES, WIRES, Wire
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.model_call import Request
 from tugline.errors import RequestError
@@ -27,14 +27,14 @@ WRONG = [None, True, 3, -1.5, "", "x", [], ["x"], [None], [[]], {}, {"type": "x"
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row['dialect']}-{row['param']}")
 def test_what_cannot_be_honoured_is_refused_by_name(row: dict[str, Any]) -> None:
     """The error names the field, and its text says the value or what would be right."""
-    wire = WIRES[row["dialect"]]
+    wire = ALL_WIRES[row["dialect"]]
     with pytest.raises(RequestError) as caught:
         wire.hello(**row["fields"])
     assert caught.value.param == row["param"]
     assert row["words"] in str(caught.value)
 
 
-@pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
 def test_malformed_bodies_are_the_clients_fault(wire: Wire) -> None:
     """Whatever arrives is answered with a 400, never with a crash."""
     whole = json.dumps({**wire.fields, **FULL[wire.dialect.name]}).encode()
@@ -52,10 +52,10 @@ def test_malformed_bodies_are_the_clients_fault(wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("wire", "path"),
     [
-        *((wire, wire.path) for wire in WIRES.values()),
+        *((wire, wire.path) for wire in ALL_WIRES.values()),
         (WIRES["openai_responses"], "/responses/compact"),
     ],
-    ids=[*WIRES, "compact"],
+    ids=[*ALL_WIRES, "compact"],
 )
 def test_any_field_may_be_anything(wire: Wire, path: str) -> None:
     """Every field in turn is missing or of another kind: parsed or refused, never a crash."""

@@ -1,4 +1,4 @@
-"""The four dialects, driven by neutral messages, so that one test can hold for all of them.
+"""The dialects, driven by neutral messages, so that one test can hold for all of them.
 
 A `Wire` writes messages as a client of its dialect sends them, and puts replies together as such a
 client does, whole or from the events of a stream.
@@ -19,6 +19,7 @@ from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.google import Google
 from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.dialects.openai_completions import OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.types import Finish, Message, Role, ToolCall
@@ -448,10 +449,38 @@ class _ResponsesWire(Wire):
         return str(reply["status"])
 
 
+class _CompletionsWire(Wire):
+    """OpenAI text completions: a prompt and an answer of text."""
+
+    dialect = OpenAICompletions()
+    path = "/completions"
+    fields = {"model": "m"}
+
+    def write(self, messages: Sequence[Message]) -> Json:
+        """Everything that was said, as one text."""
+        return {"prompt": "".join(message.content for message in messages)}
+
+    def answer(self, reply: Json) -> Any:
+        return reply["choices"][0]["text"]
+
+    def collect(self, stream: bytes) -> Any:
+        choices = [choice for event in sse(stream) for choice in event["choices"]]
+        return "".join(choice["text"] for choice in choices)
+
+    def echo(self, answer: Any, rewrite: str) -> Json:
+        return {"prompt": f"Hi{answer}"}
+
+    def reason(self, reply: Json) -> str:
+        return str(reply["choices"][0]["finish_reason"])
+
+
 ANTHROPIC, GOOGLE, CHAT, RESPONSES = _AnthropicWire(), _GoogleWire(), _ChatWire(), _ResponsesWire()
+COMPLETIONS = _CompletionsWire()
 WIRES: dict[str, Wire] = {
     "anthropic": ANTHROPIC,
     "google": GOOGLE,
     "openai_chat": CHAT,
     "openai_responses": RESPONSES,
 }
+"""The dialects of conversations."""
+ALL_WIRES: dict[str, Wire] = {**WIRES, "openai_completions": COMPLETIONS}

@@ -4,9 +4,10 @@ from tugline.chat.dialects.anthropic import Anthropic
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.dialects.google import Google
 from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.dialects.openai_completions import OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 
-DIALECTS: tuple[Dialect, ...] = (Anthropic(), Google(), OpenAIResponses(), OpenAIChat())
+DIALECTS = (Anthropic(), Google(), OpenAIResponses(), OpenAICompletions(), OpenAIChat())
 """In the order in which they are matched: OpenAI Chat claims any ``/models`` that is left."""
 
 

@@ -119,10 +119,7 @@ class ContentStream(base.Stream):
 
     def finish(self, responses: Sequence[Response]) -> bytes:
         """The chunk with finish reasons and usage; the original sends an empty text in it, too."""
-        ends = [
-            _build_candidate(index, [{"text": ""}], _find_reason(response))
-            for index, response in enumerate(responses)
-        ]
+        ends = [_build_candidate(i, [{"text": ""}], one) for i, one in enumerate(responses)]
         usage = _build_usage(responses)
         return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
 
@@ -224,12 +221,8 @@ class Google(base.Dialect):
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``GenerateContentResponse``."""
         candidates = [
-            _build_candidate(
-                index,
-                google_messages.build_parts(request, response.message),
-                _find_reason(response),
-            )
-            for index, response in enumerate(responses)
+            _build_candidate(index, google_messages.build_parts(request, one.message), one)
+            for index, one in enumerate(responses)
         ]
         head = {"modelVersion": responses[0].model, "responseId": responses[0].id}
         usage = _build_usage(responses)
@@ -278,16 +271,12 @@ class Google(base.Dialect):
 
 # --------------------------------------------------------------------------- responses
 def _build_candidate(
-    index: int, parts: list[dict[str, Any]], finish: str | None = None
+    index: int, parts: list[dict[str, Any]], ended: Response | None = None
 ) -> dict[str, Any]:
     candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": index}
-    if finish is not None:
-        candidate["finishReason"] = finish
+    if ended is not None:
+        candidate["finishReason"] = "STOP" if ended.finish is Finish.STOP else "MAX_TOKENS"
     return candidate
-
-
-def _find_reason(response: Response) -> str:
-    return "STOP" if response.finish is Finish.STOP else "MAX_TOKENS"
 
 
 def _build_usage(responses: Sequence[Response]) -> dict[str, int]:

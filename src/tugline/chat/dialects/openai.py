@@ -1,12 +1,13 @@
-"""What both OpenAI APIs share: models, errors, sampling, content, tools, tool choice and formats.
+"""What the OpenAI APIs share: models, errors, sampling, choices, content, tools and formats.
 
 `custom` tools take free text. The model sees a function with the one string ``input``; its call is
 encoded as a custom call only if it kept to that, else as a function call with the arguments as
 written, so that nothing of a response is lost on its way out and back (I1).
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -17,11 +18,14 @@ from tugline.chat.model_call import (
     Constraint,
     ConstraintKind,
     ContentBuilder,
+    Response,
     ThreadInfo,
     ToolChoice,
+    sum_usage,
 )
 from tugline.errors import EngineError, RequestError, TuglineError
-from tugline.types import Sampling, Tool, ToolCall, ToolKind, TraceKind
+from tugline.types import Finish, Sampling, Tool, ToolCall, ToolKind, TraceKind
+from tugline.web.sse import DONE, encode_event
 
 CUSTOM_INPUT: dict[str, Any] = {
     "type": "object",
@@ -31,32 +35,25 @@ CUSTOM_INPUT: dict[str, Any] = {
 """Parameters of a custom tool as the model sees it."""
 
 _OF_ENGINES = (
-    "chat_template_kwargs",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *("chat_template_kwargs", "prompt_logprobs"),
 )
-OF_ENGINES: dict[str, tuple[Any, ...]] = {
+REFUSALS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OF_ENGINES, ()),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     "repetition_penalty": (1,),
-    "min_p": (0,),
+    "logit_bias": ({},),
 }
-"""What vLLM and SGLang add to both APIs and would change the response, for `check_refusals`."""
+"""What would change the response of any API, also of what vLLM and SGLang add to them, for
+`check_refusals`."""
 
 _THREADS = ("session-id", "session_id", "x-session-id", "x-session-affinity")
 _PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
 
 
 class OpenAIDialect(base.Dialect):
-    """Models and errors of both APIs."""
+    """Models and errors of all of them."""
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """The body of ``GET /models``."""
@@ -94,7 +91,7 @@ class OpenAIDialect(base.Dialect):
 
 # --------------------------------------------------------------------------- requests
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Sampling settings under the same names in both APIs."""
+    """Sampling settings under the same names in all of them."""
 
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -112,6 +109,24 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             seed=self.seed,
             stop=tuple(text for text in stops if text),
         )
+
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ChoiceFields(SamplingFields, kw_only=True):
+    """What requests of Chat and of text completions have in common."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Positive | None = None
+    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
 
 
 def find_thread(headers: Mapping[str, str]) -> ThreadInfo:
@@ -133,6 +148,67 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((headers[name] for name in names if headers.get(name)), None)
 
 
+# --------------------------------------------------------------------------- choices
+class ChoiceStream(base.Stream):
+    """Choices as server-sent events; what all events share is encoded once."""
+
+    label: ClassVar[tuple[str, str]]
+    """The ``object`` of its events, and the prefix of their id."""
+
+    def __post_init__(self) -> None:
+        model = self.request.model
+        head = _build_head(self.label, self.response_id, self.created, model)
+        self.before = b"data: " + base.encode(head)[:-1] + b',"choices":['
+        self.after = b'],"usage":null}\n\n' if self.request.usage_in_stream else b"]}\n\n"
+        """Stand around a choice in its event."""
+
+    @abstractmethod
+    def finish_choice(self, index: int, response: Response) -> bytes:
+        """The last event of a choice."""
+
+    def finish(self, responses: Sequence[Response]) -> bytes:
+        """See `Stream.finish`."""
+        end = b"".join(self.finish_choice(index, one) for index, one in enumerate(responses))
+        if self.request.usage_in_stream:
+            end += self.before + b'],"usage":' + base.encode(_build_usage(responses))
+            end += b"}\n\n"
+        return end + encode_event(DONE)
+
+    def fail(self, error: TuglineError) -> bytes:
+        """See `Stream.fail`."""
+        return encode_event(base.encode(self.dialect.build_error(error)))
+
+
+def encode_choices(label: tuple[str, str], responses: Sequence[Response], choices: Any) -> bytes:
+    """A whole reply; `label` is its ``object`` and the prefix of its id."""
+    first = responses[0]
+    head = _build_head(label, first.id, first.created, first.model)
+    return base.encode({**head, "choices": choices, "usage": _build_usage(responses)})
+
+
+def _build_head(label: tuple[str, str], name: str, created: int, model: str) -> dict[str, Any]:
+    return {"id": f"{label[1]}-{name}", "object": label[0], "created": created, "model": model}
+
+
+def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
+    total = sum_usage(responses)
+    return {
+        "prompt_tokens": total.prompt,
+        "completion_tokens": total.sampled,
+        "total_tokens": total.prompt + total.sampled,
+        "prompt_tokens_details": {"cached_tokens": total.reused},
+        "completion_tokens_details": {"reasoning_tokens": total.reasoning},
+    }
+
+
+def find_reason(response: Response) -> str:
+    """The ``finish_reason``."""
+    if response.finish is not Finish.STOP:
+        return "length"
+    return "tool_calls" if response.message.tool_calls else "stop"
+
+
+# --------------------------------------------------------------------------- content
 def parse_content(
     content: Any, where: str, texts: Mapping[str, str], image: str, advice: str
 ) -> ContentBuilder:

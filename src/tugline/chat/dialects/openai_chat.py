@@ -8,7 +8,6 @@ that a client echoes, in any of the forms that clients use, parses to the same m
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects import base, decoding, openai
@@ -20,25 +19,17 @@ from tugline.chat.model_call import (
     Response,
     TextDelta,
     Usage,
-    sum_usage,
 )
-from tugline.errors import TuglineError, Unsupported
-from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
-from tugline.web.sse import DONE, encode_event
+from tugline.errors import Unsupported
+from tugline.types import Message, Role, Tool, ToolCall, ToolKind
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    **openai.OF_ENGINES,
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    **openai.REFUSALS,
 }
 """Fields that change the response, and their values that ask for nothing unusual."""
 
@@ -47,43 +38,26 @@ _REASONING = ("reasoning_content", "reasoning", "reasoning_text")
 _ROLES = frozenset(Role)
 _TEXTS = {"text": "text", "refusal": "refusal"}
 
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _ChatBody(openai.SamplingFields, kw_only=True):
+class _ChatBody(openai.ChoiceFields, kw_only=True):
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    model: str = ""
     tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
+    max_completion_tokens: openai.Positive | None = None
     response_format: openai.ResponseFormat | None = None
 
 
 _decoder = decoding.decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
-class _ChatStream(base.Stream):
-    """Responses as server-sent events; what all events share is encoded once."""
+class _ChatStream(openai.ChoiceStream):
+    """Responses as server-sent events."""
+
+    label = "chat.completion.chunk", "chatcmpl"
 
     def __post_init__(self) -> None:
-        head = {
-            "id": f"chatcmpl-{self.response_id}",
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.request.model,
-        }
-        self._head = b"data: " + base.encode(head)[:-1]
-        self._tail = b',"usage":null}\n\n' if self.request.usage_in_stream else b"}\n\n"
+        super().__post_init__()
         self._custom = _find_custom(self.request.tools)
         self._calls = [0] * self.request.n
 
@@ -107,23 +81,13 @@ class _ChatStream(base.Stream):
             self._delta(base.encode({"tool_calls": [part]}), index) for part in (start, rest)
         )
 
-    def finish(self, responses: Sequence[Response]) -> bytes:
-        end = b"".join(
-            self._delta(b"{}", index, _find_reason(response))
-            for index, response in enumerate(responses)
-        )
-        if self.request.usage_in_stream:
-            end += self._head + b',"choices":[],"usage":' + base.encode(_build_usage(responses))
-            end += b"}\n\n"
-        return end + encode_event(DONE)
-
-    def fail(self, error: TuglineError) -> bytes:
-        return encode_event(base.encode(self.dialect.build_error(error)))
+    def finish_choice(self, index: int, response: Response) -> bytes:
+        return self._delta(b"{}", index, openai.find_reason(response))
 
     def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
         reason = b"null" if finish is None else b'"%b"' % finish.encode()
-        choice = b',"choices":[{"index":%d,"delta":%b,"finish_reason":%b}]' % (index, delta, reason)
-        return self._head + choice + self._tail
+        choice = b'{"index":%d,"delta":%b,"finish_reason":%b}' % (index, delta, reason)
+        return self.before + choice + self.after
 
 
 class OpenAIChat(openai.OpenAIDialect):
@@ -156,27 +120,17 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``chat.completion`` object with one choice for each response."""
-        first = responses[0]
         custom = _find_custom(request.tools)
         choices = [
             {
                 "index": index,
                 "message": _build_message(response.message, custom),
                 "logprobs": None,
-                "finish_reason": _find_reason(response),
+                "finish_reason": openai.find_reason(response),
             }
             for index, response in enumerate(responses)
         ]
-        return base.encode(
-            {
-                "id": f"chatcmpl-{first.id}",
-                "object": "chat.completion",
-                "created": first.created,
-                "model": first.model,
-                "choices": choices,
-                "usage": _build_usage(responses),
-            }
-        )
+        return openai.encode_choices(("chat.completion", "chatcmpl"), responses, choices)
 
 
 # --------------------------------------------------------------------------- responses
@@ -203,23 +157,6 @@ def _build_call(call: ToolCall, custom: frozenset[str]) -> dict[str, Any]:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _find_reason(response: Response) -> str:
-    if response.finish is not Finish.STOP:
-        return "length"
-    return "tool_calls" if response.message.tool_calls else "stop"
-
-
-def _build_usage(responses: Sequence[Response]) -> dict[str, Any]:
-    total = sum_usage(responses)
-    return {
-        "prompt_tokens": total.prompt,
-        "completion_tokens": total.sampled,
-        "total_tokens": total.prompt + total.sampled,
-        "prompt_tokens_details": {"cached_tokens": total.reused},
-        "completion_tokens_details": {"reasoning_tokens": total.reasoning},
-    }
 
 
 # --------------------------------------------------------------------------- requests

@@ -34,10 +34,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
     "context_management": ([],),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    **openai.OF_ENGINES,
+    **openai.REFUSALS,
 }
 """Fields that need a store or change the response, and their values that ask for nothing."""
 

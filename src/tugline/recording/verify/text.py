@@ -83,7 +83,7 @@ def _decode(rendering: Rendering, call: Call) -> Message:
     forced = resumed - call.forced
     decoder = StreamParser(
         rendering,
-        call.prompt_ids[:forced][-END:],
+        None if call.raw_prompt else call.prompt_ids[:forced][-END:],
         f"{call.number}",
         stops=call.sampling.stop,
         forced=call.prompt_ids[forced:resumed] if call.forced else None,

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from tugline import log
 from tugline.errors import StoreError, UsageError
+from tugline.plugins import import_extra
 from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.sqlite import Sqlite
 
@@ -367,10 +368,7 @@ def open_database(url: str, **settings: Any) -> Database:
     if scheme == "sqlite" and rest:
         return Database(Sqlite(Path(rest)), **settings)
     if scheme in {"postgresql", "postgres"}:
-        try:
-            from tugline.server.store.postgres import Postgres  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            msg = f"store {url.partition('@')[2] or url!r} needs: pip install 'tugline[postgres]'"
-            raise UsageError(msg) from error
-        return Database(Postgres(url), **settings)
+        what = f"store {url.partition('@')[2] or url!r}"
+        postgres = import_extra("tugline.server.store.postgres", "postgres", what)
+        return Database(postgres.Postgres(url), **settings)
     raise UsageError(f"store {url!r} must be sqlite:PATH or postgresql://USER:PASSWORD@HOST/NAME")

@@ -22,7 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from tugline.atomic import flush_path
+from tugline.atomic import flush_path, write_file
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
 from tugline.trainers.grpo.update import Updater
@@ -128,10 +128,7 @@ def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _replace_state(path: Path, state: CheckpointState) -> None:
-    draft = path / f".{STATE}"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    flush_path(draft)
-    draft.replace(path / STATE)
+    write_file(path / STATE, msgspec.json.format(msgspec.json.encode(state)))
     flush_path(path)
 
 
