@@ -16,7 +16,7 @@ from starlette.routing import Mount, Route
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import ScriptedEngine
+from tugline.testing import ScriptedEngine
 
 
 def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:

@@ -26,7 +26,7 @@ from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
-from tugline.testing.scripted_engine import ScriptedEngine
+from tugline.testing import ScriptedEngine
 from tugline.types import PluginSpec, Task
 from tugline.web.serve import serve
 

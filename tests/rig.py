@@ -23,7 +23,7 @@ from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
 from tugline.web.serve import serve
 

@@ -28,7 +28,7 @@ from tugline.inference.server import create_app
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_engine import ScriptedEngine
+from tugline.testing import ScriptedEngine
 from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve

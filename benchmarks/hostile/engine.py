@@ -16,7 +16,7 @@ import uvloop
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import serve
 

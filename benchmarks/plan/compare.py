@@ -37,10 +37,11 @@ from tugline.inference.server import create_app
 from tugline.protocol import EventKind
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.testing.scripted_model import (
+from tugline.testing import (
     CONTEXT_WINDOW,
     END_ID,
+    Reply,
+    ScriptedEngine,
     ScriptedModel,
     ScriptedTurn,
     make_tokenizer,

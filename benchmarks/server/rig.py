@@ -19,8 +19,7 @@ import aiohttp
 import msgspec
 
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.testing.scripted_model import END_ID, make_tokenizer
+from tugline.testing import END_ID, Reply, ScriptedEngine, make_tokenizer
 from tugline.web.serve import serve
 
 TUGLINE = Path(sys.executable).with_name("tugline")

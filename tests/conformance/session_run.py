@@ -19,8 +19,7 @@ from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
-from tugline.testing.scripted_engine import Reply
-from tugline.testing.scripted_model import CONTEXT_WINDOW, Script, serve_scripted_model
+from tugline.testing import CONTEXT_WINDOW, Reply, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
 from tugline.web.serve import Message, Receive, Send
 

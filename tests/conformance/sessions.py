@@ -11,8 +11,7 @@ import re
 from conformance.session_run import Scenario
 from tugline.cli.harness_check import FILES, INSTRUCTION, LAST_WORDS, Case
 from tugline.gateway.policy import CallSettings
-from tugline.testing.scripted_engine import Reply
-from tugline.testing.scripted_model import ScriptedTurn
+from tugline.testing import Reply, ScriptedTurn
 
 SLOW = 1
 """The turn whose first words must leave before its last are sampled."""

@@ -22,8 +22,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, cases_of
 from tugline.errors import UsageError
 from tugline.sandbox.base import Exit
-from tugline.testing.scripted_engine import Reply
-from tugline.testing.scripted_model import ScriptedModel, ScriptedTurn, make_tokenizer
+from tugline.testing import Reply, ScriptedModel, ScriptedTurn, make_tokenizer
 from tugline.types import (
     Branch,
     Call,

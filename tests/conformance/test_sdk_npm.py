@@ -15,7 +15,7 @@ from rig import Play, in_turn, rig, says
 from tugline.harnesses.install import install_once, run_installer
 from tugline.harnesses.npm import find_node
 from tugline.sandbox.cache import cache_folder
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids
 
 SDKS = ("openai@7.55.0", "@anthropic-ai/sdk@1.11.0", "@google/genai@3.1.0")

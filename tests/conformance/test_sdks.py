@@ -20,7 +20,7 @@ from google.genai import errors, types
 from conformance.sdk_clients import APIS, READ, Api
 from rig import Constrained, Play, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 from tugline.types import Branch, Call, CallOutcome, EchoChange, Role, TraceKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")

@@ -32,7 +32,7 @@ from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.server.http.app import Api, serve_api
 from tugline.stream import GradedGroup, GroupStream
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids, PluginSpec, Task
 from tugline.web.serve import serve
 

@@ -20,7 +20,7 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.recording import file as recordings
 from tugline.recording.records import RecordedEventKind
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 from tugline.traces.base import count_calls
 from tugline.types import Reason
 

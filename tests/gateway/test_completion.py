@@ -14,7 +14,7 @@ import pytest
 from rig import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 from tugline.traces.lineage import build_chains
 from tugline.types import Branch, CallOutcome, Finish, Ids, VersionSpan
 

@@ -21,7 +21,7 @@ from tugline.recording import file as recordings
 from tugline.recording.file import Recording
 from tugline.recording.verify.session import VerifyVerdict, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Ids
 

@@ -30,7 +30,7 @@ ENGINE = """
 import asyncio
 from rig import RENDERING, says
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import ScriptedEngine
+from tugline.testing import ScriptedEngine
 from tugline.web.serve import serve
 
 async def main():

@@ -24,7 +24,7 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids, LogprobMeaning, Mode
 from tugline.web.serve import serve
 

@@ -15,7 +15,7 @@ from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalRuntime
-from tugline.testing.scripted_model import ScriptedTurn
+from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 ONE_EACH = {case.harness: case for case in reversed(CASES)}

@@ -16,7 +16,7 @@ import pytest
 
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline.cli.harness_check import CASES
-from tugline.testing.scripted_model import ScriptedTurn
+from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 ONE_EACH = {case.harness: case for case in reversed(CASES)}

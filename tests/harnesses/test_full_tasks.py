@@ -19,8 +19,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.container import Container
-from tugline.testing.scripted_engine import Reply
-from tugline.testing.scripted_model import ScriptedModel, ScriptedTurn, serve_scripted_model
+from tugline.testing import Reply, ScriptedModel, ScriptedTurn, serve_scripted_model
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]

@@ -16,8 +16,14 @@ import pytest
 import harbor_stub
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.testing.scripted_model import END_ID, ScriptedModel, ScriptedTurn, make_tokenizer
+from tugline.testing import (
+    END_ID,
+    Reply,
+    ScriptedEngine,
+    ScriptedModel,
+    ScriptedTurn,
+    make_tokenizer,
+)
 from tugline.types import Ids
 from tugline.web.serve import serve
 

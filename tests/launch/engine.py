@@ -10,7 +10,7 @@ import uvloop
 
 from tiny import tokenizer
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.web.serve import serve
 
 

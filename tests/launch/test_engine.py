@@ -14,7 +14,7 @@ from tugline.errors import EngineError, UsageError
 from tugline.inference.server import create_app
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Mode
 from tugline.web.serve import listen, serve
 

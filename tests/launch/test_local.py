@@ -22,7 +22,7 @@ from tugline.launch.settings import GatewaySettings, Settings
 from tugline.launch.workers import Workers
 from tugline.node.settings import NodeSettings
 from tugline.server.store import stats
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Boundary, Ids, Limits, PluginSpec, Status, Task
 from tugline.web.serve import serve
 

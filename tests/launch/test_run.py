@@ -20,7 +20,7 @@ from tugline.client.streams import Result
 from tugline.inference.server import create_app
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import read_folder
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Boundary, Failure, Status, Task
 from tugline.web.serve import serve
 

@@ -18,13 +18,7 @@ from tugline.recording.file import Recording, Writer, read
 from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_engine import Reply
-from tugline.testing.scripted_model import (
-    ScriptedTurn,
-    ServedModel,
-    make_tokenizer,
-    serve_scripted_model,
-)
+from tugline.testing import Reply, ScriptedTurn, ServedModel, make_tokenizer, serve_scripted_model
 from tugline.types import Call, PluginSpec, Reward, Session, Task
 from tugline.web.serve import serve
 

@@ -15,7 +15,7 @@ from tugline.cli.harness_check import FILES, INSTRUCTION, Case, cases_of
 from tugline.recording.file import read
 from tugline.replay.run import RecordedSession, fork, replay
 from tugline.replay.source import Live
-from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
+from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.types import Role
 
 HARNESSES = ("codex", "claude_code", "qwen_code", "gemini_cli", "opencode", "mini_swe_agent", "pi")

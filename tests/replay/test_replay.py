@@ -31,7 +31,7 @@ from tugline.replay.matching import Normalizer, folder_patterns, sort_tool_resul
 from tugline.replay.run import Options, RecordedSession, fork, replay
 from tugline.replay.source import Live
 from tugline.sandbox.local import LocalRuntime
-from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
+from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
 
 PI = PluginSpec("pi")
@@ -293,7 +293,7 @@ _KILLED = """
 import asyncio, sys
 from pathlib import Path
 from replay.played import record
-from tugline.testing.scripted_engine import Reply
+from tugline.testing import Reply
 asyncio.run(record(Path(sys.argv[1]), faults={2: Reply(first_s=60.0)}))
 """
 

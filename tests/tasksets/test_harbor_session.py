@@ -13,7 +13,7 @@ from tugline.datasets.files import gather
 from tugline.gateway.app import Gateway
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
+from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.types import PluginSpec, Session, Status, Trajectory
 
 __all__ = ["podman"]

@@ -26,7 +26,7 @@ from tugline.launch.settings import load_settings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.schema import read_values
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Ids
 from tugline.web.serve import serve

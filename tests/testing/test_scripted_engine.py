@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tugline.inference.server import create_app
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import serve
 
@@ -131,7 +131,7 @@ async def test_aborted_requests_keep_what_they_had() -> None:
 def test_no_torch_is_needed() -> None:
     """Server and scripted engine import neither torch nor transformers."""
     code = (
-        "import sys, tugline.inference.server, tugline.testing.scripted_engine;"
+        "import sys, tugline.inference.server, tugline.testing;"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

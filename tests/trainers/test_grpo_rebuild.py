@@ -15,7 +15,7 @@ from tugline.launch.local import open_local
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording.trajectories import read_folder, rebuild_all
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import Prepared, prepare
 from tugline.types import Ids, Limits, PluginSpec, Reward, Task, Trajectory, encode

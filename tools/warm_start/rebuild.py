@@ -35,7 +35,7 @@ from transformers import Qwen3ForCausalLM
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.run import WARM_START, DemoSettings
 from tugline.demo.tasks import RepairProblem, generate
-from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Role, Trace, Trajectory
 
 SEED = 0

@@ -18,7 +18,7 @@ from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
+from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
     Call,

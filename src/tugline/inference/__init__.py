@@ -2,5 +2,5 @@
 
 For laptops, tests and the demo; large models are served by vLLM or SGLang. Token ids go in, token
 ids with log probabilities and policy versions come out. `tugline.inference.server` serves an
-`Engine` (torch) or a `tugline.testing.scripted_engine.ScriptedEngine` (no model) over HTTP.
+`Engine` (torch) or a `tugline.testing.ScriptedEngine` (no model) over HTTP.
 """

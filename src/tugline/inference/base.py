@@ -1,6 +1,6 @@
 """The contract between a token generator and the server in front of it.
 
-`tugline.inference.engine.Engine` (a model) and `tugline.testing.scripted_engine.ScriptedEngine` (a
+`tugline.inference.engine.Engine` (a model) and `tugline.testing.ScriptedEngine` (a
 function) keep it, so `tugline.inference.server.create_app` serves either one unchanged.
 
 Invariants: I1 (tokens go in and come out as ids; every sampled id carries its log probability and
