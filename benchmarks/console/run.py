@@ -1,9 +1,10 @@
 """What the console costs, in a real Chromium on a server of its own with many finished sessions.
 
 `docs/console.md` says what the figures mean. Chromium must be on the PATH: `make test-browser`
-installs one. Drawing 250,000 tokens is measured there, too.
+installs one. Drawing 250,000 tokens is measured there, too. `--lists` measures only the lists,
+which need no browser.
 
-    python benchmarks/console/run.py [--json] [--sessions 100000]
+    python benchmarks/console/run.py [--json] [--lists] [--store postgres] [--sessions 100000]
 """
 
 # ruff: noqa: INP001 - a program, not a package
@@ -11,28 +12,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gzip
+import itertools
 import json
 import os
+import random
 import re
+import sqlite3
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+import psycopg
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "server"), str(ROOT / "tests" / "browser")]
 
-from chromium import Tab, chromium  # noqa: E402 - the folders above
+from chromium import chromium  # noqa: E402 - the folders above
 from measures import task  # noqa: E402
 
-from rig import Api, Server, note  # noqa: E402
+from rig import Api, Server, note, postgres  # noqa: E402
 from tugline.server.store import results, sessions, tasks  # noqa: E402
 from tugline.server.store.base import Tx  # noqa: E402
 from tugline.server.store.database import open_database  # noqa: E402
@@ -40,22 +46,41 @@ from tugline.server.store.results import End  # noqa: E402
 from tugline.types import Boundary, Cause, Failure, Status  # noqa: E402
 
 ASSETS = ROOT / "src" / "tugline" / "server" / "console"
-SAMPLES, BATCH = 50, 20
+SAMPLES, BATCH = 8, 125
 """Sessions of a task, and tasks of a transaction."""
+VOCABULARY, WORDS = 20_000, 150
+"""Words there are, the n-th of which is used 1/n as often as the first; and words of a task."""
+RARE = 2500
+"""One in so many sessions ran out of time."""
 VISITS, LISTS, LAGS, TABS, IDLE_S = 7, 40, 10, 20, 20.0
 LISTED = {
     "the newest": "newest=true",
     "failed": "newest=true&status=failed",
-    "a status that none has": "newest=true&status=timed_out",
+    "timed out, which few have": "newest=true&status=timed_out",
+    "a status that none has": "newest=true&status=cancelled",
     "a part of an id": "newest=true&q=77",
     "an id that none has": "newest=true&q=t_none",
     "a number that none has": "newest=true&q=9999",
-    "a word of every task": "newest=true&q=nothing",
-    "a word of an error": "newest=true&q=gave+up",
-    "a word of an old task": "newest=true&q=word0",
-    "a word that none has": "newest=true&q=absent",
     "a task": "newest=true&task=t7",
     "from the middle": "newest=true&after={middle}",
+}
+SEARCHED = {
+    "a common word": "q=nothing",
+    "a word of every tenth task": "q=w00142",
+    "a rare word": "q=word777",
+    "a word that none has": "q=absent",
+    "the beginning of many words": "q=w00",
+    "two common words": "q=nothing+w00001",
+    "a common and a rare word": "q=nothing+word777",
+    "a word of many failures": "q=gave+up",
+    "a word of few failures": "q=memory",
+}
+"""Words; each also with a status that many, few or no sessions have, and from the middle."""
+LISTED |= {f"{name}: {query}": f"newest=true&{query}" for name, query in SEARCHED.items()}
+LISTED |= {
+    f"{name}, {more}": f"newest=true&{query}&{more}"
+    for name, query in SEARCHED.items()
+    for more in ("status=failed", "status=timed_out", "status=cancelled", "after={middle}")
 }
 """What the page of sessions asks for, by what it shows."""
 BUDGETS = {
@@ -66,7 +91,6 @@ BUDGETS = {
     "first_javascript_kb": 120,
     "assets_kb": 1000,
 }
-_FAILED = Failure(Boundary.AGENT, "the agent gave up", Cause.ENGINE)
 _SEEN = """(() => { window.seen = {}; new MutationObserver(() => {
   for (const row of document.querySelectorAll('tbody tr')) {
     const id = row.innerText.match(/lag\\d+-0/)?.[0];
@@ -79,7 +103,8 @@ class Rig(NamedTuple):
 
     server: Server
     http: aiohttp.ClientSession
-    tab: Tab
+    tab: Any
+    """`Tab`; None without a browser."""
     sessions: int
 
     @property
@@ -93,27 +118,56 @@ class Rig(NamedTuple):
 
 
 # --------------------------------------------------------------------------- the store
-async def fill(folder: Path, count: int) -> None:
-    """Make a store with so many finished sessions; every seventh has failed."""
-    await asyncio.to_thread(folder.mkdir)
-    async with open_database(f"sqlite:{folder / 'server.db'}") as database:
+async def fill(path: Path, count: int) -> None:
+    """Make a SQLite store with so many finished sessions; every seventh has failed."""
+    async with open_database(f"sqlite:{path}") as database:
         for first in range(0, count // SAMPLES, BATCH):
             await database.write_relaxed(_finish, range(first, first + BATCH))
+
+
+async def copy(path: Path, url: str) -> None:
+    """Bring the rows of a SQLite store into a new one in PostgreSQL: that takes seconds."""
+    async with open_database(url):  # makes the tables
+        pass
+    with psycopg.connect(url) as there, contextlib.closing(sqlite3.connect(path)) as here:
+        there.execute("TRUNCATE positions, control")
+        for table in ("positions", "control", "tenants", "tasks", "sessions", "results", "events"):
+            rows = here.execute(f"SELECT * FROM {table}")  # noqa: S608 - constants
+            _write(there, table, [column[0] for column in rows.description], rows)
+        _write(there, "texts", ["rowid", "words"], here.execute("SELECT rowid, words FROM texts"))
+
+
+def _write(
+    there: psycopg.Connection[Any], table: str, columns: list[str], rows: Iterable[tuple[Any, ...]]
+) -> None:
+    with there.cursor().copy(f"COPY {table} ({', '.join(columns)}) FROM STDIN") as copying:
+        for row in rows:
+            copying.write_row(row)
+
+
+_SHARES = list(itertools.accumulate(1 / n for n in range(1, VOCABULARY + 1)))
+
+
+def _instruct(n: int) -> str:
+    drawn = random.Random(n).choices(range(VOCABULARY), cum_weights=_SHARES, k=WORDS)
+    return f"nothing but word{n} {' '.join(f'w{word:05}' for word in drawn)}"
 
 
 def _finish(tx: Tx, numbers: range) -> None:
     """Submit tasks of these numbers, and end their sessions."""
     made = [
-        msgspec.structs.replace(task(f"t{n}", samples=SAMPLES), instruction=f"nothing but word{n}")
+        msgspec.structs.replace(task(f"t{n}", samples=SAMPLES), instruction=_instruct(n))
         for n in numbers
     ]
     tasks.submit(tx, [tasks.pack(one) for one in made])
     for one in made:
         for entry in sessions.select(tx, "task = :task", task=one.id):
             failed = entry.place % 7 == 6
+            late = entry.place % RARE == 0
+            message = "out of memory" if entry.place % 699 == 6 else "the agent gave up"
             end = End(
-                Status.FAILED if failed else Status.COMPLETED,
-                failure=_FAILED if failed else None,
+                Status.FAILED if failed else Status.TIMED_OUT if late else Status.COMPLETED,
+                failure=Failure(Boundary.AGENT, message, Cause.ENGINE) if failed else None,
                 reward=None if failed else float(entry.place % 2),
                 sampled=900,
                 trained=0 if failed else 900,
@@ -200,27 +254,31 @@ MEASURES: tuple[Callable[[Rig], Awaitable[dict[str, Any]]], ...] = (
 )
 
 
-async def run(count: int) -> dict[str, Any]:
-    """Everything, on one server."""
+async def run(count: int, store: str, *, browser: bool) -> dict[str, Any]:
+    """Everything, on one server; without a browser only the lists."""
     load = os.getloadavg()[0]
-    told: dict[str, Any] = {"sessions": count}
-    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as path:
-        folder = Path(path)
+    told: dict[str, Any] = {"sessions": count, "store": store}
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tugline-bench-")))
         note(f"making {count:,} finished sessions")
-        await fill(folder / "server", count)
-        server = Server(folder, None)
-        try:
-            await server.up()
-            timeout = aiohttp.ClientTimeout(total=60)
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as http,
-                chromium(folder / "profile") as tab,
-            ):
-                for measure in MEASURES:
-                    note(f"measuring: {measure.__name__}")
-                    told |= await measure(Rig(server, http, tab, count))
-        finally:
-            server.stop()
+        await asyncio.to_thread((folder / "server").mkdir)
+        file, url = folder / "server" / "server.db", None
+        await fill(file, count)
+        if store == "postgres":
+            await asyncio.to_thread(
+                folder.chmod, 0o755
+            )  # as root, the database runs as another user
+            url = stack.enter_context(postgres(folder / "pg"))
+            await copy(file, url)
+        server = Server(folder, url)
+        stack.callback(server.stop)
+        await server.up()
+        timeout = aiohttp.ClientTimeout(total=60)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        tab = await stack.enter_async_context(chromium(folder / "profile")) if browser else None
+        for measure in MEASURES if browser else (lists,):
+            note(f"measuring: {measure.__name__}")
+            told |= await measure(Rig(server, http, tab, count))
     told["machine"] = {"cpus": os.cpu_count(), "load": [round(load, 1), os.getloadavg()[0]]}
     return told
 
@@ -230,8 +288,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--sessions", type=int, default=100_000, help="in multiples of 1,000")
+    parser.add_argument("--store", choices=("sqlite", "postgres"), default="sqlite")
+    parser.add_argument("--lists", action="store_true", help="only the lists, without a browser")
     options = parser.parse_args()
-    report = asyncio.run(run(options.sessions))
+    report = asyncio.run(run(options.sessions, options.store, browser=not options.lists))
     if options.json:
         sys.stdout.write(json.dumps(report) + "\n")
         return

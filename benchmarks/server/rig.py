@@ -32,11 +32,12 @@ class Program:
 
     def __init__(self, folder: Path, name: str, *arguments: str, **env: str) -> None:
         self._log = folder / f"{name}.log"
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [str(TUGLINE), *arguments],
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), **env},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

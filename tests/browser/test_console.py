@@ -11,6 +11,7 @@ import gzip
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from browser.busy import HOSTILE, fill
 from browser.chromium import Tab, chromium
 from served import TOKENS, Served, serve
+from tugline.server.store.base import Tx
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +93,30 @@ async def test_every_page_can_be_used_by_everybody(tab: Tab, served: Served, the
         found = await tab.js(_AXE)
         assert found == [], (path, found)
         assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), path
+
+
+async def test_a_narrow_window_has_no_headings_over_each_other(tab: Tab, served: Served) -> None:
+    """What a narrow window has no room for is left out; what is left has its whole heading."""
+    over = "[...document.querySelectorAll('th')].filter(th => th.scrollWidth > th.clientWidth + 1)"
+    for width in (1400, 1000, 800, 600):
+        size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+        await tab.send("Emulation.setDeviceMetricsOverride", **size)
+        for path in PAGES:
+            await open_page(tab, served, path)
+            wide = await tab.js(f"{over}.map(th => th.innerText)")
+            assert wide == [], (width, path)
+            assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
+
+
+async def test_the_overview_shows_what_happened_last(tab: Tab, served: Served) -> None:
+    """A session that waits is not among the latest; one that began is, until another one ends."""
+    await tab.until(f"{ROWS}.length === 20")
+    assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
+    await served.submit(id="new")
+    note = {"status": "run", "now": time.time() + 60, "id": "new-0"}
+    change = "UPDATE sessions SET status = :status, updated = :now WHERE id = :id"
+    await served.control.database.write(Tx.run, change, **note)
+    await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=15)
 
 
 async def test_what_happens_is_shown_at_once(tab: Tab, served: Served) -> None:

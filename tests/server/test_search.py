@@ -107,6 +107,51 @@ async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest
     assert await find(control, "even", newest=newest, limit=1, status=Status.FAILED) == failed
 
 
+@pytest.mark.parametrize("newest", [False, True])
+async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> None:  # noqa: FBT001
+    """Of many sessions with the words those of a status, a task or a node, wherever they are."""
+    tagged = [task(f"t{n:02}", "common", 2) for n in range(20)]
+    await control.database.write(submit, *tagged, task("other", "different"))
+    for session in ("t00-1", "t07-0", "t19-1", "other-1"):
+        await control.database.write(fail, session, "a common cause")
+    failed = sorted(["t00-1", "t07-0", "t19-1", "other-1"], reverse=newest)
+    failed.sort(key=lambda one: one.startswith("other"), reverse=newest)
+    for limit in (1, 2, 100):
+        options = {"newest": newest, "limit": limit}
+        assert await find(control, "comm", status=Status.FAILED, **options) == failed
+        assert await find(control, "common", task="other", **options) == ["other-1"]
+        assert await find(control, "common", task="t03", status=Status.FAILED, **options) == []
+        assert await find(control, "common", node="none", **options) == []
+
+
+async def test_a_number_is_that_of_a_task_or_of_a_sample(control: ControlPlane) -> None:
+    """A sample is found however many tasks have none with this number."""
+    batch = [task("few-12", "x", 1), task("many", "x", 14)]
+    await control.database.write(submit, *batch)
+    assert await find(control, "12") == ["few-12-0", "many-12"]
+    assert await find(control, "-1") == ["few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))]
+    assert await find(control, "99") == []
+
+
+async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
+    """What has not begun is left out; what began or ended last is first, of a task or of all."""
+    write, now = control.database.write, time.time()
+    await write(submit, task("a", "x", 3), task("b", "x", 1))
+    for n, (session, status) in enumerate([("b-0", "run"), ("a-2", "failed"), ("a-0", "eval")]):
+        change = "UPDATE sessions SET status = :status, updated = :at WHERE id = :id"
+        await write(Tx.run, change, status=status, at=now + n, id=session)
+
+    async def recent(**query: object) -> list[str]:
+        asked = SessionQuery(recent=True, **query)  # type: ignore[arg-type]
+        page = await control.database.read(sessions.page, asked)
+        assert page.next is None
+        return [one.id for one in page.sessions]
+
+    assert await recent() == ["a-0", "a-2", "b-0"]
+    assert await recent(limit=1) == ["a-0"]
+    assert await recent(task="a", status=Status.FAILED) == ["a-2"]
+
+
 async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
     """It is found beside the failure's text, whichever came first, and is gone once it is empty."""
     write = control.database.write
@@ -161,3 +206,18 @@ async def test_an_earlier_store_is_searched_from_then_on(
         assert await find(control, "fix") == ["late-0"]
         assert await find(control, "early") == ["early-0", "early-1"]
         assert await find(control, "ann") == ["early-0"]
+
+
+async def test_a_store_of_layout_5_keeps_its_words(
+    store_url: str, open_control: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that it has are in the new indexes."""
+    with monkeypatch.context() as earlier:
+        for module in (base, sqlite, postgres):
+            earlier.setattr(module, "STEPS", STEPS[:5])
+        async with open_database(store_url) as database:
+            await database.write(submit, task("early", "Fix calc.py"))
+            await database.write(fail, "early-1", "gone wrong")
+    async with open_control() as control:
+        assert await find(control, "fix") == ["early-0", "early-1"]
+        assert await find(control, "wrong", status=Status.FAILED) == ["early-1"]

@@ -9,8 +9,8 @@ from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.errors import UsageError
 from tugline.recording.file import read
 from tugline.recording.tokenizer_file import load_tokenizer
-from tugline.recording.view.html_page import render_page
-from tugline.recording.view.session_view import TokenText, encode_json, view_session
+from tugline.recording.view.html_page import render_page, write_run
+from tugline.recording.view.session_view import TokenText, ViewedSession, encode_json, view_session
 from tugline.recording.view.terminal import Terminal
 
 _WIDTH = 120
@@ -32,18 +32,26 @@ def view(
     """Show what happened in a session: turns, tokens, forks, ledger and timings.
 
     Args:
-        session: A recording file, or the id of a session.
+        session: A recording file, or the id of a session; with --html also a folder of recordings.
         builder: Show the traces of this builder (default: the task's own).
         turn: Show only this call, with its messages.
         tokenizer: tokenizer.json, where none is kept beside the recording.
-        html: Write one HTML page to this file.
+        html: Write one HTML page to this file; of a folder, a page of each session and a table of
+            them into this new folder.
         salvage: Show what comes before the damage of a broken file.
     """
-    with remote.find_recording(session) as path:
+
+    def load(path: Path) -> tuple[ViewedSession, TokenText]:
         recording = read(path, salvage=salvage)
         header = recording.header
         texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
-    session_view = view_session(path, recording, builder)
+        return view_session(path, recording, builder), texts
+
+    if html is not None and Path(session).is_dir() and turn is None and not as_json:
+        print(write_run(Path(session), html, load))
+        return
+    with remote.find_recording(session) as path:
+        session_view, texts = load(path)
     numbers = [one.call for one in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"

@@ -300,6 +300,9 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     words that begin with each of its words."""
     newest: bool = False
     """Begin with what was submitted last."""
+    recent: bool = False
+    """Only those that have begun, what changed last first: one page, of which `q`, `newest` and
+    `after` are no part."""
     after: Cursor | None = None
     limit: Limit = 100
 

@@ -3,6 +3,7 @@
 Apart from `folder`, so that a command that only finds recordings imports no tokenizer.
 """
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -30,11 +31,16 @@ def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -
     Raises `CaptureError` if the file beside it is not the one that the header names.
     """
     if other is not None:
-        return Tokenizer.load(other)
+        return _load(other, "")
     path = recording.parent / tokenizer_name(header.tokenizer)
     if not header.tokenizer or not path.exists():
         return None
     if hashlib.sha256(path.read_bytes()).hexdigest() != header.tokenizer:
         msg = f"{path} is not the tokenizer that {recording} was made with; its digest differs"
         raise CaptureError(msg)
+    return _load(path, header.tokenizer)
+
+
+@functools.lru_cache(maxsize=2)
+def _load(path: Path, _digest: str) -> Tokenizer:
     return Tokenizer.load(path)

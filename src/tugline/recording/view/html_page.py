@@ -4,22 +4,28 @@ The page's parts are files in ``page/``. Its data are one block: gzip of a lengt
 and the arrays, in base64, so that no text of a model can end it or be taken for markup. Of each
 trace only the tokens that its parent does not have are stored, so the file grows with the session's
 tokens, not with turns times tokens (I7).
+
+A run is a folder of such files, with a table of its sessions.
 """
 
 import base64
 import gzip
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
+from tugline.errors import CaptureError
 from tugline.recording.file import read
+from tugline.recording.folder import list_recordings, parse_name
 from tugline.recording.tokenizer_file import load_tokenizer
+from tugline.recording.trajectories import find_superseded
 from tugline.recording.view.session_view import (
     SessionView,
     TokenText,
@@ -31,6 +37,8 @@ from tugline.types import Image, Message
 
 _MAX_IMAGE_URL = 256 * 1024
 """Longest URL of an image that is included in the page, in characters."""
+_MAX_RUN = 500_000_000
+"""Bytes of all pages of a run: a folder that can still be sent to somebody."""
 _NO_IDS = np.empty(0, np.int32)
 _PLACEHOLDER = re.compile(r"\{\{ ([\w.]+) \}\}")
 """The title, the data or a file of ``page/``."""
@@ -60,18 +68,69 @@ class PageData(msgspec.Struct, frozen=True, kw_only=True):
 def render_page(session: ViewedSession, texts: TokenText) -> str:
     """Render the page of a session."""
     view = session.view
-    folder = files("tugline.recording.view") / "page"
     name = view.header.session.id if view.header else view.recording
-    parts = {
-        "title": html.escape(f"{name} - Tugline"),
-        "data": base64.b64encode(_encode_block(session, texts)).decode(),
-    }
+    data = base64.b64encode(_encode_block(session, texts)).decode()
+    return _fill("page.html", title=html.escape(f"{name} - Tugline"), data=data)
+
+
+def write_run(
+    root: Path, out: Path, load: Callable[[Path], tuple[ViewedSession, TokenText]]
+) -> str:
+    """Write the pages of the recordings below `root`, and a table, into `out`; says what it wrote.
+
+    The table has every session, of several attempts the last. Without a page, as its row says, is
+    one that cannot be read, and one that comes when the pages have `_MAX_RUN` already.
+    """
+    rows, size, pages = [], 0, 0
+    paths = list_recordings(root)
+    out.mkdir(parents=True)
+    for path in sorted(set(paths) - find_superseded(paths)):
+        name = path.relative_to(root).with_suffix(".html")
+        try:
+            session, texts = load(path)
+            cells, page = _describe(session.view), render_page(session, texts).encode()
+        except CaptureError as error:
+            cells, page = ["", "unreadable", *[""] * 5, str(error)], b""
+        if size + len(page) > _MAX_RUN:
+            page, cells[-1] = b"", f"no page: the others have {size:,} bytes. {cells[-1]}"
+        title = html.escape(parse_name(path)[0])
+        if page:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            size, pages = size + (out / name).write_bytes(page), pages + 1
+            title = f'<a href="{quote(name.as_posix())}">{title}</a>'
+        rows.append("<tr><td>" + "<td>".join([title, *map(html.escape, cells)]))
+    count = f"{len(rows):,} sessions, {pages:,} pages, {size / 1e6:,.1f} MB"
+    count += f"; {len(rows) - pages:,} without a page, as the rows say" * (len(rows) > pages)
+    title = html.escape(f"{root.resolve().name} - Tugline")
+    index = _fill("run.html", title=title, count=count, rows="\n".join(rows))
+    (out / "index.html").write_text(index, encoding="utf-8")
+    return f"wrote {out / 'index.html'}: {count}"
+
+
+def _describe(view: SessionView) -> list[str]:
+    """The cells of a run's table, after the session."""
+    header, result, ledger = view.header, view.result, view.ledger
+    why = (
+        f"{result.failure.boundary}: {result.failure.message}" if result and result.failure else ""
+    )
+    return [
+        header.task.id if header else "",
+        result.status.replace("_", " ") if result else "no result",
+        f"{result.reward.value:g}" if result and result.reward else "",
+        *(f"{n:,}" for n in (len(view.turns), ledger.sampled, ledger.trained)),
+        f"{sum(result.seconds.values()):.1f}" if result else "",
+        "; ".join(filter(None, (why, view.build_error, view.damage))),
+    ]
+
+
+def _fill(template: str, **parts: str) -> str:
+    folder = files("tugline.recording.view") / "page"
 
     def fill(placeholder: re.Match[str]) -> str:
         part = placeholder[1]
         return parts[part] if part in parts else (folder / part).read_text(encoding="utf-8")
 
-    return _PLACEHOLDER.sub(fill, (folder / "page.html").read_text(encoding="utf-8"))
+    return _PLACEHOLDER.sub(fill, (folder / template).read_text(encoding="utf-8"))
 
 
 def pack_recording(path: Path) -> bytes:

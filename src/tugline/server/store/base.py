@@ -59,7 +59,10 @@ class Tx:
     """When it began, Unix seconds; the only clock of the operations in it."""
 
     matching: str
-    """``FROM`` and ``WHERE`` of the texts with `:words`, of which ``*`` ends a beginning."""
+    """``FROM`` and ``WHERE`` of the texts with `:words`, of which ``*`` ends a beginning.
+
+    `:tasks` says whether those of tasks or those of sessions are read.
+    """
 
     def __init__(self, db: Any) -> None:
         """`db` is the driver's own connection."""
@@ -251,7 +254,7 @@ class Driver(ABC):
 
 
 STEPS = tuple(
-    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in range(1, 6)
+    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in range(1, 7)
 )
 """Step n leads from layout n to layout n + 1."""
 

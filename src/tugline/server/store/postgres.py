@@ -119,7 +119,7 @@ class Postgres(Driver):
 class PostgresConnection(Connection):
     """A connection whose transactions write in turn."""
 
-    matching = "matching_texts(:words) AS texts (rowid) WHERE true"
+    matching = "matching_texts(:words, :tasks) AS texts (rowid) WHERE true"
 
     def __init__(self, db: psycopg.Connection[Row]) -> None:
         super().__init__(db)

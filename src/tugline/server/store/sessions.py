@@ -122,14 +122,18 @@ def _read(tx: Tx, query: protocol.SessionQuery) -> list[Row]:
     def read(having: str, **named: object) -> list[Row]:
         return tx.read_places(f"{_COLUMNS} FROM sessions", where + having, query, **values, **named)
 
+    if query.recent:
+        begun = f"status <> 'queued'{where} ORDER BY updated DESC LIMIT :limit"
+        return [*select(tx, begun, limit=query.limit, **values)]
     if not query.q:
         return read("")
     having, named = _match_part(tx, query.q)
     found = read(having, **named)
-    for tasks in (False, True):
+    words = texts.parse(query.q)
+    for tasks in (False, True) if words else ():
         rows: list[Row] = []
-        for places in texts.find(tx, query, tasks=tasks):
-            rows += read(f" AND place IN ({places})")
+        for condition in texts.find(tx, query, words, tasks=tasks):
+            rows += read(f" AND {condition}", words=words, tasks=tasks)
             if len(rows) > query.limit:
                 break
         found += rows
@@ -144,14 +148,15 @@ def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
     """
     values: dict[str, object] = {"q": part}
     where = " AND replace(id, :q, '') <> id"  # "contains", as for tags
-    if re.fullmatch(r"-?\d{0,5}", part):  # every task may have such a sample
-        return where, values
-    named = re.sub(r"-\d{0,5}$", "", part)
-    tasks = "SELECT id FROM tasks WHERE replace(id, :part, '') <> id LIMIT :limit"
-    found = tx.all(tasks, part=named, limit=_FEW_TASKS + 1)
+    number = re.fullmatch(r"-?(\d{0,5})", part)  # a task with more samples may have such a one
+    named = part if number else re.sub(r"-\d{0,5}$", "", part)
+    also = f" OR samples > {int(number[1] or 0)}" if number else ""
+    tasks = f"SELECT id FROM tasks WHERE replace(id, :part, '') <> id{also} LIMIT :limit"  # noqa: S608 - a number
+    found = [] if " " in part else tx.all(tasks, part=named, limit=_FEW_TASKS + 1)
     if len(found) > _FEW_TASKS:
         return where, values
-    return f"{where} AND task IN :tasks", {**values, "tasks": [task for (task,) in found]}
+    where += " AND task IN :tasks" if found else " AND FALSE"
+    return where, {**values, "tasks": [task for (task,) in found]}
 
 
 def requeue(

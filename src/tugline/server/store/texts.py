@@ -19,8 +19,8 @@ _WHOLE = 2
 """Characters up to which a word is found as a whole only; a longer one also by its beginning."""
 _LAST = 2**63 - 1
 """Beyond all places."""
-_MOST = 8000
-"""Places that are read at once."""
+_PAGES = 3
+"""So many pages of places are looked through for the sessions of a status, a task or a node."""
 
 
 def join_task(instruction: str, tags: Mapping[str, str]) -> str:
@@ -40,35 +40,41 @@ def replace(tx: Tx, place: int, text: str) -> None:
     add(tx, [(place, text)] if text else [])
 
 
-def find(tx: Tx, query: SessionQuery, *, tasks: bool) -> Iterator[str]:
-    """Places of sessions that have all words of `query.q` in their own text, or in their task's.
+def parse(q: str) -> str:
+    """Return its words as `find` and `Tx.matching` need them; empty if there are none."""
+    return " ".join(word + "*" * (len(word) > _WHOLE) for word in _split(q))
 
-    They come in the order of the page, and as many as fill it; when more is wanted, ever more. Each
-    is a list for ``IN``: SQLite takes seconds to read thousands of parameters.
+
+def find(tx: Tx, query: SessionQuery, terms: str, *, tasks: bool) -> Iterator[str]:
+    """Conditions on sessions that have all `terms` in their own text, or in their task's.
+
+    First the places of the next such sessions in the order of the page, without parameters, which
+    SQLite takes seconds to read by the thousand. Where those that are wanted may be few among many,
+    the second is true for all sessions with the terms, so the wanted are compared with it.
     """
-    words = " ".join(word + "*" * (len(word) > _WHOLE) for word in _split(query.q))
     order = "DESC" if query.newest is not tasks else "ASC"
     keys = f"SELECT rowid FROM {tx.matching} AND rowid > :low AND rowid < :high"  # noqa: S608 - constants
     keys += f" ORDER BY rowid {order} LIMIT :size"
     first = "SELECT COALESCE(MAX(place - sample), 0) FROM sessions WHERE place = :place"
-    after, size = int(query.after or 0), query.limit + 1
-    while words:
-        low, high = (0, after or _LAST) if query.newest else (after, _LAST)
-        bounds = {"low": low, "high": high}
-        if tasks:
-            [(begun,)] = tx.all(first, place=low)
-            bounds = {"low": -high, "high": 1 - begun}
-        rows = tx.all(keys, words=words, size=size, **bounds)
-        found = [abs(rowid) for (rowid,) in rows]
-        if tasks and found:
-            every = _list_sessions(tx, found, query)
-            found = list(itertools.islice((place for place in every if low < place < high), size))
-        if found:
-            yield ", ".join(map(str, found))
-            after = found[-1]
-        if len(rows) < size and len(found) < size:
-            return
-        size = min(4 * size, _MOST)
+    after = int(query.after or 0)
+    size = (query.limit + 1) * (_PAGES if query.status or query.task or query.node else 1)
+    low, high = (0, after or _LAST) if query.newest else (after, _LAST)
+    bounds = {"low": low, "high": high}
+    if tasks:
+        [(begun,)] = tx.all(first, place=low)
+        bounds = {"low": -high, "high": 1 - begun}
+    rows = tx.all(keys, words=terms, tasks=tasks, size=size, **bounds)
+    found = [abs(rowid) for (rowid,) in rows]
+    if tasks and found:
+        every = _list_sessions(tx, found, query)
+        found = list(itertools.islice((place for place in every if low < place < high), size))
+    if found:
+        yield f"place IN ({', '.join(map(str, found))})"
+    if len(rows) < size and len(found) < size:
+        return
+    own, sign = ("sample - place", "<") if tasks else ("place", ">")
+    # PostgreSQL would join a bare IN, and look through all texts for each session.
+    yield f"COALESCE({own} IN (SELECT rowid FROM {tx.matching} AND rowid {sign} 0), FALSE)"  # noqa: S608 - constants
 
 
 def _split(text: str) -> list[str]:
