@@ -22,7 +22,7 @@ from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.recording.records import Header
-from tugline.web.engine_http import ModelCard, authorize, fetch_card
+from tugline.web.engine_http import EngineHttp, ModelCard, fetch_card
 from tugline.web.sse import read_payloads
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -132,18 +132,15 @@ class Upstream(TokenSource):
         if not self.replicas:
             raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
         self.wire = wire
-        self._settings, self._headers = settings, authorize(key)
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
-        self._client: aiohttp.ClientSession | None = None
+        self._settings = settings
+        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
+        self._http = EngineHttp("", key, timeout=timeout)
         self._probes: asyncio.Task[None] | None = None
         self._waits: set[_Wait] = set()
         self._idle_s = idle_s
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._client = aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, read_bufsize=1 << 20, headers=self._headers
-        )
+        await self._http.__aenter__()
         self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
         return self
 
@@ -151,8 +148,7 @@ class Upstream(TokenSource):
         if self._probes is not None:
             self._probes.cancel()
             await asyncio.wait({self._probes})
-        if self._client is not None:
-            await self._client.close()
+        await self._http.__aexit__()
 
     async def model(self) -> ModelCard:
         """The model that the first replica serves, unless it is known already."""
@@ -173,7 +169,7 @@ class Upstream(TokenSource):
             replica = self.choose(session, tried)
             began = False
             try:
-                reply = read_reply(self._session, replica.url, self.wire, ask)
+                reply = read_reply(self._http.client, replica.url, self.wire, ask)
                 async with (
                     self._watch(replica, session) as reading,
                     contextlib.aclosing(reply) as deltas,
@@ -204,13 +200,13 @@ class Upstream(TokenSource):
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
-                self._session.post(url + post.path, data=post.body, headers=_JSON) as done,
+                self._http.client.post(url + post.path, data=post.body, headers=_JSON) as done,
             ):
                 await done.read()
 
     async def _fetch_card(self, replica: Replica) -> ModelCard:
         timeout_s = self._settings.probe_timeout_s
-        return await fetch_card(self._session, replica.url, self.name, timeout_s)
+        return await fetch_card(self._http.client, replica.url, self.name, timeout_s)
 
     async def answers(self, session: str) -> bool:
         """See `TokenSource.answers`."""
@@ -276,12 +272,6 @@ class Upstream(TokenSource):
         if error.retry_after > self._settings.longest_retry_after_s:
             return None
         return error.retry_after if alone else min(error.retry_after, backoff_s)
-
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        if self._client is None:
-            raise EngineError("the upstream is not open; enter it with `async with`")
-        return self._client
 
 
 async def read_reply(

@@ -36,11 +36,6 @@ class _Models(msgspec.Struct):
     data: list[_ListedModel]
 
 
-def authorize(key: str) -> dict[str, str]:
-    """Headers of all requests to an engine that wants this API key; none if it is empty."""
-    return {"authorization": f"Bearer {key}"} if key else {}
-
-
 async def fetch_card(
     client: aiohttp.ClientSession, url: str, model: str | None, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> ModelCard:
@@ -83,16 +78,19 @@ async def fetch_card(
 class EngineHttp:
     """An engine's address and a connection pool; no retries."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(
+        self, url: str, key: str = "", *, timeout: aiohttp.ClientTimeout | None = None
+    ) -> None:
         """`key` is its API key, if it wants one."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = authorize(key)
+        self._timeout = timeout or aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, connect=10)
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, connect=10)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._client = aiohttp.ClientSession(
-            timeout=timeout, read_bufsize=1 << 20, headers=self._headers
+            connector=connector, timeout=self._timeout, read_bufsize=1 << 20, headers=self._headers
         )
         return self
 
