@@ -177,12 +177,10 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
 def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
     """Parse ``--builder`` and its ``--option key=value``."""
     given = _parse_options(options, "--option")
-    if name is None:
-        if given:
-            msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
-            raise UsageError(msg)
-        return None
-    return PluginSpec(name, given)
+    if given and name is None:
+        msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
+        raise UsageError(msg)
+    return None if name is None else PluginSpec(name, given)
 
 
 def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
