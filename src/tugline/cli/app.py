@@ -96,7 +96,9 @@ def main() -> None:
     except CycloptsError as error:
         _exit(f"{error} See tugline {called} --help", code=2)
     except TuglineError as error:
-        _exit(*map(str, error.problems), code=2 if _is_correctable(error) else 1)
+        refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
+        correctable = refused or isinstance(error, UsageError)
+        _exit(*map(str, error.problems), code=2 if correctable else 1)
     except BrokenPipeError:  # nobody reads stdout any more, as behind `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -130,11 +132,6 @@ def _answer(option: str, shell: str = "", *_more: str) -> None:
         )
     else:
         _exit(f"there is no command {option!r}; tugline --help lists them", code=2)
-
-
-def _is_correctable(error: TuglineError) -> bool:
-    refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
-    return refused or isinstance(error, UsageError)
 
 
 def _exit(*messages: str, code: int) -> None:

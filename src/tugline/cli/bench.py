@@ -18,7 +18,7 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tugline.cli.options import Json
+from tugline.cli.options import Count, Json, NotNegative
 from tugline.cli.output import format_counts, print_report, print_text
 from tugline.errors import UsageError
 
@@ -110,8 +110,6 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Above = Annotated[float, Parameter(validator=Number(gt=0))]
-Count = Annotated[int, Parameter(validator=Number(gt=0))]
-NotLess = Annotated[float, Parameter(validator=Number(gte=0))]
 
 
 @Parameter(name="*")
@@ -137,11 +135,11 @@ class Workload:
     """Tokens of the first prompt."""
     token_ms: Above = 20.0
     """Time for one token of one answer."""
-    tool_s: NotLess = 2.0
+    tool_s: NotNegative = 2.0
     """Time in tools for each turn."""
-    tool_cpu_s: NotLess = 0.5
+    tool_cpu_s: NotNegative = 0.5
     """Processor time of them."""
-    eval_s: NotLess = 30.0
+    eval_s: NotNegative = 30.0
     """Time of an evaluation, and processor time."""
     cores: Count = 64
     """Processors of a node's machine."""

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import make_table, print_report, print_text
+from tugline.cli.output import COLOURS, make_table, print_report, print_text
 from tugline.client.overview import examine
 from tugline.errors import UsageError
-from tugline.gateway.engine import CheckOutcome, EngineReport
+from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
@@ -22,7 +22,6 @@ from tugline.web.serve import raise_file_limit
 
 _FILES = 16
 """Files that a node has open for an agent: connections, a recording, pipes of its sandbox."""
-_COLOUR = {CheckOutcome.PASS: "green", CheckOutcome.FAIL: "red", CheckOutcome.UNKNOWN: "yellow"}
 
 
 async def doctor(
@@ -111,7 +110,7 @@ async def _examine(remote: Remote, *, as_json: bool) -> None:
 def _show(report: EngineReport, refusal: str | None) -> None:
     print_text(f"{report.engine} {report.version} at {report.url}: {report.model}")
     rows = (
-        (check.name, Text(check.outcome, _COLOUR[check.outcome]), check.detail)
+        (check.name, Text(check.outcome, COLOURS[check.outcome]), check.detail)
         for check in report.checks
     )
     print_text(make_table(("check", "", "detail"), rows))

@@ -105,9 +105,13 @@ def export(
     print_report(summary, lambda: _show(summary), as_json=as_json)
 
 
-def _run(plan: Export, paths: list[Path]) -> ExportSummary:
+def _make_progress() -> Progress:
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _run(plan: Export, paths: list[Path]) -> ExportSummary:
+    with _make_progress() as progress:
         bars = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
         return run(
             plan,
@@ -137,11 +141,7 @@ def rebuild(
         salvage: Build what comes before the damage of a broken file.
     """
     root, spec = Path(session), _parse_builder(builder, option)
-    console = Console(stderr=True)
-    with (
-        remote.find_recordings(session) as paths,
-        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    with remote.find_recordings(session) as paths, _make_progress() as progress:
         bar = progress.add_task("rebuilding", total=len(paths))
         index = rebuild_all(
             paths,
@@ -177,12 +177,10 @@ def _parse_split(text: str | None, seed: int) -> Split | None:
 def _parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
     """Parse ``--builder`` and its ``--option key=value``."""
     given = _parse_options(options, "--option")
-    if name is None:
-        if given:
-            msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
-            raise UsageError(msg)
-        return None
-    return PluginSpec(name, given)
+    if given and name is None:
+        msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
+        raise UsageError(msg)
+    return None if name is None else PluginSpec(name, given)
 
 
 def _parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:

@@ -83,17 +83,12 @@ def _in_dialects(dialects: Sequence[str], options: dict[str, Any], **case: Any) 
 
 
 _ALL = ("openai_chat", "openai_responses", "anthropic", "google")
-_DESCRIBED = {"description": "As asked"}
+_DESCRIBED, _AWAITED = {"description": "As asked"}, {"is_background": False}
 _PI = {"reasoning": True, "args": ["--no-context-files", "--mode", "json"]}
 CASES: tuple[Case, ...] = (
     Case(harness="codex", dialect="openai_responses", tool="exec_command", argument="cmd"),
     Case(harness="claude_code", dialect="anthropic", tool="Bash", arguments=_DESCRIBED),
-    Case(
-        harness="qwen_code",
-        dialect="openai_chat",
-        tool="run_shell_command",
-        arguments={"is_background": False},
-    ),
+    Case(harness="qwen_code", dialect="openai_chat", tool="run_shell_command", arguments=_AWAITED),
     Case(harness="gemini_cli", dialect="google", tool="run_shell_command"),
     *_in_dialects(
         *(_ALL[:3], {}), harness="mini_swe_agent", tool="bash", ends_by_command=True, streams=False

@@ -20,6 +20,7 @@ INTERRUPTED = 130
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
 """A number from 1."""
+NotNegative = Annotated[float, Parameter(validator=Number(gte=0))]
 Required = Annotated[str, Parameter(required=True)]
 """A positional argument of which at least one must be given."""
 Json = Annotated[bool, Parameter("--json", help="Print JSON.")]

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from tugline.types import is_pass
 
+COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
+"""Of the results of checks."""
 _REPORT_EVERY_S = 10.0
 """Between two lines of progress, without a terminal."""
 

@@ -102,35 +102,31 @@ def _choose_folder(name: str) -> Path:
 # --------------------------------------------------------------------------- output
 def _show(reports: Sequence[ReplayReport]) -> None:
     for report in reports:
-        _show_report(report)
-
-
-def _show_report(report: ReplayReport) -> None:
-    program = " ".join(filter(None, (report.harness, report.version)))
-    done = f"{report.replayed} of {report.recorded} requests"
-    live = f", then {report.live} live" if report.live else ""
-    if report.as_recorded:
-        print_text(f"{report.session} by {program}: {done} as recorded{live}")
-    else:
+        program = " ".join(filter(None, (report.harness, report.version)))
+        done = f"{report.replayed} of {report.recorded} requests"
+        live = f", then {report.live} live" if report.live else ""
+        how = "as recorded" if report.as_recorded else "answered"
         differ = f", {count} differ" if (count := len(report.differences)) else ""
-        print_text(f"{report.session} by {program}: {done} answered{live}{differ}")
-    for one in report.differences:
-        _show_difference(one)
-    if report.exact is not None and report.replayed:
-        print_text(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
-    if report.adapted:
-        print_text(f"  answers adapted to this run's values: {report.adapted} of {report.replayed}")
-    for name, values in report.masked.items():
-        old, new = next(iter(values.items()))
-        print_text(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
-    if report.failure is not None and not report.differences:
-        print_text(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
-    rewards = [
-        f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
-    ]
-    print_text(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
-    if report.recording:
-        print_text(f"  {report.recording}")
+        print_text(f"{report.session} by {program}: {done} {how}{live}{differ}")
+        for one in report.differences:
+            _show_difference(one)
+        if report.exact is not None and report.replayed:
+            print_text(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
+        if report.adapted:
+            print_text(
+                f"  answers adapted to this run's values: {report.adapted} of {report.replayed}"
+            )
+        for name, values in report.masked.items():
+            old, new = next(iter(values.items()))
+            print_text(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
+        if report.failure is not None and not report.differences:
+            print_text(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
+        rewards = [
+            f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
+        ]
+        print_text(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
+        if report.recording:
+            print_text(f"  {report.recording}")
 
 
 def _show_difference(difference: Difference) -> None:

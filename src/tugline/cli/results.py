@@ -68,8 +68,7 @@ async def results(
     finally:
         if saved:
             saved.write_index()
-            where = f"saved in {out}: {seen} new, {len(saved.views)} in all"
-            print_text(where, stderr=True)
+            print_text(f"saved in {out}: {seen} new, {len(saved.views)} in all", stderr=True)
     if not seen and not saved:
         print_text("nothing new", stderr=True)
 

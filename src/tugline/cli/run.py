@@ -18,12 +18,11 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from cyclopts.validators import Number
 from msgspec.structs import replace
 from rich.console import Console
 
 from tugline.cli import up
-from tugline.cli.options import Count, Json
+from tugline.cli.options import Count, Json, NotNegative
 from tugline.cli.output import SessionProgress, make_table, print_json, print_text, save_report
 from tugline.cli.task import Paths
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
@@ -168,16 +167,13 @@ class Figures(msgspec.Struct, kw_only=True):
     """At the prices given."""
 
 
-Price = Annotated[float, Parameter(validator=Number(gte=0))]
-
-
 def generate(
     *paths: Paths,
     out: Path,
     samples: Count | None = None,
     accept: str = "reward>=1",
-    price_in: Price = 0.0,
-    price_out: Price = 0.0,
+    price_in: NotNegative = 0.0,
+    price_out: NotNegative = 0.0,
     local: up.NodeOptions = up.DEFAULT_NODE,
     as_json: Json = False,
 ) -> None:

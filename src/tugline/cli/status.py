@@ -251,10 +251,6 @@ async def _cancel(client: Client, name: str) -> Cancelled:
     return await client.cancel(**{kind: name}, by="tugline cancel")
 
 
-def _describe_cancelled(counts: Cancelled) -> str:
-    parts = {
-        "ended": len(counts.ended),
-        "stopping": len(counts.stopping),
-        "final before": counts.final,
-    }
+def _describe_cancelled(done: Cancelled) -> str:
+    parts = {"ended": len(done.ended), "stopping": len(done.stopping), "final before": done.final}
     return format_counts(parts) or "nothing to cancel"

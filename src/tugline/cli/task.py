@@ -205,9 +205,8 @@ async def _check_all(
 
         async def check_one(number: int, task: Task, selected: SelectedTasks | None) -> TaskCheck:
             async with slots:
-                check = await _check_task(
-                    task, selected, earlier, Path(folder) / str(number), parts
-                )
+                own = Path(folder, str(number))
+                check = await _check_task(task, selected, earlier, own, parts)
             bar.advance(line)
             if (check.task, check.digest) not in earlier:
                 if out is not None:
@@ -301,10 +300,7 @@ def _show(checks: Sequence[TaskCheck]) -> None:
         (
             check.task,
             check.state,
-            *(
-                "-" if reward is None else f"{reward:g}"
-                for reward in (check.reference, check.empty)
-            ),
+            *("-" if one is None else f"{one:g}" for one in (check.reference, check.empty)),
             f"{check.cause}: {check.reason}"[:300] if check.cause else check.reason[:300],
         )
         for check in checks

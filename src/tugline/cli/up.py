@@ -26,7 +26,6 @@ from tugline.launch.server import STORE, is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
-from tugline.server.blobs import Blobs
 from tugline.server.control import read_blob
 from tugline.server.store.results import list_digests
 from tugline.types import Mode
@@ -191,7 +190,12 @@ async def check(
     settings = load_settings(config, server={"store": store}, node={}, engine={}).server
     database, blobs = locate_data(settings, folder)
     sessions = database.check(list_digests)
-    damaged = await _find_damaged(blobs, sessions)
+    damaged: dict[str, str] = {}
+    for session, (name, digest) in sessions.items():
+        try:
+            await read_blob(blobs, name, digest)
+        except (Missing, StoreError) as error:
+            damaged[session] = str(error)
     if damaged:
         left = database.check(list_digests)  # a running server may delete what is old
         damaged = {session: what for session, what in damaged.items() if session in left}
@@ -236,14 +240,3 @@ def backup(copy: Path, /, *, folder: Folder = DATA) -> None:
 def _copy(source: str, target: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # the running server has just deleted it
         shutil.copy2(source, target)
-
-
-async def _find_damaged(blobs: Blobs, sessions: dict[str, tuple[str, str]]) -> dict[str, str]:
-    """Read every result; session to what is wrong with it."""
-    damaged = {}
-    for session, (name, digest) in sessions.items():
-        try:
-            await read_blob(blobs, name, digest)
-        except (Missing, StoreError) as error:
-            damaged[session] = str(error)
-    return damaged

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
-from tugline.cli.output import format_counts, make_table, print_report, print_text
+from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text
 from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.verify.engine import Scorer, connect_scorer
@@ -18,19 +18,12 @@ from tugline.recording.verify.session import (
     TOLERANCE,
     SessionReport,
     VerifySummary,
-    VerifyVerdict,
     summarize,
     verify_logprobs,
     verify_session,
 )
 from tugline.recording.verify.text import TextVerifier
 from tugline.recording.view.terminal import CONTINUATION_STYLES
-
-_VERDICTS = {
-    VerifyVerdict.PASS: "green",
-    VerifyVerdict.FAIL: "red",
-    VerifyVerdict.UNCHECKED: "yellow",
-}
 
 
 async def verify(
@@ -89,7 +82,7 @@ def _show(report: SessionReport) -> None:
     print_text(_make_table(report))
     for name, check in report.checks.items():
         detail = f": {check.detail}" if check.detail else ""
-        print_text(f"  {check.verdict} {name}{detail}", style=_VERDICTS[check.verdict])
+        print_text(f"  {check.verdict} {name}{detail}", style=COLOURS[check.verdict])
     for turn in report.turns:
         for fault in turn.faults[1:]:
             print_text(f"  also turn {turn.call}: {fault}", style="red")

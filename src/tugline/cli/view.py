@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.output import print_text
 from tugline.errors import UsageError
 from tugline.recording.file import read
 from tugline.recording.tokenizer_file import load_tokenizer
@@ -58,10 +59,7 @@ def view(
         raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
     if html is not None:
         html.write_text(render_page(session_view, texts), encoding="utf-8")
-        print(
-            f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)",
-            file=sys.stderr if as_json else None,
-        )
+        print_text(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", stderr=as_json)
     if as_json:
         print(encode_json(session_view, turn).decode())
     elif html is None:

@@ -148,9 +148,8 @@ async def stream_pages(
     """
     query = replace(query, limit=_AT_ONCE, wait_s=_WAIT_S if follow else 0.0)
     while True:
-        page = await http.get(
-            "/v1/results", protocol.Results, query=asdict(query), wait_s=query.wait_s
-        )
+        asked, wait_s = asdict(query), query.wait_s
+        page = await http.get("/v1/results", protocol.Results, query=asked, wait_s=wait_s)
         results: list[Result] = []
         for start in range(0, len(page.items), _AT_ONCE):
             some = page.items[start : start + _AT_ONCE]

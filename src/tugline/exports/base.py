@@ -134,14 +134,13 @@ class Exporter:
         for index, trace in enumerate(session.built.traces):
             size = len(trace.ids)
             skip = session.filter.check(trace.kind, exact=trace.exact, length=size, default=every)
-            if skip is None and self.trains and not trace.mask.any():
+            trained = int(trace.mask.sum())
+            if skip is None and self.trains and not trained:
                 skip = SkipReason.UNTRAINED
             if skip is None and self.trains and trace.images:
                 skip = SkipReason.IMAGES
             row = self.row(session, index, trace) if skip is None else skip
-            yield (
-                row if isinstance(row, SkipReason) else ExportRow(row, size, int(trace.mask.sum()))
-            )
+            yield row if isinstance(row, SkipReason) else ExportRow(row, size, trained)
 
     def row(
         self, session: SessionExport, index: int, trace: Trace

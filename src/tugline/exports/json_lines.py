@@ -12,12 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tugline.chat.model_call import (
-    decode_arguments,
-    place_system,
-    serialize_message,
-    serialize_tool,
-)
+from tugline.chat import model_call
 from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import (
@@ -102,10 +97,10 @@ class Sft(Conversations):
         parse = _parse_object if self.arguments == "object" else str
         messages = join_messages(calls, front=self.system == "front")
         serialized = [
-            serialize_message(message, reasoning_field=field, arguments=parse)
+            model_call.serialize_message(message, reasoning_field=field, arguments=parse)
             for message in messages
         ]
-        tools = {"tools": [serialize_tool(tool) for tool in calls[-1].tools]}
+        tools = {"tools": [model_call.serialize_tool(tool) for tool in calls[-1].tools]}
         if self.shape == "messages":
             return {"messages": serialized, **tools}
         first = next(i for i, message in enumerate(messages) if message.role is Role.ASSISTANT)
@@ -148,7 +143,7 @@ class Atif(Conversations):
                 "name": harness.name,
                 "version": str(harness.options.get("version", "unknown")),
                 "model_name": session.header.model,
-                "tool_definitions": [serialize_tool(tool) for tool in calls[-1].tools],
+                "tool_definitions": [model_call.serialize_tool(tool) for tool in calls[-1].tools],
             },
             "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
             "final_metrics": {**totals, "total_steps": len(steps)},
@@ -242,12 +237,12 @@ def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message
         msgspec.structs.replace(one, role=Role.SYSTEM) if one.role is Role.DEVELOPER else one
         for one in messages
     ]
-    return place_system(messages) if front else messages
+    return model_call.place_system(messages) if front else messages
 
 
 def _parse_object(arguments: str) -> object:
     """Parse arguments that are a JSON object; others stay text."""
-    value = decode_arguments(arguments)
+    value = model_call.decode_arguments(arguments)
     return value if isinstance(value, dict) else arguments
 
 

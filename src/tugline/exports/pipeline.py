@@ -108,14 +108,10 @@ def select(
     sessions: Iterable[SessionSummary], selection: Selection
 ) -> tuple[list[SessionSummary], Counter[SkipReason]]:
     """Return the sessions to export, sorted, and how many are skipped for which reason."""
-    skipped: Counter[SkipReason] = Counter()
-    chosen: list[SessionSummary] = []
-    for session in sorted(sessions, key=lambda each: each.sort_key):
-        reason = selection.check(session)
-        if reason is None:
-            chosen.append(session)
-        else:
-            skipped[reason] += 1
+    ranked = sorted(sessions, key=lambda each: each.sort_key)
+    checked = [(each, selection.check(each)) for each in ranked]
+    skipped = Counter(reason for _, reason in checked if reason is not None)
+    chosen = [each for each, reason in checked if reason is None]
     if selection.dedupe:
         first = {(each.task, each.answers): each for each in reversed(chosen)}
         skipped[SkipReason.DUPLICATE] = len(chosen) - len(first)
@@ -213,8 +209,7 @@ class _RunningExport:
     """The open files and the counts of one export."""
 
     def __init__(self, export: Export, targets: Mapping[str, Path], session_count: int) -> None:
-        self.export = export
-        self.targets = targets
+        self.export, self.targets = export, targets
         self.writers: dict[str, RowWriter] = {}
         self.summary = ExportSummary(
             session_count, files={n: FileSummary(str(p)) for n, p in targets.items()}

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tugline import log
 from tugline.chat.templates.base import CONFIGS
@@ -53,24 +52,7 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
     if settings.model is None:
         msg = "no engine: give its address with --engine, or a model folder with --model"
         raise UsageError(msg)
-    async with _embed(settings, settings.model, slots) as connection:
-        yield connection
-
-
-@contextlib.asynccontextmanager
-async def serve_engine(
-    generator: GenerationEngine, rendering: Rendering
-) -> AsyncIterator[EngineConnection]:
-    """Serve an engine of this process at a URL of its own, in exact mode."""
-    async with serve(create_app(generator, model_name=NAME)) as url:
-        yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
-
-
-@contextlib.asynccontextmanager
-async def _embed(
-    settings: EngineSettings, folder: Path, slots: int
-) -> AsyncIterator[EngineConnection]:
-    model, tokenizer, eos_ids = await asyncio.to_thread(load, folder)
+    model, tokenizer, eos_ids = await asyncio.to_thread(load, settings.model)
     from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
 
     config = model.config.get_text_config()
@@ -84,6 +66,15 @@ async def _embed(
         serve_engine(generator, rendering) as connection,
     ):
         yield connection
+
+
+@contextlib.asynccontextmanager
+async def serve_engine(
+    generator: GenerationEngine, rendering: Rendering
+) -> AsyncIterator[EngineConnection]:
+    """Serve an engine of this process at a URL of its own, in exact mode."""
+    async with serve(create_app(generator, model_name=NAME)) as url:
+        yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 
 
 async def _connect(settings: EngineSettings) -> EngineConnection:

@@ -42,6 +42,7 @@ from tugline.web.serve import raise_file_limit
 SERVER = "server.json"
 TOKENS = "tokens.json"
 CALLBACK_KEY = "callback.key"
+"""It has the secret that signs callbacks in the form that receivers want."""
 STORE = "server.db"
 BLOBS = "blobs"
 TOKENS_EVERY_S = 5.0
@@ -131,11 +132,6 @@ def describe_console(settings: ServerSettings, folder: Path, url: str) -> str:
     return f"the console is at {url}/#token={load_tokens(folder).read}"
 
 
-def load_callback_key(folder: Path) -> bytes:
-    """The key that signs callbacks; its file has the secret in the form that receivers want."""
-    return key_of(read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600).strip())
-
-
 def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs]:
     """Its database, not opened, and its blobs; below `folder` unless the settings differ."""
     database = open_database(settings.store or f"sqlite:{folder / STORE}")
@@ -145,13 +141,14 @@ def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs
 def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
     """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
     database, blobs = locate_data(settings, folder)
+    secret = read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600)
     return ControlPlane(
         database,
         blobs,
         folder=folder,
         settings=settings,
         check=check_runnable,
-        secret=load_callback_key(folder),
+        secret=key_of(secret.strip()),
     )
 
 

@@ -10,7 +10,7 @@ Whether a lease was lost meanwhile is the server's decision; epochs fence late r
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +253,12 @@ class Node:
         # While a control is being applied the server would answer at once, again and again.
         wait_s = protocol.LEASE_WAIT_S if self._controls.is_settled else 0.0
 
-        def make_request() -> protocol.LeaseRequest:
+        def ask() -> Awaitable[protocol.LeaseResponse]:
             held, applied = self.runner.list_held(), self._controls.applied
-            return protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
+            asked = protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
+            return self._server.lease(node, asked)
 
-        request = asyncio.create_task(
-            self._dispatcher.call(lambda: self._server.lease(node, make_request()))
-        )
+        request = asyncio.create_task(self._dispatcher.call(ask))
         request.add_done_callback(lambda _: self._changed.set())
         try:
             while not request.done() and not self._is_outdated(room):

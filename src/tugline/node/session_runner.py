@@ -54,18 +54,15 @@ class RetryingDispatcher:
                 if _is_refusal(error):
                     self._note_answer()
                     raise
-                self._note_outage(error)
+                if not self._away:
+                    self._away = True
+                    self._stats.outages += 1
+                    _log.warning("the server does not answer; sessions go on", error=str(error))
             else:
                 self._note_answer()
                 return response
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_RETRY_S)
-
-    def _note_outage(self, error: Exception) -> None:
-        if not self._away:
-            self._away = True
-            self._stats.outages += 1
-            _log.warning("the server does not answer; sessions go on", error=str(error))
 
     def _note_answer(self) -> None:
         if self._away:
@@ -210,13 +207,12 @@ class SessionRunner:
         directory = session.directory
         if directory.exists():  # of a run that a restored store has forgotten
             await asyncio.to_thread(remove, directory.parent, directory.name)
-
         session.rollout = asyncio.create_task(
             roll_out(
                 session.work.task,
                 session.work.session,
                 gateway=self.gateway,
-                directory=session.directory,
+                directory=directory,
                 parts=self.parts,
                 on_stage=lambda status: session.stages.append((status, time.time())),
                 slots=session.slots,

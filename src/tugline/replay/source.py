@@ -216,11 +216,7 @@ class RecordedSource(TokenSource):
                 return None
             matches = [similar]
         response = min(
-            matches,
-            key=lambda candidate: (
-                not candidate.required,
-                _first_different_id(candidate, ask) is not None,
-            ),
+            matches, key=lambda hit: (not hit.required, _first_different_id(hit, ask) is not None)
         )
         state.remaining.remove(response)
         state.replayed += 1

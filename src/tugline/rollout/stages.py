@@ -122,9 +122,8 @@ def classify(status: Status, error: Exception, *, recorded: bool = True) -> Fail
 
 def describe(error: BaseException) -> str:
     """The error's message, with its type unless it is one of ours."""
-    return (
-        str(error) if isinstance(error, errors.TuglineError) else f"{type(error).__name__}: {error}"
-    )
+    own = isinstance(error, errors.TuglineError)
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:

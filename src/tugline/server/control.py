@@ -15,19 +15,8 @@ from typing import Self
 
 import msgspec
 
-from tugline import log
+from tugline import log, protocol
 from tugline.errors import Missing, QuotaExceeded, StoreError
-from tugline.protocol import (
-    Accepted,
-    Barrier,
-    Control,
-    Event,
-    EventKind,
-    EventQuery,
-    PauseMode,
-    ResultQuery,
-    Results,
-)
 from tugline.sandbox.base import run_beside
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
@@ -93,7 +82,7 @@ class ControlPlane:
     async def __aexit__(self, *_exc: object) -> None:
         await self._stack.aclose()
 
-    async def submit(self, batch: Sequence[Task]) -> list[Accepted]:
+    async def submit(self, batch: Sequence[Task]) -> list[protocol.Accepted]:
         """Store these tasks, all or none; those that exist already are left as they are.
 
         Raises `Invalid`, `Conflict` and `QuotaExceeded`, with a field such as ``3.limits.agent_s``.
@@ -101,14 +90,17 @@ class ControlPlane:
         packed = await asyncio.to_thread(pack_tasks, batch, self._check_task)
         return await self.database.write(tasks.submit, packed, self._settings)
 
-    async def results(self, query: ResultQuery = ResultQuery()) -> Results:  # noqa: B008 - immutable
+    async def results(
+        self,
+        query: protocol.ResultQuery = protocol.ResultQuery(),  # noqa: B008 - immutable
+    ) -> protocol.Results:
         """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
 
         With `groups`, whole groups in the order of their release.
         """
         chosen = query.task or None
 
-        def read(tx: Tx) -> Results:
+        def read(tx: Tx) -> protocol.Results:
             start = query.after
             if start is None:
                 start = results.read_acked(tx, query.consumer) if query.consumer else 0
@@ -128,11 +120,11 @@ class ControlPlane:
         """
         return await read_blob(self.blobs, *await self.database.read(results.get_blob, session))
 
-    async def events(self, query: EventQuery) -> list[Event]:
+    async def events(self, query: protocol.EventQuery) -> list[protocol.Event]:
         """Events after a position, of one task or of all."""
         after = query.after or 0
 
-        def read(tx: Tx) -> list[Event]:
+        def read(tx: Tx) -> list[protocol.Event]:
             events.check_position(tx, after)
             return events.page(tx, after, query.limit, query.task)
 
@@ -176,40 +168,46 @@ class Weights:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def announce(self, version: int) -> Barrier:
+    async def announce(self, version: int) -> protocol.Barrier:
         """Announce new weights; sessions too far behind restart if their task says so."""
         control = await self._database.write(_announce, version)
         return await self._barrier(control, WITHIN_S)
 
     async def pause(
-        self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = WITHIN_S
-    ) -> Barrier:
+        self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
+    ) -> protocol.Barrier:
         """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(lambda tx: _change(tx, EventKind.PAUSED, paused=mode))
+        control = await self._database.write(
+            lambda tx: _change(tx, protocol.EventKind.PAUSED, paused=mode)
+        )
         return await self._barrier(control, within_s)
 
-    async def resume(self) -> Barrier:
+    async def resume(self) -> protocol.Barrier:
         """Let model calls through again."""
-        control = await self._database.write(lambda tx: _change(tx, EventKind.RESUMED, paused=None))
+        control = await self._database.write(
+            lambda tx: _change(tx, protocol.EventKind.RESUMED, paused=None)
+        )
         return await self._barrier(control, WITHIN_S)
 
-    async def _barrier(self, control: Control, within_s: float) -> Barrier:
+    async def _barrier(self, control: protocol.Control, within_s: float) -> protocol.Barrier:
         applied, missing = await self._database.poll(
             lambda tx: nodes.list_applied(tx, control.generation),
             ["applied"],
             within_s,
             lambda names: not names[1],
         )
-        return Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
+        return protocol.Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
 
 
-def _announce(tx: Tx, version: int) -> Control:
-    control = _change(tx, EventKind.VERSION, version=version)
+def _announce(tx: Tx, version: int) -> protocol.Control:
+    control = _change(tx, protocol.EventKind.VERSION, version=version)
     leases.abort_stale(tx, version)
     return control
 
 
-def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Control:
+def _change(
+    tx: Tx, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
+) -> protocol.Control:
     """Start a new generation of the shared state, unless nothing changes."""
     old = nodes.control(tx)
     new = msgspec.structs.replace(old, **fields)

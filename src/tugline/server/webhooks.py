@@ -149,26 +149,21 @@ class WebhookSender:
     # ------------------------------------------------------------------ one host
     async def _send_all(self, host: str) -> None:
         """Send what is due at a host, a few at a time, until there is nothing more."""
-        failures = 0
+        failures, for_s, limit = 0, self.retries.timeout_s + 5.0, self.retries.at_once
         try:
-            while claimed := await self._claim(host):
+            while claimed := await self.database.write_relaxed(
+                events.claim_deliveries, host, for_s=for_s, limit=limit
+            ):
                 tries = await asyncio.gather(*map(self._send, claimed))
                 await self.database.write(_record, tries, self.retries)
-                failures = (
-                    0 if any(each.final or not each.error for each in tries) else failures + 1
-                )
+                answered = any(each.final or not each.error for each in tries)
+                failures = 0 if answered else failures + 1
                 if failures:  # a long list must not become a storm
                     _log.info("receiver fails", host=host, error=tries[0].error)
                     await asyncio.sleep(min(self.retries.pause(failures), self.retries.rest_s))
         except StoreError as error:
             _log.warning("outbox cannot be used", host=host, error=str(error))
             await asyncio.sleep(1.0)
-
-    async def _claim(self, host: str) -> list[Delivery]:
-        for_s, limit = self.retries.timeout_s + 5.0, self.retries.at_once
-        return await self.database.write_relaxed(
-            events.claim_deliveries, host, for_s=for_s, limit=limit
-        )
 
     async def _send(self, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`; no more than the head of the answer is read."""

@@ -150,9 +150,9 @@ class Database:
         self, driver: Driver, *, retry_s: float = 15.0, clock: Callable[[], float] | None = None
     ) -> None:
         self.hub = Hub()
-        self.clock = clock or self._count_on
         self._began = 0.0
         """Unix seconds at which `uptime` was 0."""
+        self.clock = clock or (lambda: self._began + uptime())
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
@@ -238,9 +238,6 @@ class Database:
                 value = await self.read(op)
                 if is_ready(value) or wait_s <= 0 or not await subscription.wait(until):
                     return value
-
-    def _count_on(self) -> float:
-        return self._began + uptime()
 
     async def _submit(self, op: Callable[[Tx], T], *, durable: bool) -> T:
         self._check_open()

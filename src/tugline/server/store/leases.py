@@ -112,13 +112,20 @@ def grant(tx: Tx, capacities: Mapping[str, int], settings: ServerSettings = DEFA
             id=session, task=task, sample=sample, attempt=attempt, epoch=epoch, status=Status.INIT
         )
         granted[node].append(new)
-        leased.append(
-            {"id": session, "epoch": epoch, "node": node, "version": version, "now": tx.now}
-        )
+        change = {"id": session, "epoch": epoch, "node": node, "version": version, "now": tx.now}
+        leased.append(change)
         detail = {"attempt": attempt, "epoch": epoch, "waited": max(0.0, tx.now - since)}
         notes.append(events.Note(task, session, node, detail))
     if leased:
-        _lease(tx, leased, homes)
+        tx.many(
+            "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
+            " updated = :now WHERE id = :id",
+            leased,
+        )
+        tx.many(
+            "UPDATE tasks SET home = :home WHERE id = :task",
+            [{"task": task, "home": home} for task, home in homes.items()],
+        )
         if len(leased) == _GRANTED:
             tx.notify("work")
         events.add(tx, protocol.EventKind.LEASED, *notes)
@@ -134,18 +141,6 @@ def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
     free = [node for node, capacity in left.items() if capacity > 0]
     elsewhere = [node for node in free if node != avoid] or free
     return max(elsewhere, key=lambda node: left[node])
-
-
-def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) -> None:
-    tx.many(
-        "UPDATE sessions SET status = 'init', epoch = :epoch, node = :node, version = :version,"
-        " updated = :now WHERE id = :id",
-        leased,
-    )
-    tx.many(
-        "UPDATE tasks SET home = :home WHERE id = :task",
-        [{"task": task, "home": home} for task, home in homes.items()],
-    )
 
 
 # --------------------------------------------------------------------------- and back to the queue

@@ -40,7 +40,13 @@ class Sqlite(Driver):
             msg = f"store {self._path} is used by another server; stop it, or give this one another"
             raise UsageError(msg) from None
         try:
-            self._migrate()
+            with closing(self.connect()) as connection:
+                connection.begin(durable=True)
+                connection.check_pages()
+                layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
+                self.migrate(connection, layout)
+                connection.run(f"PRAGMA user_version = {len(STEPS)}")
+                connection.commit()
         except BaseException:
             self.release()
             raise
@@ -61,15 +67,6 @@ class Sqlite(Driver):
     def release(self) -> None:
         """Unlock the file."""
         os.close(self._lock)
-
-    def _migrate(self) -> None:
-        with closing(self.connect()) as connection:
-            connection.begin(durable=True)
-            connection.check_pages()
-            layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
-            self.migrate(connection, layout)
-            connection.run(f"PRAGMA user_version = {len(STEPS)}")
-            connection.commit()
 
 
 class SqliteConnection(Connection):
