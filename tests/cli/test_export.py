@@ -55,7 +55,7 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: parquet,"),
+        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: atif, parquet,"),
         (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
         (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
         (

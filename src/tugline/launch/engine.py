@@ -70,10 +70,10 @@ async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def serve_engine(
-    generator: GenerationEngine, rendering: Rendering
+    generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
 ) -> AsyncIterator[EngineConnection]:
     """Serve an engine of this process at a URL of its own, in exact mode."""
-    async with serve(create_app(generator, model_name=NAME)) as url:
+    async with serve(create_app(generator, model_name=name)) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 
 
