@@ -5,6 +5,7 @@ known ones, never a failure in the middle of a run. The same holds for its optio
 them against the type hints of the class.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -71,7 +72,9 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
-            _check(f"{kind} {spec.name!r}", option, value, hint.annotation)
+            # A hint may say nothing of plain values.
+            with contextlib.suppress(TypeError, NotImplementedError):
+                decode(value, hint.annotation, source=f"{kind} {spec.name!r}", name=option)
     try:
         inspect.signature(target).bind(**spec.options)  # its errors do not name the constructor
         return target(**spec.options)
@@ -123,10 +126,3 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter]:
         for each in parameters
         if each.annotation is not each.empty
     }
-
-
-def _check(source: str, option: str, value: Any, hint: Any) -> None:
-    try:
-        decode(value, hint, source=source, name=option)
-    except (TypeError, NotImplementedError):  # a hint that says nothing of plain values
-        return

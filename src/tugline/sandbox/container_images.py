@@ -137,13 +137,9 @@ class ImageCache:
         if not self.pull:
             raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
-        async with self.engine.client(
-            f"image {name!r} cannot be pulled",
-            self.pull_s,
-            option="pull_s",
-            kind=ImageError,
-            hint=_HINT,
-        ) as docker:
+        what, hint = f"image {name!r} cannot be pulled", _HINT
+        client = self.engine.client(what, self.pull_s, option="pull_s", kind=ImageError, hint=hint)
+        async with client as docker:
             await docker.images.pull(name)
 
     async def _build(self, folder: Path, name: str) -> None:

@@ -206,11 +206,10 @@ def _write_new(parent: int, new: str, name: str, data: bytes | FileChange) -> No
     )
     if change.link:
         os.symlink(change.data, os.fsencode(new), dir_fd=parent)
-        _copy_owner(parent, new)
-        return
-    with os.fdopen(os.open(new, _NEW, 0o600, dir_fd=parent), "wb") as file:
-        file.write(change.data)
-        os.fchmod(file.fileno(), 0o755 if change.executable else 0o644)
+    else:
+        with os.fdopen(os.open(new, _NEW, 0o600, dir_fd=parent), "wb") as file:
+            file.write(change.data)
+            os.fchmod(file.fileno(), 0o755 if change.executable else 0o644)
     _copy_owner(parent, new)
 
 

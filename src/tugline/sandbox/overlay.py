@@ -297,11 +297,17 @@ def is_mounted(path: Path) -> bool:
 
 
 def unmount_all(directory: Path) -> int:
-    """Unmount everything at or below `directory`, busy or not; return how many mounts."""
+    """Unmount everything at or below `directory`; return how many mounts.
+
+    At once, or what is busy as soon as it is not any more.
+    """
     directory = directory.resolve()
     found = [path for path in _mount_points() if path.is_relative_to(directory)]
+    libc = ctypes.CDLL(None, use_errno=True)
     for path in reversed(found):  # the last one covers those before
-        _unmount(path)
+        target = os.fsencode(path)
+        if libc.umount2(target, 0) and libc.umount2(target, _DETACH):
+            raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
     return len(found)
 
 
@@ -317,13 +323,6 @@ def copy(source: Path, target: Path) -> None:
         reason = done.stderr.decode(errors="replace").strip()
         msg = f"cannot copy {source} to {target}: {reason[-300:]}"
         raise DiskFull(msg) if "No space left" in reason else SandboxError(msg)
-
-
-def _unmount(path: Path) -> None:
-    """Unmount at once, or as soon as it is not busy any more."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(path), 0) and libc.umount2(os.fsencode(path), _DETACH):
-        raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
 
 
 def _mount_points() -> list[Path]:
