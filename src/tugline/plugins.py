@@ -38,10 +38,9 @@ def list_names(kind: str) -> list[str]:
 
 def find(kind: str, name: str) -> Any:
     """Find the class named `name`. Raises `UnknownPlugin` with the nearest known name."""
-    if ":" in name:
-        return _load(kind, name)
-    if name in BUILT_IN[kind]:
-        return _load(kind, BUILT_IN[kind][name])
+    target = name if ":" in name else BUILT_IN[kind].get(name)
+    if target is not None:
+        return _load(kind, target)
     for point in metadata.entry_points(group=f"tugline.{kind}", name=name):
         return point.load()
     names = list_names(kind)

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
-from tugline.sandbox.files import remove, translate_errors, write_files
+from tugline.sandbox.files import is_executable, remove, translate_errors, write_files
 from tugline.sandbox.patch import (
     IGNORED,
     ChangeCollector,
@@ -154,8 +154,7 @@ class OverlayWorkspace:
     def _initial_file(self, path: str) -> FileChange:
         """Return an initial file, executable if the base's file at this path is."""
         found = self._base_path(path)
-        mode = found.lstat().st_mode if found and os.path.lexists(found) else 0
-        executable = stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
+        executable = found is not None and is_executable(found)
         return FileChange(self._files[path].encode(), executable=executable)
 
     def _before(self, path: str, max_bytes: int) -> FileChange | None:

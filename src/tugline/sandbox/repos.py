@@ -129,7 +129,8 @@ async def _run_git(
     what: str, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
     """Return what git prints. Raises `WorkspaceError`, which begins with `what`, or `DiskFull`."""
-    env, timeout_s = _git_env() | (env or {}), timeout_s or _QUERY_S
+    env = _git_env() | (env or {})
+    timeout_s = timeout_s or _QUERY_S
     try:
         code, out, errors = await run_command(("git", *argv), env=env, timeout_s=timeout_s)
     except FileNotFoundError as error:
