@@ -5,6 +5,7 @@ known ones, never a failure in the middle of a run. The same holds for its optio
 them against the type hints of the class.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -37,10 +38,9 @@ def list_names(kind: str) -> list[str]:
 
 def find(kind: str, name: str) -> Any:
     """Find the class named `name`. Raises `UnknownPlugin` with the nearest known name."""
-    if ":" in name:
-        return _load(kind, name)
-    if name in BUILT_IN[kind]:
-        return _load(kind, BUILT_IN[kind][name])
+    target = name if ":" in name else BUILT_IN[kind].get(name)
+    if target is not None:
+        return _load(kind, target)
     for point in metadata.entry_points(group=f"tugline.{kind}", name=name):
         return point.load()
     names = list_names(kind)
@@ -71,7 +71,9 @@ def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
     for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
-            _check(f"{kind} {spec.name!r}", option, value, hint.annotation)
+            # A hint may say nothing of plain values.
+            with contextlib.suppress(TypeError, NotImplementedError):
+                decode(value, hint.annotation, source=f"{kind} {spec.name!r}", name=option)
     try:
         inspect.signature(target).bind(**spec.options)  # its errors do not name the constructor
         return target(**spec.options)
@@ -123,10 +125,3 @@ def _parameters(target: Any) -> dict[str, inspect.Parameter]:
         for each in parameters
         if each.annotation is not each.empty
     }
-
-
-def _check(source: str, option: str, value: Any, hint: Any) -> None:
-    try:
-        decode(value, hint, source=source, name=option)
-    except (TypeError, NotImplementedError):  # a hint that says nothing of plain values
-        return

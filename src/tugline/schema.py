@@ -255,6 +255,14 @@ def parse_json(text: str, source: str) -> Any:
         raise ConfigError(f"{source} is not valid JSON: {error}") from error
 
 
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each line's value, with its place for messages. Raises `ConfigError`."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parse_json(line, where)
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader

@@ -21,15 +21,7 @@ import msgspec
 import yaml
 
 from tugline.errors import ConfigError, UsageError
-from tugline.schema import (
-    FILE_TYPES,
-    decode,
-    field_docs,
-    list_structs,
-    parse_json,
-    read_text,
-    read_values,
-)
+from tugline.schema import FILE_TYPES, decode, field_docs, list_structs, read_jsonl, read_values
 from tugline.types import PluginSpec, Task
 
 SUFFIXES = (*FILE_TYPES, ".jsonl")
@@ -78,10 +70,7 @@ def find_files(given: Path | str) -> list[Path]:
 def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
     """Each task's undecoded values with its source."""
     if path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(read_text(path).splitlines(), 1):
-            if line.strip():
-                source = f"{path}, line {number}"
-                yield source, parse_json(line, source)
+        yield from read_jsonl(path)
         return
     values = read_values(path)
     if isinstance(values, dict) and list(values) == ["tasks"]:

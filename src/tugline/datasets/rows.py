@@ -19,7 +19,7 @@ import msgspec
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
 from tugline.plugins import import_extra
-from tugline.schema import parse_json, read_text, read_values
+from tugline.schema import read_jsonl, read_text, read_values
 from tugline.types import Task
 
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
@@ -90,10 +90,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
         case ".csv":
             yield from _read_csv(path)
         case _:
-            for number, line in enumerate(read_text(path).split("\n"), 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield where, parse_json(line, where)
+            yield from read_jsonl(path)
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:

@@ -100,10 +100,7 @@ class SweTaskSet(RowSource, TaskSet):
 
     def _read_rows(self) -> Iterator[tuple[swe_rows.SweRow, str | None]]:
         for where, raw, split in self.rows():
-            row = swe_rows.read_row(
-                raw, where, test_command=self.test_command, log_parser=self.log_parser
-            )
-            yield row, split
+            yield swe_rows.read_row(raw, where, self.test_command, self.log_parser), split
 
     def _make_instruction(self, row: swe_rows.SweRow) -> str:
         return self.prompt.format(

@@ -117,11 +117,7 @@ class _R2eRow(msgspec.Struct, kw_only=True):
 
 
 def read_row(
-    raw: Mapping[str, Any],
-    where: str,
-    *,
-    test_command: str | None = None,
-    log_parser: str | None = None,
+    raw: Mapping[str, Any], where: str, test_command: str | None, log_parser: str | None
 ) -> SweRow:
     """Read a row of a dataset. Raises `ConfigError`.
 

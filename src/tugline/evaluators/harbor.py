@@ -20,7 +20,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -137,7 +137,7 @@ class HarborEvaluator(Evaluator):
             run = await self._run(ScriptRunner(outcome.sandbox, outcome))
         else:
             run = await self._run_on_work(outcome)
-        if run.rewards is None and not run.exit.timed_out:
+        if run.rewards is None and not (run.exit.timed_out or self._proven):
             await self._check_without_work(outcome, run)
         return self._score(run, outcome)
 
@@ -150,7 +150,13 @@ class HarborEvaluator(Evaluator):
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
                 script = ScriptRunner(sandbox, outcome)
                 await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
-                run = await _run_beside(self._run(script), _run_asked(script, work))
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        serving = group.create_task(_run_asked(script, work))
+                        run = await self._run(script)
+                        serving.cancel()
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
                 return run._replace(refused=work.refused)
 
     async def _run(self, runner: ScriptRunner) -> _HarborRun:
@@ -195,8 +201,6 @@ class HarborEvaluator(Evaluator):
 
     async def _check_without_work(self, outcome: SessionOutcome, run: _HarborRun) -> None:
         """Raises `EvaluatorError` if there is no reward without the agent's work either."""
-        if self._proven:
-            return
         control = await self._run_on_work(replace(outcome, patch=Patch()))
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {run.reason}, and without the work: {control.reason}"
@@ -252,21 +256,6 @@ class HarborEvaluator(Evaluator):
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)
-
-
-async def _run_beside(
-    run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
-) -> _HarborRun:
-    """Return the result of `run`, beside which `serve` works until then; raises what it raises."""
-    tasks = running, _ = asyncio.create_task(run), asyncio.create_task(serve)
-    try:
-        for task in (await asyncio.wait(tasks, return_when="FIRST_COMPLETED"))[0]:
-            task.result()
-        return await running
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:

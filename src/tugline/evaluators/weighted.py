@@ -139,18 +139,17 @@ class WeightedEvaluator(Evaluator):
     def _combine(self, verdicts: Mapping[str, Verdict | EvaluatorError]) -> Verdict:
         report: dict[str, Any] = {}
         parts: dict[str, float] = {}
-        counted: dict[str, Reward] = {}
+        counted: dict[str, float] = {}
         for name, verdict in verdicts.items():
             if isinstance(verdict, EvaluatorError):
                 report[name] = {"no_verdict": str(verdict)}
                 continue
-            counted[name], report[name] = verdict.reward, verdict.report
-            parts[name] = verdict.reward.value
+            report[name] = verdict.report
+            counted[name] = parts[name] = verdict.reward.value
             parts |= {f"{name}.{part}": value for part, value in verdict.reward.parts.items()}
         if not counted:
             raise EvaluatorError(f"no part has a verdict: {report}")
-        value = self._value({name: reward.value for name, reward in counted.items()})
-        return Verdict(Reward(value, parts), report)
+        return Verdict(Reward(self._value(counted), parts), report)
 
     def _value(self, by_name: Mapping[str, float]) -> float:
         values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]

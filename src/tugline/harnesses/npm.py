@@ -68,9 +68,8 @@ class Npm(install.Package):
 
     async def _fetch(self, fresh: Path, node: Path, npm: Sequence[str]) -> None:
         purpose = f"npm could not install {self._package}@{self._version}"
-        (fresh / "package.json").write_bytes(
-            msgspec.json.encode({"dependencies": {self._package: self._version}})
-        )
+        wanted = {"dependencies": {self._package: self._version}}
+        (fresh / "package.json").write_bytes(msgspec.json.encode(wanted))
         lock = _read_lock(self._harness, self._package, self._version)
         if lock is not None:
             (fresh / "package-lock.json").write_bytes(lock)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import zstandard
+from msgspec.structs import replace
 
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.traces.lineage import count_ids, count_shared_ids
@@ -80,7 +81,7 @@ class Packer:
         new = [ImageRecord(name, url) for url, name in names.items() if name not in self._images]
         base, keep = self._find_base(call)
         same_tools = self._tools == call.tools
-        reduced = msgspec.structs.replace(
+        reduced = replace(
             call,
             messages=tuple(_replace_urls(message, names) for message in call.messages),
             tools=() if same_tools else call.tools,
@@ -111,8 +112,8 @@ class Packer:
 def _replace_urls(message: Message, urls: Mapping[str, str]) -> Message:
     if not message.images:
         return message
-    images = tuple(msgspec.structs.replace(one, url=urls[one.url]) for one in message.images)
-    return msgspec.structs.replace(message, images=images)
+    images = tuple(replace(one, url=urls[one.url]) for one in message.images)
+    return replace(message, images=images)
 
 
 # --------------------------------------------------------------------------- reading
@@ -176,9 +177,7 @@ class Unpacker:
         for call, chain, end in self._calls:
             start = end - len(call.sampled_ids)
             prompt_ids, sampled_ids = chain.ids[:start], chain.ids[start:end]
-            calls.append(
-                msgspec.structs.replace(call, prompt_ids=prompt_ids, sampled_ids=sampled_ids)
-            )
+            calls.append(replace(call, prompt_ids=prompt_ids, sampled_ids=sampled_ids))
         return tuple(calls)
 
     def _add_call(self, record: CallRecord) -> None:
@@ -186,7 +185,7 @@ class Unpacker:
         self._tools = self._tools if record.same_tools else call.tools
         chain.add(call.prompt_ids)
         chain.add(call.sampled_ids)
-        call = msgspec.structs.replace(
+        call = replace(
             call,
             messages=tuple(_replace_urls(message, self.images) for message in call.messages),
             tools=self._tools,

@@ -238,11 +238,11 @@ def rebuild_all(
         name = path.relative_to(root).as_posix()
         session, _ = parse_name(path)
         if path in superseded:
-            note = "a later attempt counts"
-            entries.append(IndexEntry(session=session, recording=name, note=note))
+            entry = IndexEntry(session=session, recording=name, note="a later attempt counts")
         else:
             file = Path(name).with_name(f"{session}.traj")
-            entries.append(_rebuild_one(path, name, out, file, spec, salvage=salvage))
+            entry = _rebuild_one(path, name, out, file, spec, salvage=salvage)
+        entries.append(entry)
         on_file()
     index = Index(builder=spec, entries=tuple(entries))
     out.mkdir(parents=True, exist_ok=True)

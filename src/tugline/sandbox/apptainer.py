@@ -30,7 +30,7 @@ from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.hardening import ApptainerHardening
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace, copy
+from tugline.sandbox.overlay import copy
 from tugline.sandbox.processes import ChildProcess, run_command
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
@@ -76,11 +76,7 @@ class Apptainer(host.HostRuntime):
             await asyncio.to_thread(self.inspect)
         self._available = True
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files)
-        mounts = [
-            one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
-        ]
-        layout = host.Layout(directory, workspace, workdir, mounts)
+        layout = host.Layout(directory, spec, base, workdir, partial(_image_has, image))
         parent = await asyncio.to_thread(limits.find_cgroup_parent)
         return ApptainerSandbox(layout, self, image, parent)
 

@@ -33,7 +33,6 @@ from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import ChildProcess, finish, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
@@ -101,9 +100,7 @@ class Bubblewrap(host.HostRuntime):
         if machine is None:
             machine = await asyncio.to_thread(self.inspect)
         base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files)
-        mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
-        layout = host.Layout(directory, workspace, workdir, mounts)
+        layout = host.Layout(directory, spec, base, workdir, view.shows)
         return BubblewrapSandbox(layout, self, machine)
 
     def reap(self, directory: Path) -> int:

@@ -49,7 +49,6 @@ from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import find_records, finish
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.schema import PositiveFloat, PositiveInt
@@ -123,11 +122,9 @@ class Container(HostRuntime):
     ) -> ContainerSandbox:
         info = await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
-        workspace = OverlayWorkspace(directory, base, spec.files)
         optional = [mount.target for mount in spec.mounts if mount.optional]
         there = await self._images.find_paths(image, optional)
-        mounts = [one for one in spec.mounts if not (one.optional and one.target in there)]
-        layout = Layout(directory, workspace, workdir, mounts)
+        layout = Layout(directory, spec, base, workdir, there.__contains__)
         return ContainerSandbox(layout, self, image, info.hardening)
 
     async def _prepare(

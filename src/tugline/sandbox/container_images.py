@@ -137,20 +137,16 @@ class ImageCache:
         if not self.pull:
             raise ImageError(f"image {name!r} is not there, and the option pull is 'never'")
         _log.info("pulling", image=name)
-        async with self.engine.client(
-            f"image {name!r} cannot be pulled",
-            self.pull_s,
-            option="pull_s",
-            kind=ImageError,
-            hint=_HINT,
-        ) as docker:
+        what = f"image {name!r} cannot be pulled"
+        client = self.engine.client(what, self.pull_s, option="pull_s", kind=ImageError, hint=_HINT)
+        async with client as docker:
             await docker.images.pull(name)
 
     async def _build(self, folder: Path, name: str) -> None:
         _log.info("building", folder=str(folder), image=name)
         output: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         with tempfile.TemporaryFile() as context:
-            await asyncio.to_thread(_pack, folder, context)
+            await asyncio.to_thread(pack, folder, context)
             what = f"{folder / 'Dockerfile'} cannot be built"
             client = self.engine.client(what, self.build_s, option="build_s", kind=ImageError)
             try:
@@ -253,7 +249,8 @@ def build_name(folder: Path) -> str:
     return f"{BUILT}:{digest.hexdigest()[:32]}"
 
 
-def _pack(folder: Path, to: IO[bytes]) -> None:
+def pack(folder: Path, to: IO[bytes]) -> None:
+    """Write a folder as an archive that an engine builds an image of."""
     with tarfile.open(fileobj=to, mode="w") as archive:
         archive.add(folder, ".")
     to.seek(0)

@@ -8,11 +8,10 @@ what became of them.
 
 import asyncio
 import contextlib
-import io
 import os
 import resource
 import secrets
-import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from tugline.sandbox.container_engine import (
     bind,
     translate_errors,
 )
-from tugline.sandbox.container_images import LABEL, find_image
+from tugline.sandbox.container_images import LABEL, find_image, pack
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 from tugline.sandbox.limits import Cgroup, cgroup_of
 
@@ -189,12 +188,10 @@ async def _check_limits(
 async def _ensure_image(docker: Docker) -> None:
     """Build an image with nothing in it but its Dockerfile, if there is none."""
     if await find_image(docker, _IMAGE) is None:
-        context, member = io.BytesIO(), tarfile.TarInfo("Dockerfile")
-        member.size = len(_DOCKERFILE)
-        with tarfile.open(fileobj=context, mode="w") as archive:
-            archive.addfile(member, io.BytesIO(_DOCKERFILE))
-        context.seek(0)
-        await docker.images.build(fileobj=context, encoding="identity", tag=_IMAGE)
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as context:
+            (Path(folder) / "Dockerfile").write_bytes(_DOCKERFILE)
+            pack(Path(folder), context)
+            await docker.images.build(fileobj=context, encoding="identity", tag=_IMAGE)
 
 
 async def _remove_stale(docker: Docker) -> None:

@@ -201,22 +201,20 @@ def _write_path(root: Root, path: PurePosixPath, data: bytes | FileChange | None
 
 
 def _write_new(parent: int, new: str, name: str, data: bytes | FileChange) -> None:
-    change = (
-        data if isinstance(data, FileChange) else FileChange(data, _is_executable(parent, name))
-    )
+    change = data if isinstance(data, FileChange) else FileChange(data, is_executable(name, parent))
     if change.link:
         os.symlink(change.data, os.fsencode(new), dir_fd=parent)
-        _copy_owner(parent, new)
-        return
-    with os.fdopen(os.open(new, _NEW, 0o600, dir_fd=parent), "wb") as file:
-        file.write(change.data)
-        os.fchmod(file.fileno(), 0o755 if change.executable else 0o644)
+    else:
+        with os.fdopen(os.open(new, _NEW, 0o600, dir_fd=parent), "wb") as file:
+            file.write(change.data)
+            os.fchmod(file.fileno(), 0o755 if change.executable else 0o644)
     _copy_owner(parent, new)
 
 
-def _is_executable(parent: int, name: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(name, dir_fd=parent).st_mode
+def is_executable(path: Path | str, parent: int | None = None) -> bool:
+    """Whether there is a file that its owner may run; `parent` is an open folder."""
+    with contextlib.suppress(OSError, ValueError):  # the latter for a zero byte
+        mode = os.lstat(path, dir_fd=parent).st_mode
         return stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
     return False
 

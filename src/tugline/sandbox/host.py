@@ -44,9 +44,12 @@ class Layout(NamedTuple):
     """The files of an isolated sandbox, and where its programs see them."""
 
     directory: Path
-    workspace: OverlayWorkspace
+    spec: base.SandboxSpec
+    lower: Path | None
+    """The base of the workdir, which is not changed."""
     workdir: PurePosixPath
-    mounts: Sequence[base.Mount]
+    has: Callable[[str], bool]
+    """Whether its system has a path, where an optional mount is left out."""
 
 
 class HostSandbox(base.Sandbox):
@@ -138,7 +141,9 @@ class IsolatedSandbox(HostSandbox):
         cgroup_parent: Cgroup | None,
     ) -> None:
         """Without a `cgroup_parent` the driver enforces `limits` itself."""
-        directory, workspace, workdir, mounts = layout
+        directory, spec, lower, workdir, has = layout
+        workspace = OverlayWorkspace(directory, lower, spec.files)
+        mounts = [one for one in spec.mounts if not (one.optional and has(one.target))]
         writable = [mount.target for mount in mounts if mount.source is None]
         folders = {
             PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - its own

@@ -242,11 +242,10 @@ def reap_cgroups(record: Path) -> int:
 
 def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
     """Limit a process and all that it will start; a lower limit that is in force stays."""
-    size = limits.file_mb * _MB
     wanted = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_FSIZE: limits.file_mb * _MB,
         resource.RLIMIT_NOFILE: limits.open_files,
     }
     if parent.memory is None:

@@ -23,7 +23,6 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tugline.errors import ConfigError, SandboxNetworkError
@@ -225,17 +224,6 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
         writer.write(data)
 
 
-class _ProxyRequest(NamedTuple):
-    """Where a program wants to connect to."""
-
-    host: str
-    port: int
-    hello: bytes
-    """Written to the program once it is connected."""
-    first: bytes
-    """Written to the host first."""
-
-
 class AllowList:
     """Hosts that may be reached: ``example.com:443``, ``*.example.net:80``, ``[2001:db8::1]:80``.
 
@@ -282,15 +270,15 @@ async def dial_allowed(
     allow: AllowList, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Streams:
     """Connect a program with the host that it requests, if the list allows it."""
-    request = _parse_request(await reader.readuntil(b"\r\n\r\n"))
-    address = await _resolve(allow, request.host, request.port)
+    host, port, hello, first = _parse_request(await reader.readuntil(b"\r\n\r\n"))
+    address = await _resolve(allow, host, port)
     try:
-        target = await asyncio.open_connection(address, request.port)
+        target = await asyncio.open_connection(address, port)
     except OSError as error:
-        reason = f"{request.host}:{request.port} does not answer: {error.strerror or error}"
+        reason = f"{host}:{port} does not answer: {error.strerror or error}"
         raise _Refused(reason, "502 Bad Gateway") from error
-    _write(target[1], request.first)
-    _write(writer, request.hello)
+    _write(target[1], first)
+    _write(writer, hello)
     return target
 
 
@@ -316,7 +304,11 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
     raise _Refused(msg)
 
 
-def _parse_request(head: bytes) -> _ProxyRequest:
+def _parse_request(head: bytes) -> tuple[str, int, bytes, bytes]:
+    """Return the host and port that a program wants to connect to, and what is written first.
+
+    The third is for the program, once it is connected, the fourth for the host.
+    """
     line, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     try:
         method, target, version = line.decode("ascii").split(" ")
@@ -333,15 +325,13 @@ def _parse_request(head: bytes) -> _ProxyRequest:
         raise _Refused(msg, "400 Bad Request")
     host = host.rstrip(".")
     if not plain:
-        return _ProxyRequest(host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b"")
+        return host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b""
     kept = [one for one in headers if not one.lower().startswith(_HOP_HEADERS)]
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     named = parts.netloc.rpartition("@")[2]
     first = [f"{method} {path} {version}".encode(), f"Host: {named}".encode(), *kept]
     # One request a connection: the next one may be for another host.
-    return _ProxyRequest(
-        host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n"
-    )
+    return host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n"
 
 
 def _refusal(refused: _Refused) -> bytes:

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
-from tugline.sandbox.files import remove, translate_errors, write_files
+from tugline.sandbox.files import is_executable, remove, translate_errors, write_files
 from tugline.sandbox.patch import (
     IGNORED,
     ChangeCollector,
@@ -154,8 +154,7 @@ class OverlayWorkspace:
     def _initial_file(self, path: str) -> FileChange:
         """Return an initial file, executable if the base's file at this path is."""
         found = self._base_path(path)
-        mode = found.lstat().st_mode if found and os.path.lexists(found) else 0
-        executable = stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
+        executable = found is not None and is_executable(found)
         return FileChange(self._files[path].encode(), executable=executable)
 
     def _before(self, path: str, max_bytes: int) -> FileChange | None:
@@ -297,11 +296,17 @@ def is_mounted(path: Path) -> bool:
 
 
 def unmount_all(directory: Path) -> int:
-    """Unmount everything at or below `directory`, busy or not; return how many mounts."""
+    """Unmount everything at or below `directory`; return how many mounts.
+
+    At once, or what is busy as soon as it is not any more.
+    """
     directory = directory.resolve()
     found = [path for path in _mount_points() if path.is_relative_to(directory)]
+    libc = ctypes.CDLL(None, use_errno=True)
     for path in reversed(found):  # the last one covers those before
-        _unmount(path)
+        target = os.fsencode(path)
+        if libc.umount2(target, 0) and libc.umount2(target, _DETACH):
+            raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
     return len(found)
 
 
@@ -317,13 +322,6 @@ def copy(source: Path, target: Path) -> None:
         reason = done.stderr.decode(errors="replace").strip()
         msg = f"cannot copy {source} to {target}: {reason[-300:]}"
         raise DiskFull(msg) if "No space left" in reason else SandboxError(msg)
-
-
-def _unmount(path: Path) -> None:
-    """Unmount at once, or as soon as it is not busy any more."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(path), 0) and libc.umount2(os.fsencode(path), _DETACH):
-        raise SandboxError(f"cannot unmount {path}: {os.strerror(ctypes.get_errno())}")
 
 
 def _mount_points() -> list[Path]:

@@ -120,21 +120,19 @@ class RepoSource(msgspec.Struct, frozen=True):
             return True
         return False
 
-    async def _git(
-        self, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
-    ) -> str:
-        return await _run_git(str(self), *argv, env=env, timeout_s=timeout_s)
+    @property
+    def _git(self) -> Callable[..., Awaitable[str]]:
+        return partial(_run_git, str(self))
 
 
 async def _run_git(
     what: str, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
 ) -> str:
     """Return what git prints. Raises `WorkspaceError`, which begins with `what`, or `DiskFull`."""
+    env = _git_env() | (env or {})
     timeout_s = timeout_s or _QUERY_S
     try:
-        code, out, errors = await run_command(
-            ("git", *argv), env=_git_env() | (env or {}), timeout_s=timeout_s
-        )
+        code, out, errors = await run_command(("git", *argv), env=env, timeout_s=timeout_s)
     except FileNotFoundError as error:
         raise WorkspaceError(f"{what}: there is no git on this node; install it") from error
     except TimeoutError as error:

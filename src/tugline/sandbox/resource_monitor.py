@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +46,21 @@ _SCANNERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-disk")
 _log = log.get("sandbox")
 
 
+def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
+    """Bytes in a sandbox's own folders and in hidden files that its processes hold open.
+
+    Stops once it is over `stop_at`. `root` is the sandbox's file system as seen from here, with its
+    ``proc``; without one no processes are looked at.
+    """
+    total = 0
+    tops = [os.path.realpath(folder) for folder in folders]
+    for size in _sizes(tops, set(), tuple(f"{top}/" for top in tops)):
+        total += size
+        if total > stop_at:
+            return total
+    return total + (open_file_usage(root) if root else 0)
+
+
 @dataclass
 class ResourceMonitor:
     """Limits one sandbox. The last three fields are for tests."""
@@ -62,9 +77,7 @@ class ResourceMonitor:
     """Pause after a scan."""
     max_pause_s: float = 5.0
     """The longest pause, after a scan that took long."""
-    measure: Callable[[Iterable[Path], Path | None, int], int] = field(
-        default_factory=lambda: disk_usage
-    )
+    measure: Callable[[Iterable[Path], Path | None, int], int] = disk_usage
     over_limit: bool = False
     """Whether it has ever used more of the disk than it may."""
     _initial_bytes: int | None = None
@@ -143,21 +156,6 @@ class ResourceMonitor:
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(_SCANNERS, function, *args)
-
-
-def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
-    """Bytes in a sandbox's own folders and in hidden files that its processes hold open.
-
-    Stops once it is over `stop_at`. `root` is the sandbox's file system as seen from here, with its
-    ``proc``; without one no processes are looked at.
-    """
-    total = 0
-    tops = [os.path.realpath(folder) for folder in folders]
-    for size in _sizes(tops, set(), tuple(f"{top}/" for top in tops)):
-        total += size
-        if total > stop_at:
-            return total
-    return total + (open_file_usage(root) if root else 0)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -283,15 +281,10 @@ def _is_hidden(root: Path, path: str, status: os.stat_result) -> bool:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.lstat(f"{root}{os.readlink(path)}"), status):  # noqa: PTH115
                 return False
-    return status.st_dev not in _memory_devices(root)
-
-
-def _memory_devices(root: Path) -> set[int]:
-    """File systems in memory, which another limit is for."""
-    found = {_anonymous_device()}
+    in_memory = {_anonymous_device()}  # file systems that another limit is for
     with contextlib.suppress(OSError):
-        found.add((root / "dev/shm").stat().st_dev)
-    return found
+        in_memory.add((root / "dev/shm").stat().st_dev)
+    return status.st_dev not in in_memory
 
 
 @functools.cache

@@ -89,9 +89,7 @@ class Runner:
             self._replies = _make_pipe(self.control / "replies", os.O_RDONLY)
         os.write(self._requests, f"{self._key}\n".encode())
 
-    async def wait_ready(
-        self, ended: asyncio.Future[Any] | None = None, *, timeout_s: float = _START_S
-    ) -> None:
+    async def wait_ready(self, ended: asyncio.Future[Any] | None = None) -> None:
         """Wait until the shell runs. Raises `SandboxError` if it ends or takes too long.
 
         `ended` is done when the sandbox is known to have ended, also if its shell never began.
@@ -100,10 +98,10 @@ class Runner:
         if ended is not None:
             ended.add_done_callback(lambda _: self._on_sandbox_end())
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_START_S):
                 await self._expect("ready", 0)
         except TimeoutError as error:
-            raise SandboxError(f"the sandbox did not start within {timeout_s:.0f} s") from error
+            raise SandboxError(f"the sandbox did not start within {_START_S:.0f} s") from error
         self.alive = True
         await asyncio.to_thread(self._close_pipes)
 

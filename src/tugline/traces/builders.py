@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tugline.traces import base
 from tugline.traces.lineage import Answer, build_chains
@@ -252,9 +253,7 @@ def _make_branch(session: str, first: int, trace: Trace, leaf: _GrowingNode) -> 
         node=leaf.index,
         length=len(trace.ids),
         parent=None if trace.parent is None else first + trace.parent,
-        trace=msgspec.structs.replace(
-            trace, ids=_NO_IDS, mask=_NO_MASK, logprobs=_NO_LOGPROBS, spans=()
-        ),
+        trace=replace(trace, ids=_NO_IDS, mask=_NO_MASK, logprobs=_NO_LOGPROBS, spans=()),
     )
 
 

@@ -229,10 +229,8 @@ class _Chains:
         if call.kind is TraceKind.SUBAGENT and (parent is None or parent.thread != call.thread):
             return TraceKind.SUBAGENT, self._find_starter(call)
         summary = call.kind is TraceKind.COMPACTION or call.branch is Branch.COMPACTED
-        if parent is not None and summary:
-            return TraceKind.COMPACTION, parent.number
         if parent is not None:
-            return TraceKind.BRANCH, parent.number
+            return TraceKind.COMPACTION if summary else TraceKind.BRANCH, parent.number
         twin = self._first_with_prompt.setdefault(call.prompt_ids.tobytes(), call.number)
         if twin != call.number:
             return TraceKind.BRANCH, twin

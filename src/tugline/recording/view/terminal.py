@@ -55,14 +55,12 @@ class Terminal:
     def print_session(self) -> None:
         """Print the whole session."""
         self._print_header()
-        moments: list[TurnView | RecordedEvent] = [
-            *self.session.view.turns,
-            *self.session.view.events,
-        ]
+        view = self.session.view
+        moments: list[TurnView | RecordedEvent] = [*view.turns, *view.events]
         self._print_table(sorted(moments, key=lambda moment: moment.at))
         self._print_traces()
         self.print_line("")
-        self._print_ledger("ledger", self.session.view.ledger)
+        self._print_ledger("ledger", view.ledger)
 
     # ----------------------------------------------------------------------- header
     def _print_header(self) -> None:
