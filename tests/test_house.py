@@ -38,7 +38,7 @@ DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
 CODE_LINES = 34_000
 """Lines of code in the package, without blank lines, comments and docstrings."""
-FILES = 258
+FILES = 257
 ALLOWED = {
     "chat/stream_parser.py": "one state machine: the parser and its states refer to each other"
 }
