@@ -20,7 +20,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -150,13 +150,7 @@ class HarborEvaluator(Evaluator):
             async with outcome.open_sandbox(outcome.task.files) as sandbox:
                 script = ScriptRunner(sandbox, outcome)
                 await sandbox.put(sandbox.home, {_JUDGED: FileChange(_CLIENT, executable=True)})
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        serving = group.create_task(_run_asked(script, work))
-                        run = await self._run(script)
-                        serving.cancel()
-                except ExceptionGroup as errors:
-                    raise errors.exceptions[0] from None
+                run = await _run_beside(self._run(script), _run_asked(script, work))
                 return run._replace(refused=work.refused)
 
     async def _run(self, runner: ScriptRunner) -> _HarborRun:
@@ -256,6 +250,21 @@ class HarborEvaluator(Evaluator):
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)
+
+
+async def _run_beside(
+    run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
+) -> _HarborRun:
+    """Return the result of `run`, beside which `serve` works until then; raises what it raises."""
+    tasks = running, _ = asyncio.create_task(run), asyncio.create_task(serve)
+    try:
+        for task in (await asyncio.wait(tasks, return_when="FIRST_COMPLETED"))[0]:
+            task.result()
+        return await running
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:
