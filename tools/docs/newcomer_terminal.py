@@ -102,7 +102,7 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.kill(self.pid, signal.SIGHUP)
+        os.kill(self.pid, signal.SIGKILL)  # a hang-up may be lost while the shell draws its prompt
         os.waitpid(self.pid, 0)
         self.reader.join(5)
         os.close(self.file)
