@@ -196,7 +196,8 @@ def processes(root: Path) -> set[str]:
 def there(root: Path, engine: Sequence[str] | None) -> dict[str, set[str]]:
     """What sessions could leave behind, by name."""
     mounts = set(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines())
-    groups = {str(path) for path in Path("/sys/fs/cgroup").rglob("tugline-*") if path.is_dir()}
+    below = (folder for folder, _, _ in os.walk("/sys/fs/cgroup"))  # others come and go meanwhile
+    groups = {folder for folder in below if Path(folder).name.startswith("tugline-")}
     temporary = set(map(str, Path(tempfile.gettempdir()).glob("tugline*")))
     containers: set[str] = set()
     if engine is not None:
