@@ -414,6 +414,19 @@ def test_a_trajectory_has_steps_with_what_was_sampled(tmp_path: Path) -> None:
     assert bare["steps"][3]["metrics"] == {"prompt_tokens": 5, "completion_tokens": 1}
 
 
+@pytest.mark.parametrize("begun", [Message(Role.ASSISTANT, "Lo"), None])
+def test_a_resumed_answer_is_one_step(tmp_path: Path, begun: Message | None) -> None:
+    """The rest of an answer that broke off has all of it, also where nothing of it was seen."""
+    first, second = two_turns()
+    broken = replace(first, answer=begun, outcome=CallOutcome.CLIENT_GONE, finish=Finish.ABORT)
+    rest = replace(second, messages=(), resumed=2, prompt_ids=np.asarray(IDS[:4], np.int32))
+    record(tmp_path, "a", calls=[broken, rest])
+    (row,) = lines("atif", tmp_path)
+    assert [(step["source"], step["message"]) for step in row["steps"]] == [
+        ("user", "Mend it."), ("agent", "Done.")
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
     """The models of the installed package, which forbid what they do not know, take every row."""

@@ -121,8 +121,8 @@ class Atif(Conversations):
         """Return steps, and who made them."""
         harness, steps = session.header.task.harness, list[dict[str, Any]]()
         for call in calls:
-            if not call.messages and steps:  # it resumed the answer before it and has all of it
-                steps.pop()
+            if not call.messages and steps and steps[-1]["source"] == "agent":
+                steps.pop()  # it resumed this answer and has all of it
             for message in call.messages:
                 _add_step(steps, message)
             if call.answer is not None:
