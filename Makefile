@@ -99,7 +99,8 @@ console: $(STAMP) ## rebuild the files of the browser console (needs Node; they 
 
 lock: $(STAMP) ## constraints.txt with the newest versions; run every suite before you commit it
 	@$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[train,demo,dev]"
-	@$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+	@($(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; grep '^ray==' constraints.txt) | sort -f > .venv/lock
+	@mv .venv/lock constraints.txt
 
 clean: ## remove the environment and every cache in this folder
 	@rm -rf .venv dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

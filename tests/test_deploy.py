@@ -245,18 +245,21 @@ def test_the_ray_cluster_is_consistent() -> None:
     assert worker["hostUsers"] is nodes["hostUsers"] is False
     assert worker["terminationGracePeriodSeconds"] == nodes["terminationGracePeriodSeconds"]
     (script,) = head["containers"][0]["args"]
-    program = (DEPLOY / "ray" / "nodes.py").read_text()
-    ours, _, _ = script.partition(" -- ")
-    given = re.findall(r"--[\w-]+", ours)
-    assert {*given} >= {"--server", "--address", "--max"}
-    assert [flag for flag in given if f'"{flag}"' not in program] == []
-    assert f"--max {workers['maxReplicas']} " in ours
+    assert {"name": "settings", "configMap": {"name": "tugline-node"}} in head["volumes"]
+    (command,) = re.findall(r"^ *tugline (node .*)$", script, re.MULTILINE)
+    argv = [*shlex.split(command), "--token=x"]
+    make_app("node").parse_args(argv, exit_on_error=False, print_error=False)
+    file = DEPLOY / "kubernetes" / "node-settings.yaml"
+    placing = load_settings(file, server={}, node={}, engine={}).ray
+    assert placing.max == workers["maxReplicas"]
+    assert placing.cpus < int(worker["containers"][0]["resources"]["requests"]["cpu"])
+    mounts = {one["mountPath"] for one in worker["containers"][0]["volumeMounts"]}
+    assert mounts == {str(placing.folder), argv[argv.index("--config") + 1].rpartition("/")[0]}
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     assert f"ray[default]=={cluster['rayVersion']}" in dockerfile
-    assert all(path in script for path in re.findall(r"nodes\.py (/\S+)", dockerfile))
     for one in head["containers"][0]["env"]:
         assert one["valueFrom"]["secretKeyRef"]["name"] == "tugline"
-        assert one["name"] in program + "TUGLINE_TOKEN"
+        assert one["name"] in {"TUGLINE_JOIN_TOKEN", "TUGLINE_TOKEN"}
 
 
 def test_containers_have_no_rights_to_spare() -> None:

@@ -119,12 +119,14 @@ class Fleet:
         slots: int = 6,
         engine: Mapping[str, object] = MappingProxyType({}),
         cli: Sequence[str] = (TUGLINE,),
+        up: Sequence[str] = ("--no-node",),
     ) -> None:
         """`store` is the URL of another store than the server's own.
 
-        `engine` are further settings of it, and `cli` begins the server's command line.
+        `engine` are further settings of it, `cli` begins the server's command line, and `up` are
+        options of it.
         """
-        self.folder, self.lease_s, self.cli = folder, lease_s, cli
+        self.folder, self.lease_s, self.cli, self.up = folder, lease_s, cli, up
         self.ports = dict(zip(("server", "engine", "receiver"), free_ports(3), strict=True))
         self.url = f"http://127.0.0.1:{self.ports['server']}"
         self.callback = f"http://127.0.0.1:{self.ports['receiver']}/done"
@@ -143,6 +145,10 @@ class Fleet:
         rendering = {"tokenizer": "tokenizer.json", "renderer": "qwen3", **engine}
         self._write("node.yaml", {"engine": rendering, "node": {"slots": slots}})
 
+    def add_settings(self, name: str, tables: Mapping[str, object]) -> None:
+        """Add tables to a file of settings."""
+        self._write(name, {**json.loads((self.folder / name).read_text()), **tables})
+
     def _write(self, name: str, values: object) -> None:
         (self.folder / name).write_text(json.dumps(values), encoding="utf-8")
 
@@ -160,7 +166,7 @@ class Fleet:
                  "tokenizer.json").start()  # fmt: skip
         self.add("receiver", *python, str(HERE / "receiver.py"), str(self.ports["receiver"]),
                  "delivered.jsonl").start()  # fmt: skip
-        self.add("server", *self.cli, "up", "--no-node", "--config", "server.yaml",
+        self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
                  "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
         self.start_server(time.time())
         until(lambda: bool(self.outages[0].ready), "the server to answer")

@@ -1,45 +1,72 @@
-"""``deploy/ray`` on a real Ray, with PostgreSQL: machines come, drain and are lost, one or all."""
+"""``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
+import psutil
 import pytest
 
-from chaos.fleet import TUGLINE, Fleet, Program, free_ports, until
+from chaos.fleet import Fleet, Program, free_ports, until
 from chaos.postgres import postgres
 from engines.servers import ROOT, installed
 
 TESTS = Path(__file__).parents[1]
 TASKS, SAMPLES, LEASE_S = 100, 4, 5.0
 END_S = 240.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
 LOSS = ("n2 is gone", "n2: The actor died")
 """What is said of the killed machine, whichever is noticed first."""
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 
 
-class Machines:
-    """The cluster, in a process of verl's environment, which has Ray."""
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python with Tugline and Ray, as ``pip install 'tugline[ray]'`` makes it.
 
-    def __init__(self, folder: Path, program: str, *arguments: str, **more: str) -> None:
+    It sees our packages, and behind them those of verl's environment, which has Ray.
+    """
+    home = tmp_path_factory.mktemp("ray") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    verl = next((installed("verl") / "lib").glob("python*/site-packages"))
+    ours = sysconfig.get_path("purelib")
+    (packages / "seen.pth").write_text(f"{ROOT / 'src'}\n{ours}\n{verl}\n")
+    return home / "bin" / "python"
+
+
+@dataclass
+class Machines:
+    """The cluster, in a process of its own."""
+
+    python: Path
+    folder: Path
+    address: str = field(init=False)
+
+    def start(self, program: str, *arguments: str, **more: str) -> Self:
+        """Start it, as a program of this folder does."""
         script = Path(__file__).parent / "parts" / program
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
-        env |= {"PYTHONPATH": str(ROOT / "src"), **more}
-        with (folder / "ray.log").open("ab") as log:
+        with (self.folder / "ray.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [installed("verl") / "bin" / "python", script, *arguments],
-                env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                start_new_session=True, cwd=folder,
+                [self.python, script, *arguments],
+                env={**env, **more}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True, start_new_session=True, cwd=self.folder,
             )  # fmt: skip
         self.address = self._read()
+        return self
 
     def do(self, what: str, name: str) -> None:
         """Add, kill or drain a machine, or another command of the program."""
@@ -74,14 +101,14 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Callable[[int], Machines]]:
+def machines(tmp_path: Path, python: Path) -> Iterator[Callable[[int], Machines]]:
     """Starts a cluster of so many machines; it may be called again when the first is lost."""
     clusters: list[Machines] = []
 
     def start(count: int) -> Machines:
+        clusters.append(Machines(python, tmp_path))
         names = [f"n{number + 1}" for number in range(count)]  # none of them the head
-        clusters.append(Machines(tmp_path, "ray_machines.py", *names))
-        return clusters[-1]
+        return clusters[-1].start("ray_machines.py", *names)
 
     try:
         yield start
@@ -91,33 +118,45 @@ def machines(tmp_path: Path) -> Iterator[Callable[[int], Machines]]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def store() -> Iterator[str]:
+    """The URL of a PostgreSQL."""
+    with postgres() as running:
+        yield running.url
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, store: str) -> Iterator[Fleet]:
     """Server, on PostgreSQL, and engine."""
-    with postgres() as store:
-        fleet = Fleet(tmp_path / "run", store.url, lease_s=LEASE_S)
-        try:
-            fleet.launch(nodes=0)
-            yield fleet
-        finally:
-            fleet.close()
+    fleet = Fleet(tmp_path / "run", store, lease_s=LEASE_S)
+    try:
+        fleet.launch(nodes=0)
+        yield fleet
+    finally:
+        fleet.close()
 
 
-FROM_ACTORS = ("--engine-actors", "vllm_server_")
+def settings(fleet: Fleet, address: str, **ray: object) -> dict[str, Any]:
+    """The tables of a file for nodes on the cluster; their engines are actors unless it says so."""
+    machines = {"address": address, "folder": str(fleet.folder / "machines")}
+    engine = {"tokenizer": str(fleet.folder / "tokenizer.json"), "renderer": "qwen3"}
+    if "max" in ray:
+        engine["urls"] = [f"http://127.0.0.1:{fleet.ports['engine']}"]  # type: ignore[assignment]
+    else:
+        machines["engine_actors"] = "vllm_server_"
+    return {"ray": {**machines, **ray}, "engine": engine, "node": {"slots": 4}}
 
 
 def place_nodes(
-    fleet: Fleet, address: str, *options: str, engine: str = "", **more: str
+    fleet: Fleet, python: Path, address: str, *, env: Mapping[str, str] = NOTHING, **ray: object
 ) -> Program:
-    """Start the program that keeps a node on each machine."""
-    script = str(ROOT / "deploy" / "ray" / "nodes.py")
+    """Start what keeps a node on each machine, for the server that runs already."""
+    file = fleet.folder / "ray.json"
+    file.write_text(json.dumps(settings(fleet, address, **ray)))
     program = fleet.add(
-        "nodes-of-ray", str(installed("verl") / "bin" / "python"), script,
-        "--server", fleet.url, "--address", address, "--slots", "4",
-        "--dir", str(fleet.folder / "machines"), "--tugline", TUGLINE, "--every-s", "0.5",
-        *(options or FROM_ACTORS), "--", "--config", str(fleet.folder / "node.yaml"),
-        "--tokenizer", str(fleet.folder / "tokenizer.json"), *(("--engine", engine) * bool(engine)),
-        TUGLINE_JOIN_TOKEN=fleet.tokens["join"], PYTHONPATH=str(ROOT / "src"),
-        RAY_USAGE_STATS_ENABLED="0", **more,
+        "nodes-of-ray", str(python), "-m", "tugline.cli.app", "node", "--cluster", "ray",
+        "--server", fleet.url, "--config", str(file),
+        TUGLINE_JOIN_TOKEN=fleet.tokens["join"], TUGLINE_TOKEN=fleet.tokens["read"],
+        RAY_USAGE_STATS_ENABLED="0", **env,
     )  # fmt: skip
     program.start()
     return program
@@ -159,16 +198,29 @@ def events(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def test_sessions_outlive_machines_and_their_keeper(
-    machines: Callable[[int], Machines], fleet: Fleet
+    machines: Callable[[int], Machines], python: Path, store: str, tmp_path: Path
 ) -> None:
     """400 sessions end, each committed once, with the engine that an actor of the cluster names.
 
-    Meanwhile one of four machines is killed, one drained, one added, the server is killed with
-    SIGKILL, and so is the program that places nodes.
+    All are started by ``tugline up --cluster ray``. Meanwhile one of four machines is killed, one
+    drained, one added, the server is killed with SIGKILL, and later what places the nodes.
     """
     began, ray = time.time(), machines(4)
-    keeper = place_nodes(fleet, ray.address)
-    said = fleet.folder / "nodes-of-ray.log"
+    fleet = Fleet(
+        tmp_path / "run", store, lease_s=LEASE_S, cli=(str(python), "-m", "tugline.cli.app"),
+        up=("--cluster", "ray"),
+    )  # fmt: skip
+    try:
+        fleet.add_settings("server.yaml", settings(fleet, ray.address))
+        fleet.launch(nodes=0)
+        run_all(fleet, ray, began)
+    finally:
+        fleet.close()
+
+
+def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
+    """What the test above says, with all started."""
+    said = fleet.folder / "server.log"
     until(lambda: "no node yet for" in said.read_text(), "the lack of an engine", 60)
     ray.do("engine", str(fleet.ports["engine"]))
     until(lambda: list(nodes(fleet).values()) == ["live"] * 4, "four nodes", 90)
@@ -182,12 +234,14 @@ def test_sessions_outlive_machines_and_their_keeper(
     ray.do("drain", "n3")
     until(lambda: nodes(fleet).get("n5") == "live", "the new machine's node", 60)
     until(lambda: done(fleet) > 160, "sessions with it", END_S)
+    until(lambda: any(loss in said.read_text() for loss in LOSS), "Ray to see the loss", 60)
     fleet.programs["server"].kill()
     fleet.tend()
     until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
-    until(lambda: any(loss in said.read_text() for loss in LOSS), "Ray to see the loss", 60)
-    keeper.kill()
-    keeper.start()
+    placer = fleet.programs["server"].process
+    assert placer is not None
+    next(iter(psutil.Process(placer.pid).children())).kill()
+    until(lambda: "it starts again" in said.read_text(), "the end of what places nodes")
     until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
     told = events(fleet)
     again = [one["created"] for one in told if one["kind"] == "session.requeued"]
@@ -198,10 +252,11 @@ def test_sessions_outlive_machines_and_their_keeper(
     log = said.read_text()
     assert "n3 is drained" in log
     assert log.count("runs a node") >= 5
-    assert keeper.process is not None
-    keeper.process.terminate()
-    assert keeper.process.wait(60) == 0
-    until(lambda: "live" not in nodes(fleet).values(), "all nodes to end")
+    server = fleet.programs["server"].process
+    assert server is not None
+    server.terminate()
+    assert server.wait(60) == 0
+    assert all(f"{name} is drained" in said.read_text() for name in ("n1", "n4", "n5"))
     sys.stdout.write(
         f"nodes joined after {joined:.0f} s; of the lost machine's sessions the first ran again"
         f" {min(again) - lost_at:.1f} s after its loss (lease {LEASE_S:.0f} s);"
@@ -209,11 +264,13 @@ def test_sessions_outlive_machines_and_their_keeper(
     )
 
 
-def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet: Fleet) -> None:
+def test_sessions_outlive_the_cluster(
+    machines: Callable[[int], Machines], python: Path, fleet: Fleet
+) -> None:
     """The GCS restarts without Redis: the node ends after its sessions, a new cluster goes on."""
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
-    keeper = place_nodes(fleet, ray.address)
+    keeper = place_nodes(fleet, python, ray.address)
     until(lambda: list(nodes(fleet).values()) == ["live"], "a node", 90)
     submit(fleet, 8)
     until(lambda: done(fleet) > 2, "the first sessions", END_S)
@@ -226,23 +283,23 @@ def test_sessions_outlive_the_cluster(machines: Callable[[int], Machines], fleet
     ray.close()
     ray = machines(1)
     ray.do("engine", str(fleet.ports["engine"]))
-    place_nodes(fleet, ray.address)
+    place_nodes(fleet, python, ray.address)
     until(lambda: done(fleet) == 12 * SAMPLES, "every session", END_S)
     results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
     assert set(results.values()) == {1}
     assert len(results) == 12 * SAMPLES > before >= 3
 
 
-def test_a_cluster_grows_with_the_queue_and_shrinks(tmp_path: Path, fleet: Fleet) -> None:
+def test_a_cluster_grows_with_the_queue_and_shrinks(
+    tmp_path: Path, python: Path, fleet: Fleet
+) -> None:
     """Ray's autoscaler adds machines while there is work, three at most, and removes them again."""
     began, port = time.time(), free_ports(1)[0]
-    ray = Machines(tmp_path, "ray_autoscaled.py", str(port), RAY_AUTH_MODE="token")
+    ray = Machines(python, tmp_path)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
-        place_nodes(
-            fleet, ray.address, "--max", "3", "--idle-s", "3",
-            engine=f"http://127.0.0.1:{fleet.ports['engine']}",
-            RAY_AUTH_MODE="token", TUGLINE_TOKEN=fleet.tokens["read"],
-        )  # fmt: skip
+        ray.start("ray_autoscaled.py", str(port), **token)
+        place_nodes(fleet, python, ray.address, env=token, max=3, idle_s=3)
         assert ray.ask("which") == ""
         submit(fleet, 10)
         until(lambda: ray.ask("which") == "m1,m2,m3", "three machines", 120)

@@ -138,3 +138,7 @@ def _exit(*messages: str, code: int) -> None:
     for message in messages:
         print(f"tugline: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

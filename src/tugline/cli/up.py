@@ -12,7 +12,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import uvloop
 from cyclopts import App, Parameter
@@ -24,6 +24,7 @@ from tugline.cli.output import print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import STORE, is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
+from tugline.plugins import import_extra
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
 from tugline.server.control import read_blob
@@ -33,6 +34,9 @@ from tugline.types import Mode
 DATA = Path("tugline-data")
 
 Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
+Cluster = Annotated[
+    Literal["ray"] | None, Parameter(help="A node on each machine of this cluster, not here.")
+]
 
 
 @Parameter(name="*")
@@ -89,6 +93,7 @@ def up(
     store: str | None = None,
     name: str | None = None,
     no_node: bool = False,
+    cluster: Cluster = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Start server, node and engine, and run what is submitted until it is stopped.
@@ -106,8 +111,11 @@ def up(
             f"the API will listen on {settings.server.host} without TLS: tokens and results can be"
             " read in transit; give server.tls_cert and server.tls_key"
         )
-    if no_node:
-        keep_running(run_server(settings, folder, echo), local.log_file)
+    if cluster:
+        settings = add_default_engine(settings)
+    if cluster or no_node:
+        main = run_server(settings, folder, echo, cluster=cluster is not None)
+        keep_running(main, local.log_file)
         return
     from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
 
@@ -120,6 +128,7 @@ def node(
     token: Annotated[str, Parameter(env_var="TUGLINE_JOIN_TOKEN")],
     folder: Folder = DATA,
     name: str | None = None,
+    cluster: Cluster = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped.
@@ -129,9 +138,14 @@ def node(
         token: The server's join token.
         name: Name of the node (default: the machine's).
     """
+    settings = add_default_engine(local.load(name=name))
+    if cluster:
+        log.configure(level="info" if local.log_file else "warning", path=local.log_file)
+        ray = import_extra("tugline.launch.ray", "ray", "--cluster ray")
+        ray.keep_nodes(settings, server, token, echo)
+        return
     from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second, see there
 
-    settings = add_default_engine(local.load(name=name))
     keep_running(run_node(settings, folder, server, token, echo), local.log_file)
 
 
@@ -141,13 +155,14 @@ def add_default_engine(settings: Settings) -> Settings:
     Raises `UsageError` if file and flags contradict each other.
     """
     engine = settings.engine
-    if engine.urls and engine.model:
+    elsewhere = engine.urls or settings.ray.engine_actors
+    if elsewhere and engine.model:
         msg = "engine.model is for an engine in this process; beside engine.urls give served_name"
         raise UsageError(msg)
-    if engine.tokenizer and not engine.urls:
+    if engine.tokenizer and not elsewhere:
         msg = "--tokenizer is for an engine at an address; a model folder brings its own"
         raise UsageError(msg)
-    if engine.urls or engine.model:
+    if elsewhere or engine.model:
         return settings
     echo("no engine given: serving the demo's tiny model (--engine URL for a real one)")
     return replace(settings, engine=replace(engine, model=DEMO_MODEL))

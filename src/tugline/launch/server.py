@@ -11,8 +11,10 @@ import ctypes
 import gc
 import ipaddress
 import itertools
+import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -45,8 +47,14 @@ CALLBACK_KEY = "callback.key"
 """It has the secret that signs callbacks in the form that receivers want."""
 STORE = "server.db"
 BLOBS = "blobs"
+CLUSTER_AGAIN_S = 5.0
+"""Pause before what places nodes on a cluster is started again."""
 TOKENS_EVERY_S = 5.0
 """How often ``tokens.json`` is read again."""
+CLUSTER = "cluster.json"
+"""Settings of the nodes of a cluster."""
+DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""Begins the command line of a program that shall not outlive this process."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = log.get("server")
 Echo = Callable[[str], None]
@@ -189,15 +197,51 @@ async def open_server(
             yield control, metrics
 
 
-async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
-    """Run a server for nodes elsewhere, until a signal."""
+async def run_server(
+    settings: Settings, folder: Path, echo: Echo, *, cluster: bool = False
+) -> None:
+    """Run a server for nodes elsewhere, or on the machines of a Ray cluster, until a signal."""
     raise_file_limit()
     async with open_server(settings.server, folder, echo, hint="; it has no node yet"):
         freeze_gc()
         stopped = asyncio.Event()
         with handle_signals(stopped.set):
-            await stopped.wait()
+            await (_keep_nodes(settings, folder, stopped, echo) if cluster else stopped.wait())
         echo("stopping")
+
+
+async def _keep_nodes(settings: Settings, folder: Path, stopped: asyncio.Event, echo: Echo) -> None:
+    """Keep ``tugline node --cluster ray`` running, which drains all nodes at the end.
+
+    It is another process, since Ray aborts the one whose cluster is lost. Raises `UsageError`.
+    """
+    data = msgspec.json.encode(settings, enc_hook=absolute)
+    write_file(folder / CLUSTER, data, 0o600)
+    tokens, url = load_tokens(folder), msgspec.json.decode((folder / SERVER).read_bytes())["url"]
+    env = {**os.environ, "TUGLINE_JOIN_TOKEN": tokens.join, "TUGLINE_TOKEN": tokens.read}
+    command = [*DIES_WITH_PARENT, sys.executable, "-m", "tugline.cli.app", "node"]
+    command += ["--cluster", "ray", "--server", url, "--config", str(folder / CLUSTER)]
+    while not stopped.is_set():
+        program = await asyncio.create_subprocess_exec(*command, env=env, start_new_session=True)
+        ended, asked = asyncio.ensure_future(program.wait()), asyncio.ensure_future(stopped.wait())
+        await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if stopped.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                program.terminate()
+            echo("draining: what runs may finish; stop again to end at once")
+            await ended
+        elif await ended == 2:
+            raise UsageError("the nodes cannot be placed, for the reason above")
+        else:
+            echo(f"what places the nodes ended with code {await ended}; it starts again")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), CLUSTER_AGAIN_S)
+
+
+def absolute(path: Path) -> str:
+    """A path of the settings as other processes and machines find it."""
+    return str(path.absolute())
 
 
 def check_runnable(task: Task) -> None:

@@ -12,7 +12,14 @@ from msgspec import Meta
 
 from tugline.config import Config, from_mapping
 from tugline.node.settings import NodeSettings
-from tugline.schema import NonNegativeFloat, Port, PositiveFloat, read_values
+from tugline.schema import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    read_values,
+)
 from tugline.server.settings import ServerSettings
 from tugline.types import Mode
 
@@ -53,6 +60,27 @@ class GatewaySettings(Config, frozen=True):
     """Processes for model calls: 1 is the node's own, `auto` means one for each 16 processors."""
 
 
+class RaySettings(Config, frozen=True):
+    """Nodes on the machines of a Ray cluster, which ``--cluster ray`` places."""
+
+    address: str = "auto"
+    """Address of the cluster's head; `auto` finds that of this machine."""
+    folder: Path = Path("/tmp/tugline")  # noqa: S108
+    """Folder on each machine for the data of its node, which has one of its own there."""
+    cpus: PositiveFloat = 1.0
+    """Processors that Ray reserves on each machine for its agents."""
+    resource: str | None = None
+    """Only machines that have this resource of Ray; None: all."""
+    engine_actors: str | None = None
+    """The engines are actors whose names begin so, such as `vllm_server_`; None: `engine.urls`."""
+    min: NonNegativeInt = 0
+    """The fewest machines that Ray's autoscaler is asked for."""
+    max: PositiveInt | None = None
+    """The most, as the queue needs them; None: the cluster stays as large as it is."""
+    idle_s: PositiveFloat = 60.0
+    """Seconds without a session before a machine that is too many is drained."""
+
+
 class Settings(Config, frozen=True):
     """The configuration file of ``tugline up``, ``tugline node`` and ``tugline run``."""
 
@@ -64,6 +92,8 @@ class Settings(Config, frozen=True):
     """Its gateway."""
     engine: EngineSettings = EngineSettings()
     """The engine behind it."""
+    ray: RaySettings = RaySettings()
+    """Machines of Ray that run nodes."""
 
 
 Flags = Mapping[str, object]

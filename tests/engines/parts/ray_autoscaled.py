@@ -69,12 +69,12 @@ def main(port: str) -> None:
         },
     }
     env = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
-    env["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ["PYTHONPATH"]))
+    env["PYTHONPATH"] = str(Path(__file__).parent)
     file = Path("cluster.yaml").absolute()
     file.write_text(json.dumps(config))
     subprocess.run(
         [
-            Path(sys.executable).with_name("ray"), "start", "--head", "--num-cpus=0",
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--num-cpus=0",
             f"--port={port}", f"--autoscaling-config={file}", "--include-dashboard=false",
             f"--object-store-memory={80 << 20}",
         ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
@@ -68,7 +67,7 @@ def _drain(address: str, node_id: str) -> None:
     """Announce that a machine will be taken away, as a cloud does before it preempts one."""
     subprocess.run(
         [
-            Path(sys.executable).with_name("ray"), "drain-node", "--address", address,
+            sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address,
             "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
             "--reason-message", "a test", "--deadline-remaining-seconds", "120",
         ],

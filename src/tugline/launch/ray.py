@@ -1,0 +1,296 @@
+"""Nodes on the machines of a Ray cluster (``--cluster ray``), alone or inside a job of another.
+
+One actor on each machine keeps one ``tugline node`` running there. A machine that joins gets one;
+one that Ray drains has its node drained; one that is lost is forgotten, and its sessions are run
+elsewhere once their leases have ended. Ray only places: what must not be lost is with the server,
+so this process may be killed and started again at any time, and finds the nodes that it left.
+
+A GCS that is restarted without Redis ends the cluster, and Ray aborts this process. The nodes
+drain; once the cluster is there again, so may this process be.
+
+With ``ray.max`` the cluster grows with the server's queue: Ray's autoscaler is asked for as many
+machines as the sessions need, and nodes without work are drained so that it may remove theirs.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from msgspec.structs import replace
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tugline.atomic import write_file
+from tugline.client.sync import SyncClient
+from tugline.errors import TuglineError
+from tugline.launch.server import DIES_WITH_PARENT, Echo, absolute
+from tugline.launch.settings import Settings
+from tugline.types import TERMINAL
+
+NAMESPACE = "tugline"
+ANSWER_S = 10.0
+"""How long an actor, or the server, may take to answer."""
+RESTART_S = 5.0
+"""Pause before a node that has ended is started again."""
+EVERY_S = 1.0
+"""Between two looks at the cluster."""
+
+
+class NodeActor:
+    """Keeps one ``tugline node`` running on its machine, in a folder there."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], folder: str, settings: bytes
+    ) -> None:
+        """`settings` is the node's configuration file."""
+        self._log = Path(folder, "node.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file := Path(folder, "settings.json"), settings, 0o600)
+        node = (sys.executable, "-m", "tugline.cli.app", "node", "--dir", folder)
+        self._command = (*DIES_WITH_PARENT, *node, "--config", str(file), *command)
+        self._env = {**os.environ, **env}
+        self._process = self._start()
+        self._ended: float | None = None
+        self._draining = False
+        threading.Thread(target=self._outlive, args=(os.getppid(),), daemon=True).start()
+
+    def check(self) -> tuple[bool, str]:
+        """Whether the node is drained, and why it ended by itself, said once.
+
+        Such a node is started again a few seconds later.
+        """
+        code = self._process.poll()
+        if code is None or self._draining:
+            return code is not None, ""
+        now = time.monotonic()
+        if self._ended is None:
+            self._ended = now
+            said = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+            return False, f"code {code}, {said}"
+        if now > self._ended + RESTART_S:
+            self._process, self._ended = self._start(), None
+        return False, ""
+
+    def drain(self) -> None:
+        """Let the node finish what it runs, and end."""
+        self._draining = True
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _outlive(self, raylet: int) -> None:
+        """Drain and end when Ray's part of this machine is gone, which may leave this actor behind.
+
+        As when the GCS was restarted without what it knew; then nobody would ask for the node any
+        more, and it would keep its folder from the one that a new cluster places here.
+        """
+        while os.getppid() == raylet:
+            time.sleep(1.0)
+        self.drain()
+        self._process.wait()
+        os._exit(0)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+
+
+class Nodes:
+    """The nodes of one server on the machines of this cluster, by the name of the machine."""
+
+    def __init__(self, settings: Settings, server: str, token: str, echo: Echo) -> None:
+        self._settings, self._ray, self._echo = settings, settings.ray, echo
+        self._server, self._env = server, {"TUGLINE_JOIN_TOKEN": token}
+        key = settings.engine.api_key_env
+        if key and key in os.environ:
+            self._env[key] = os.environ[key]
+        self._actors: dict[str, Any] = {}
+        self._leaving: set[str] = set()
+        self._silent: set[str] = set()
+        self._idle_since: dict[str, float] = {}
+
+    def step(self, *, stopping: bool = False) -> None:
+        """Compare machines and nodes once."""
+        limit = math.inf
+        if self._ray.max and not stopping:  # without an answer of the server all stays as it is
+            limit = self._scale() or 0
+        machines = {_name(one): one for one in ray.nodes() if one["Alive"] and self._fits(one)}
+        for name in self._actors.keys() - machines.keys():
+            self._echo(f"{name} is gone: its sessions run elsewhere once their leases have ended")
+            self._forget(name)
+        draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - there is no other way
+        free: dict[str, Mapping[str, Any]] = {}
+        for name, machine in machines.items():
+            if stopping or machine["NodeID"] in draining:
+                self._drain(name)
+            elif name not in self._actors and len(self._actors) + len(free) < limit:
+                free[name] = machine
+        if free:
+            self._place(free)
+        self._look_after()
+
+    @property
+    def ended(self) -> bool:
+        """Whether none is left."""
+        return not self._actors
+
+    def _fits(self, machine: Mapping[str, Any]) -> bool:
+        resources, wanted = machine["Resources"], self._ray.resource
+        return resources.get("CPU", 0) >= self._ray.cpus and (
+            wanted is None or resources.get(wanted, 0) > 0
+        )
+
+    def _place(self, machines: Mapping[str, Mapping[str, Any]]) -> None:
+        engine = self._settings.engine
+        if self._ray.engine_actors:
+            try:
+                engine = replace(engine, urls=find_engines(self._ray.engine_actors))
+            except (RayError, ValueError, LookupError) as error:
+                self._echo(f"no node yet for {', '.join(machines)}: {_first_line(error)}")
+                return
+        tables = {"node": self._settings.node, "gateway": self._settings.gateway, "engine": engine}
+        settings = msgspec.json.encode(tables, enc_hook=absolute)
+        for name, machine in machines.items():
+            folder = str(self._ray.folder / name)
+            self._actors[name] = (
+                ray.remote(NodeActor)
+                .options(
+                    name=f"node {name} of {self._server}",
+                    namespace=NAMESPACE,
+                    get_if_exists=True,
+                    lifetime="detached",
+                    max_restarts=0,
+                    num_cpus=self._ray.cpus,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(
+                        machine["NodeID"], soft=False
+                    ),
+                )
+                .remote(("--server", self._server, "--name", name), self._env, folder, settings)
+            )
+            self._echo(f"{name} runs a node, {self._settings.node.slots} slots")
+
+    def _look_after(self) -> None:
+        """Ask all actors at once, so that one that hangs costs one deadline."""
+        asked = {actor.check.remote(): name for name, actor in self._actors.items()}
+        if not asked:
+            return
+        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        for each in late:
+            self._note_silence(asked[each], f"has not answered for {ANSWER_S:.0f} s")
+        for each in answered:
+            name = asked[each]
+            try:
+                drained, ended = ray.get(each)
+            except ActorDiedError as error:  # the next step places another one
+                self._echo(f"{name}: {_first_line(error)}")
+                self._forget(name)
+                continue
+            except RayError as error:  # Ray does not know yet whether it is lost
+                self._note_silence(name, f"does not answer: {_first_line(error)}")
+                continue
+            self._silent.discard(name)
+            if drained:
+                ray.kill(self._actors[name])
+                self._echo(f"{name} is drained")
+                self._forget(name)
+            elif ended:
+                self._echo(f"the node on {name} ended ({ended}); it starts again")
+
+    def _note_silence(self, name: str, text: str) -> None:
+        """Say it once, until it answers again."""
+        if name not in self._silent:
+            self._silent.add(name)
+            self._echo(f"{name} {text}")
+
+    def _drain(self, name: str) -> None:
+        actor = self._actors.get(name)
+        if actor is not None and name not in self._leaving:
+            self._leaving.add(name)
+            self._echo(f"{name} drains")
+            actor.drain.remote()
+
+    def _forget(self, name: str) -> None:
+        del self._actors[name]
+        self._leaving.discard(name)
+        self._silent.discard(name)
+
+    # ------------------------------------------------------------------ growing and shrinking
+    def _scale(self) -> int | None:
+        """Ask for machines, drain what is idle; returns how many, None if the server is away."""
+        options = self._ray
+        try:
+            with SyncClient(self._server, deadline_s=ANSWER_S) as client:
+                counts, nodes = client.status().sessions, client.nodes()
+        except TuglineError as error:
+            self._echo(f"the queue cannot be read: {error}")
+            return None
+        work = sum(count for status, count in counts.items() if status not in TERMINAL)
+        needed = math.ceil(work / self._settings.node.slots)
+        wanted = min(options.max or 0, max(options.min, needed))
+        shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
+        request_resources(bundles=[shape] * wanted)
+        now = time.monotonic()
+        idle = {one.name for one in nodes if not one.running} & self._actors.keys()
+        self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
+        ripe = [name for name, since in self._idle_since.items() if now > since + options.idle_s]
+        for name in ripe[: max(0, len(self._actors) - wanted)]:
+            self._drain(name)
+        return wanted
+
+
+def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
+    """Keep a node of `server` on every machine until SIGTERM, then drain all of them.
+
+    Raises `TuglineError` if there is no cluster.
+    """
+    try:
+        ray.init(address=settings.ray.address, namespace=NAMESPACE, log_to_driver=False)
+    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
+        msg = f"no Ray cluster at {settings.ray.address}: {_first_line(error)}"
+        raise TuglineError(msg) from error
+    if settings.server.host == "0.0.0.0":  # noqa: S104 - a server of this machine
+        server = server.replace("//127.0.0.1:", f"//{ray.util.get_node_ip_address()}:")
+    nodes = Nodes(settings, server, token, echo)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    while not (stopped.is_set() and nodes.ended):
+        nodes.step(stopping=stopped.is_set())
+        if stopped.wait(EVERY_S):
+            time.sleep(0.2)
+    echo("all nodes have ended")
+
+
+def find_engines(prefix: str) -> tuple[str, ...]:
+    """The addresses of actors whose name begins so, such as verl's ``vllm_server_``.
+
+    Raises `LookupError` if there is none, `RayError` or `ValueError` if one does not answer.
+    """
+    found = []
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["name"].startswith(prefix):
+            actor = ray.get_actor(one["name"], one["namespace"])
+            host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
+            found.append(f"http://{host}:{port}")
+    if not found:
+        msg = f"no actor of this cluster has a name that begins with {prefix!r}"
+        raise LookupError(msg)
+    return tuple(sorted(found))
+
+
+def _name(machine: Mapping[str, Any]) -> str:
+    """The name of a machine, which is its address unless `ray start` was told another."""
+    return str(machine["NodeName"] or machine["NodeManagerAddress"])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
