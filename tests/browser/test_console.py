@@ -19,7 +19,7 @@ import pytest
 
 from browser.busy import HOSTILE, fill
 from browser.chromium import Tab, chromium
-from served import TOKENS, Served, serve
+from served import TOKENS, Served, result, serve
 from tugline.server.store.base import Tx
 
 pytestmark = pytest.mark.browser
@@ -28,7 +28,7 @@ SOURCE = ROOT / "console"
 BUILT = ROOT / "src" / "tugline" / "server" / "console"
 
 
-PAGES = ["/", "/sessions", "/failures?cause=engine", "/tasks", "/nodes"]
+PAGES = ["/", "/sessions", "/failures?cause=engine", "/tasks", "/tasks?by=problem", "/nodes"]
 ROWS = "[...document.querySelectorAll('tbody tr:not(.gap)')]"
 
 
@@ -106,6 +106,32 @@ async def test_a_narrow_window_has_no_headings_over_each_other(tab: Tab, served:
             wide = await tab.js(f"{over}.map(th => th.innerText)")
             assert wide == [], (width, path)
             assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
+
+
+async def test_what_is_solved_of_each_problem_over_time(tab: Tab, served: Served) -> None:
+    """Submissions of one problem are one row, the hardest first; the line has a point for each."""
+    node = await served.join("gamma")
+    for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
+        for name, values in (("learned", rewards), ("hopeless", [0.0, 0.0])):
+            task = f"{step}-{name}"
+            tags = {"set": "problems", "instance": name, "validation": "fine"}
+            await served.submit(id=task, samples=2, priority=9, tags=tags)
+            for work in (await served.lease(node, 2)).work:
+                sample = work.session.sample
+                data = result(work.session.id, task, sample, values[sample])
+                await served.commit(node, work.session.id, work.session.epoch, data)
+    await open_page(tab, served, "/tasks?by=problem&tag=set=problems")
+    await tab.until(f"{ROWS}.length === 2 && {ROWS}[1].innerText.includes('%')")
+    texts = [" ".join(row.split()) for row in await tab.js(f"{ROWS}.map(row => row.innerText)")]
+    assert [text.rpartition(" % ")[0] for text in texts] == [
+        "hopeless 3 times 6 0.0 % 0.0 % 0.0", "learned 3 times 6 50.0 % 0.0 % 100"
+    ]  # fmt: skip
+    assert all(text.endswith("fine now") for text in texts)
+    line = f"{ROWS}[1].querySelector('path').getAttribute('d')"
+    assert await tab.js(line) == "M0.0 23.0L60.0 12.0L120.0 1.0"
+    await tab.js(f"{ROWS}[1].querySelector('a').click()")
+    await tab.until("new URLSearchParams(location.search).get('tag') === 'instance=learned'")
+    await tab.until(f"{ROWS}.length === 3 && {ROWS}[0].innerText.includes('2-learned')")
 
 
 async def test_the_overview_shows_what_happened_last(tab: Tab, served: Served) -> None:

@@ -23,6 +23,8 @@ def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
     again = task("init", "mine.yaml", cwd=tmp_path)
     assert again.returncode == 2
     assert "mine.yaml exists" in again.stderr
+    other = task("init", "mine", cwd=tmp_path)
+    assert (other.returncode, "must end with .yaml" in other.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

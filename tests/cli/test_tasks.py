@@ -13,6 +13,8 @@ import pytest
 from cli.conftest import Shell
 from commands import run_command
 from containers import podman
+from tugline.cli.task import read_checked
+from tugline.errors import ConfigError
 from tugline.plugins import find
 
 __all__ = ["podman"]
@@ -115,6 +117,8 @@ def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None
     rows = (folder / "rows.jsonl").read_text()
     (folder / "rows.jsonl").write_text(rows.replace('{"work": "right"}', '{"work": "bad"}', 1))
     assert "fine: broken" in tugline(*validate).stderr
+    (tagged,) = read_checked([str(folder / "set.yaml")], prefix="b-", validated=out)
+    assert (tagged.id, tagged.tags["validation"]) == ("b-fine", "broken")  # the last line counts
     (folder / "rows.jsonl").write_text(rows)
     (folder / "good" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
     assert "fine: solved" in tugline(*validate).stderr
@@ -235,3 +239,14 @@ def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
     assert "gone" in report["failed"][0]
     assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1
+
+
+def test_only_results_of_validation_are_taken_for_such(folder: Path) -> None:
+    """Another file is an error that names the line; a task that is not in it has no tag."""
+    out, paths = folder / "out.jsonl", [str(folder / "task.yaml")]
+    out.write_text('{"task": "another", "digest": "d", "state": "fine"}\n')
+    (untagged,) = read_checked(paths, validated=out)
+    assert "validation" not in untagged.tags
+    out.write_text(out.read_text() + '{"id": "t"}\n')
+    with pytest.raises(ConfigError, match="line 2 is not a line of `tugline task validate --out`"):
+        read_checked(paths, validated=out)

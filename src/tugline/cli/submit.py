@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 from rich.console import Console
 
@@ -27,6 +28,7 @@ async def submit(
     *paths: Paths,
     wait: bool = False,
     run: str | None = None,
+    validated: Path | None = None,
     remote: Remote = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -35,8 +37,9 @@ async def submit(
     Args:
         wait: Wait until all are released; exit 1 if any sample is missing.
         run: Put this name and a dash before each id, to run the same tasks again.
+        validated: File of `tugline task validate --out`: tasks get their state as a tag.
     """
-    tasks = read_checked(paths, prefix=f"{run}-" if run else "")
+    tasks = read_checked(paths, prefix=f"{run}-" if run else "", validated=validated)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     released: list[TaskView] | None = None
     try:

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +32,8 @@ from tugline.task_files import make_template
 from tugline.types import Cause, PluginSpec, Task, is_pass
 
 task = App(help="Task files and task sets.")
+VALIDATION = "validation"
+"""Tag with what validation found."""
 
 Paths = Annotated[Required, Parameter(help="Task or task-set files, folders of them, or patterns.")]
 SetPaths = Annotated[Required, Parameter(help="Task-set files, task files, or Harbor folders.")]
@@ -45,6 +47,8 @@ def init(path: Path = Path("task.yaml"), /, *, force: bool = False) -> None:
         path: File to write.
         force: Overwrite an existing file.
     """
+    if path.suffix not in {".yaml", ".yml"}:
+        raise UsageError(f"{path} must end with .yaml, which is what will be in it")
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(make_template())
@@ -63,12 +67,22 @@ def check(*paths: Paths) -> None:
     print(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
 
-def read_checked(paths: Sequence[str], *, prefix: str = "") -> list[Task]:
+def read_checked(
+    paths: Sequence[str], *, prefix: str = "", validated: Path | None = None
+) -> list[Task]:
     """Load tasks from files and check their values. Raises `UsageError`, `Invalid`.
 
-    Each id gets the `prefix`.
+    Each id gets the `prefix`, and each task that is in `validated` its last state there as a tag.
     """
-    tasks = [replace(each, id=prefix + each.id) for each in load_tasks(paths)]
+    states = {one.task: one.state for one in _read_lines(validated)} if validated else {}
+    tasks = [
+        replace(
+            each,
+            id=prefix + each.id,
+            tags=each.tags | ({VALIDATION: states[each.id]} if each.id in states else {}),
+        )
+        for each in load_tasks(paths)
+    ]
     _check_each(tasks, check_task)
     return tasks
 
@@ -275,19 +289,23 @@ def _read_results(out: Path) -> dict[tuple[str, str], TaskCheck]:
     with out.open("a+b") as file:  # also to find out now whether it can be written
         file.seek(0)
         data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:  # a truncated line is validated again
-        os.truncate(out, len(whole))
+    if (whole := data.rfind(b"\n") + 1) != len(data):  # a truncated line is validated again
+        os.truncate(out, whole)
     valid: dict[tuple[str, str], TaskCheck] = {}
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            one = msgspec.json.decode(line, type=TaskCheck)
-        except msgspec.DecodeError as error:
-            msg = f"{out}, line {number} is not a line of this command: {error}"
-            raise ConfigError(msg) from error
+    for one in _read_lines(out):
         if one.state in _GOOD and one.digest:  # without a digest it is unknown what was validated
             valid[one.task, one.digest] = one
     return valid
+
+
+def _read_lines(path: Path) -> Iterator[TaskCheck]:
+    """Read what `validate` has written. Raises `ConfigError`."""
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            yield msgspec.json.decode(line, type=TaskCheck)
+        except msgspec.DecodeError as error:
+            msg = f"{path}, line {number} is not a line of `tugline task validate --out`: {error}"
+            raise ConfigError(msg) from error
 
 
 def _append_result(out: Path, check: TaskCheck) -> None:
