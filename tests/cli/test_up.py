@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from commands import run_command
 from launch.processes import World, task, write
+from tugline.cli import up
 from tugline.cli.app import main
 from tugline.recording.trajectories import read_folder
 
@@ -136,3 +139,22 @@ def test_run_says_that_nothing_got_through(world: World) -> None:
     assert done.returncode == 1, done.stderr
     assert "2 failed in the harness" in done.stderr
     assert "oh no" in done.stderr
+
+
+def test_a_stopped_terminal_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server goes on while nobody reads what it prints, and ends; what fits is there later."""
+    read, write = os.pipe()
+    broken = contextlib.suppress(BrokenPipeError)  # what is not read by then is lost
+    with broken, os.fdopen(write, "w") as stderr, os.fdopen(read) as reader:
+        monkeypatch.setattr("sys.stderr", stderr)
+        printed: list[int] = []
+
+        async def main() -> None:
+            for number in range(3000):  # some 300 kB; a pipe takes 64
+                up.echo(f"line {number} " + "x" * 90)
+                printed.append(number)
+
+        up.keep_running(main(), None)
+        assert len(printed) == 3000
+        first = [reader.readline().split()[:2] for _ in range(300)]
+    assert first == [["line", str(number)] for number in range(300)]

@@ -1,11 +1,15 @@
 """What commands print: JSON for programs, text and tables for people, a bar on a terminal."""
 
+import contextlib
+import io
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console, RenderableType
@@ -17,8 +21,45 @@ from tugline.types import is_pass
 
 COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
 """Of the results of checks."""
+_KEPT_TEXTS = 1000
+"""Pieces of output that wait for a slow reader."""
 _REPORT_EVERY_S = 10.0
 """Between two lines of progress, without a terminal."""
+
+
+class BackgroundFile(io.TextIOBase):
+    """Writes to a file in a thread of its own: a terminal that is stopped must not stop a server.
+
+    Of what nobody reads, most is dropped.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._texts: queue.Queue[str] = queue.Queue(_KEPT_TEXTS)
+        threading.Thread(target=self._write_all, daemon=True).start()
+
+    def write(self, text: str) -> int:
+        """Write soon."""
+        with contextlib.suppress(queue.Full):
+            self._texts.put_nowait(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Whether people read it."""
+        return self._file.isatty()
+
+    def finish(self, within_s: float = 1.0) -> None:
+        """Wait until all is written, for a while."""
+        with self._texts.all_tasks_done:
+            self._texts.all_tasks_done.wait_for(lambda: not self._texts.unfinished_tasks, within_s)
+
+    def _write_all(self) -> None:
+        while True:
+            text = self._texts.get()
+            with contextlib.suppress(OSError, ValueError):  # whoever read it is gone
+                self._file.write(text)
+                self._file.flush()
+            self._texts.task_done()
 
 
 def print_json(value: object) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from tugline import log
 from tugline.cli.options import DEMO_MODEL, INTERRUPTED, Json
-from tugline.cli.output import print_report, print_text
+from tugline.cli.output import BackgroundFile, print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import STORE, is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
@@ -176,10 +176,13 @@ def echo(line: str) -> None:
 def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None:
     """Run until `main` ends, or exit with 130 at a second signal."""
     log.configure(level="info" if log_file else "warning", path=log_file)
-    try:
-        uvloop.run(main)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(INTERRUPTED)
+    with contextlib.redirect_stderr(BackgroundFile(sys.stderr)) as output:
+        try:
+            uvloop.run(main)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            sys.exit(INTERRUPTED)
+        finally:
+            output.finish()
 
 
 # --------------------------------------------------------------------------- the data of a server
