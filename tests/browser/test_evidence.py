@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -146,6 +147,8 @@ async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: 
     await tab.key("t")
     await tab.until("location.search.includes('colour=logprob')")
     await tab.until("document.querySelector('.legend').innerText.includes('p ≥ 0.99')")
+    await tab.key("t")
+    await tab.until("document.querySelector('.legend').innerText.includes('≤ 0.02 nats')")
     said = {
         "patch": "+++ b/a.py",
         "tests": "1 failed",
@@ -161,6 +164,34 @@ async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: 
     await tab.js("document.querySelector('.box').focus()")
     await tab.key("Home")
     await tab.until("document.querySelector('.facts').innerText.includes('position 0')")
+
+
+def test_entropy_is_the_mean_surprise_around_a_token() -> None:
+    """Of the eight on either side in the same answer; context has no class."""
+    colours = Path(__file__).resolve().parents[2] / "console" / "src" / "lib" / "colours.ts"
+    script = f"""
+        import {{ colourTokens }} from {json.dumps(colours.as_uri())};
+        const surprise = [0, ...Array(10).fill(0), ...Array(10).fill(1.8), 0, 0.3, 5];
+        const logprobs = Float32Array.from(surprise, (value) => -value);
+        const spans = [[1, 21], [22, 24]].map(([start, end]) => ({{ start, end }}));
+        const trace = {{ ids: new Int32Array(24), logprobs, spans }};
+        const scale = {{ dark: false, versions: [], advantage: null, largest: 0 }};
+        const {{ classes, swatches }} = colourTokens(trace, "entropy", scale);
+        console.log(JSON.stringify([[...classes], swatches.map(({{ label }}) => label)]));
+    """
+    node = Path(sys.executable).with_name("node")
+    done = subprocess.run(
+        [node, "--input-type=module", "--eval", script], capture_output=True, text=True, check=True
+    )
+    classes, labels = json.loads(done.stdout)
+    bounds = [0.02, 0.1, 0.25, 0.5, 1, 2]
+    wanted = [0.0] * 2 + [1.8 * k / (8 + 1 + min(8, 1 + k)) for k in range(1, 9)]  # from its start
+    found = [sum(mean > bound for bound in bounds) + 1 for mean in wanted]
+    assert classes[0] == classes[21] == 0
+    assert classes[1:11] == found
+    assert classes[11:21] == [5, *[6] * 9]
+    assert classes[22:] == [7, 7]  # both have the mean of both, 2.65
+    assert labels == ["context", *(f"≤ {bound} nats" for bound in bounds), "> 2 nats"]
 
 
 async def test_turns_are_found_by_what_was_said(tab: Tab, rig: Rig) -> None:

@@ -2,7 +2,7 @@
 
 import type { Trace } from "./trajectory";
 
-export const COLOURS = ["mask", "logprob", "advantage", "version"] as const;
+export const COLOURS = ["mask", "logprob", "entropy", "advantage", "version"] as const;
 export type Colour = (typeof COLOURS)[number];
 
 export interface Swatch {
@@ -24,6 +24,10 @@ export interface Colouring {
 
 /** -logprob up to which a token is in a class; the last class is beyond them. */
 const SURPRISE = [0.01, 0.05, 0.2, 0.5, 1, 2];
+/** Nats up to which an entropy is in a class. */
+const ENTROPY = [0.02, 0.1, 0.25, 0.5, 1, 2];
+/** Tokens on either side whose surprise tells a token's entropy. */
+const AROUND = 8;
 /** Advantages are shown in so many steps on either side of 0. */
 const STEPS = 4;
 
@@ -78,18 +82,22 @@ export function colourTokens(trace: Trace, by: Colour, scale: Scale): Colouring 
   const swatches: Swatch[] = [context];
   const add = (label: string, fill: string, inverse = false, line?: Swatch["line"]) =>
     swatches.push({ label, fill, ink: inverse ? theme.inverse : theme.ink, line });
-  if (by === "logprob") {
-    for (const span of trace.spans) {
-      for (let k = span.start; k < span.end; k++) {
-        const surprise = -trace.logprobs[k]!;
-        let level = 0;
-        while (level < SURPRISE.length && surprise > SURPRISE[level]!) level++;
-        classes[k] = level + 1;
-      }
+  if (by === "logprob" || by === "entropy") {
+    const bounds = by === "logprob" ? SURPRISE : ENTROPY;
+    for (const { start, end } of trace.spans) {
+      const surprise = trace.logprobs.subarray(start, end).map((logprob) => -logprob);
+      (by === "logprob" ? surprise : average(surprise)).forEach((value, k) => {
+        const level = bounds.findIndex((bound) => value <= bound);
+        classes[start + k] = 1 + (level < 0 ? bounds.length : level);
+      });
     }
     theme.logprob.forEach((fill, i) => {
-      const most = SURPRISE[i] ?? SURPRISE[SURPRISE.length - 1]!;
-      const label = `p ${i < SURPRISE.length ? "≥" : "<"} ${Math.exp(-most).toFixed(2)}`;
+      const inside = i < bounds.length;
+      const most = bounds[inside ? i : i - 1]!;
+      const label =
+        by === "logprob"
+          ? `p ${inside ? "≥" : "<"} ${Math.exp(-most).toFixed(2)}`
+          : `${inside ? "≤" : ">"} ${most} nats`;
       add(label, fill, i >= theme.logprobInverse);
     });
     return { classes, swatches };
@@ -123,6 +131,20 @@ export function colourTokens(trace: Trace, by: Colour, scale: Scale): Colouring 
   swatches.push({ label: "trained", fill: theme.trained, ink, bar: good, line: "solid" });
   swatches.push({ label: "sampled, not trained", fill: theme.masked, ink, bar: warn, line: "dashed" });
   return { classes, swatches };
+}
+
+/**
+ * An estimate of each token's entropy: the mean surprise of the sampled tokens around it, whose
+ * expectation is the mean entropy of their distributions.
+ */
+function average(surprise: Float32Array): Float32Array {
+  const sums = new Float64Array(surprise.length + 1);
+  surprise.forEach((value, k) => (sums[k + 1] = sums[k]! + value));
+  return surprise.map((_, k) => {
+    const from = Math.max(0, k - AROUND);
+    const to = Math.min(surprise.length, k + AROUND + 1);
+    return (sums[to]! - sums[from]!) / (to - from);
+  });
 }
 
 /** Of so many columns over a whole trace, the class that most sampled tokens of each one have. */
