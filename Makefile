@@ -82,9 +82,10 @@ test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (r
 	@$(BIN)/python tools/builds.py
 	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" --timeout 300 $(ARGS)
 
-test-cluster: $(STAMP) ## jobs of a real SLURM of three nodes (root on Debian gets one installed)
+test-cluster: $(STAMP) ## a real SLURM of three nodes (root on Debian gets one installed), and a real Ray of four
 	@$(BIN)/python tools/slurm.py
-	@$(BIN)/pytest -m cluster tests/cluster $(ARGS)
+	@$(BIN)/python tools/engines.py verl
+	@$(BIN)/pytest -m "cluster or engines" tests/cluster tests/engines/test_ray.py $(ARGS)
 
 docs: $(STAMP) ## the documentation as a site in site/ (170 MB on first use), with every link checked
 	@$(BIN)/python tools/docs/build_site.py $(ARGS)
