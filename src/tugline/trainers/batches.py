@@ -45,9 +45,7 @@ class TaskBatches:
         self.samples = held_out.samples if held_out else 0
         """Sessions of a held-out task."""
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
-        both = {instance_of(task) for task in self.trained} & {
-            instance_of(task) for task in self.held_out
-        }
+        both = set(map(instance_of, self.trained)) & set(map(instance_of, self.held_out))
         if both:
             msg = f"heldout: {len(both)} instances are trained on as well, such as {min(both)!r}"
             raise ConfigError(msg, "heldout")
@@ -171,21 +169,19 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     if plan.staleness and config.grpo.importance is None:
         kind += "; stale tokens are clipped: set grpo.importance to truncate"
     order = ", on average" if plan.choose == "pass_rate" else ""
+    held_out = config.heldout
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
         f"tasks       {size}, each trained {groups / size:.1f} times{order}",
         f"steps       {plan.steps} of {plan.tasks_per_step} groups, {kind}",
+        f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
+        f" {held_out.every} steps"
+        if held_out
+        else "",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",
         f"figures     console, metrics.jsonl {' '.join(one.name for one in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
-    if config.heldout:
-        held_out = config.heldout
-        lines.insert(
-            4,
-            f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
-            f" {held_out.every} steps",
-        )
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))

@@ -185,9 +185,8 @@ def wilson(passed: int, n: int, z: float = _Z) -> tuple[float, float]:
     return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
 
 
-class _Count(NamedTuple):
-    attempts: int
-    passed: int
+_Count = tuple[int, int]
+"""How many attempts at a task have a reward, and how many of them passed."""
 
 
 def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
@@ -195,12 +194,12 @@ def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
     rewarded = [one for one in attempts if one.reward is not None]
     passed = Counter(one.task for one in rewarded if one.passed)
     number = Counter(one.task for one in rewarded)
-    return {task: _Count(count, passed[task]) for task, count in number.items()}
+    return {task: (count, passed[task]) for task, count in number.items()}
 
 
 def _rates(counts: Iterable[_Count], k: int) -> Rates:
-    usable = [one for one in counts if one.attempts >= k]
-    return np.array([pass_at_k(one.attempts, one.passed, k) for one in usable], np.float64)
+    rates = [pass_at_k(attempts, passed, k) for attempts, passed in counts if attempts >= k]
+    return np.array(rates, np.float64)
 
 
 def format_estimate(mean: Estimate) -> str:

@@ -197,11 +197,9 @@ def prepare(
 def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - an extra
 
+    targets = list(lora.targets) or "all-linear"
     settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
     # PEFT 0.21 reads an old name of transformers
