@@ -207,9 +207,8 @@ class Anthropic(base.Dialect):
 # --------------------------------------------------------------------------- the envelope
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        raise decoding.unsupported(
-            body.mcp_servers, "mcp_servers", ": no servers are called; leave it out"
-        )
+        advice = ": no servers are called; leave it out"
+        raise decoding.unsupported(body.mcp_servers, "mcp_servers", advice)
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (str(kind).startswith("clear_thinking_") and keep == "all"):
@@ -232,9 +231,8 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
 def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        raise decoding.invalid(
-            choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}"
-        )
+        right = f"must be one of {', '.join(_CHOICES)}"
+        raise decoding.invalid(choice.type, "tool_choice.type", right)
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 
