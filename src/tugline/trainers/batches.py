@@ -104,32 +104,31 @@ class TaskBatches:
 
     def batch(self, step: int, chosen: Sequence[int]) -> list[Task]:
         """Return the tasks that were chosen for a step, each of which is a group."""
-        first = (step - 1) * self._schedule.tasks_per_step
-        return [self._group(first + place, self.trained[n]) for place, n in enumerate(chosen)]
+        numbered = enumerate(chosen, (step - 1) * self._schedule.tasks_per_step)
+        return [
+            self.make(f"g{at:07d}", self.trained[n], str(at), samples=self._schedule.samples)
+            for at, n in numbered
+        ]
 
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; their random draws are those of any version."""
+        prefix, own = f"eval{version:06d}", {"samples": self.samples, "priority": _FIRST}
         return [
-            replace(
-                self.make(f"eval{version:06d}", task, f"heldout/{instance_of(task)}"),
-                samples=self.samples,
-                priority=_FIRST,
-            )
-            for task in self.held_out
+            self.make(prefix, task, f"heldout/{instance_of(task)}", **own) for task in self.held_out
         ]
 
-    def _group(self, index: int, task: Task) -> Task:
-        made = self.make(f"g{index:07d}", task, str(index))
-        return replace(made, samples=self._schedule.samples)
+    def make(self, prefix: str, task: Task, draw: str, **own: int) -> Task:
+        """Return `task` under an id that begins with `prefix`, with its `own` fields replaced.
 
-    def make(self, prefix: str, task: Task, draw: str) -> Task:
-        """Return `task` under an id that begins with `prefix`; equal `draw`s sample alike."""
+        Equal `draw`s sample alike.
+        """
         seed = zlib.crc32(f"{self._schedule.seed}/{draw}".encode())
         return replace(
             task,
             id=task_id(f"{self.run}{prefix}-{task.id}"[:_MAX_ID]),
             sampling=replace(task.sampling, seed=seed),
             group=replace(task.group, attempts=max(ATTEMPTS, task.group.attempts)),
+            **own,
         )
 
 

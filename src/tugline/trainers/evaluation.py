@@ -146,11 +146,8 @@ def compare(now: Iterable[Attempt], earlier: Iterable[Attempt]) -> Comparison:
     centre = float(gaps.sum()) / size
     spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2) / size - centre**2) / size)
     low, high = max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
-    return Comparison(
-        Estimate(float(gaps.mean()), low, high, len(gaps)),
-        better=int((gaps > 0).sum()),
-        worse=int((gaps < 0).sum()),
-    )
+    difference = Estimate(float(gaps.mean()), low, high, len(gaps))
+    return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))
 
 
 def estimate(rates: Rates) -> Estimate:

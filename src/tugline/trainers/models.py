@@ -337,14 +337,11 @@ def make_publisher(
     config: TrainConfig, server: LocalServer | RemoteServer, replicas: Replicas
 ) -> Publisher:
     """Return what brings weights to the replicas and tells the server."""
+    model = ADAPTER if config.publishes_adapter else None
     return Publisher(
         server if isinstance(server, RemoteServer) else server.control.weights,
         replicas.updaters,
         mode=config.schedule.pause,
         within_s=config.schedule.publish_s,
-        connect=partial(
-            connect_scorer,
-            model=ADAPTER if config.publishes_adapter else None,
-            key=read_api_key(config.engine),
-        ),
+        connect=partial(connect_scorer, model=model, key=read_api_key(config.engine)),
     )

@@ -61,12 +61,9 @@ class TreePaths:
     @classmethod
     def of(cls, tree: TokenTree, device: torch.device) -> TreePaths:
         """The paths of `tree` on `device`."""
-        gather = np.concatenate([path for _, path in tree.runs])
-        return cls(
-            gather=torch.from_numpy(gather).to(device),
-            queries=[length for length, _ in tree.runs],
-            keys=[len(path) for _, path in tree.runs],
-        )
+        queries, paths = zip(*tree.runs, strict=True)
+        gather = torch.from_numpy(np.concatenate(paths)).to(device)
+        return cls(gather, list(queries), [len(path) for path in paths])
 
 
 def prefix_order(ids: Ids) -> bytes:
