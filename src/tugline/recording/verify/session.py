@@ -309,11 +309,8 @@ async def verify_logprobs(
         report.checks["engine"] = VerifyCheck(VerifyVerdict.UNCHECKED, detail)
         return
     sums = summarize([SessionReport(session="", recording="", turns=compared)])
-    report.checks["engine"] = check_result(
-        too_far,
-        f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
-        f"KL {sums.kl:.2g}",
-    )
+    figures = f"max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, KL {sums.kl:.2g}"
+    report.checks["engine"] = check_result(too_far, f"{sums.scored} tokens: {figures}")
 
 
 def _compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> None:
