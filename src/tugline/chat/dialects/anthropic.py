@@ -159,13 +159,10 @@ class Anthropic(base.Dialect):
         """A ``message`` object."""
         response = responses[0]
         pieces = split_message(response.message, reasoning=request.reasoning)
-        return base.encode(
-            {
-                **anthropic_messages.build_message(response.id, response.model, response.usage),
-                "content": [anthropic_messages.build_block(piece) for piece in pieces],
-                **anthropic_messages.build_end(response),
-            }
-        )
+        head = anthropic_messages.build_message(response.id, response.model, response.usage)
+        content = [anthropic_messages.build_block(piece) for piece in pieces]
+        end = anthropic_messages.build_end(response)
+        return base.encode({**head, "content": content, **end})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
