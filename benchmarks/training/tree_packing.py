@@ -86,12 +86,13 @@ def measure(samples: list[Sample], *, tree: bool) -> tuple[int, float, torch.Ten
             max_position_embeddings=8192,
         )
     )
-    policy = PolicyModel(model, GrpoConfig(tree_packing=tree))
+    config = GrpoConfig(tree_packing=tree)
+    policy = PolicyModel(model, config)
     total = sum(int(sample.loss_mask.sum()) for sample in samples)
     rows = [Row(sample, 1 / total) for sample in samples]
     tokens = 0
     began = time.process_time()
-    for micro in pack(rows, micro_tokens=16_384, tree=tree, device=policy.device):
+    for micro in pack(rows, config, policy.device):
         tokens += micro.computed - micro.padding
         loss = -(policy.logprobs(micro) * micro.advantage * micro.weight).sum()
         loss.backward()

@@ -10,18 +10,16 @@ from tugline.inference.sampling import sample, uniforms
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
 
 
+ROW = [("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int32)]
+
+
 def draw(
     rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Many rows with the same logits."""
     uniform = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int32))
-    return sample(
-        LOGITS.expand(rows, -1),
-        temperature=np.full(rows, temperature, np.float32),
-        top_p=np.full(rows, top_p, np.float32),
-        top_k=np.full(rows, top_k, np.int32),
-        uniform=uniform,
-    )
+    settings = np.array([(temperature, top_p, top_k)] * rows, ROW)
+    return sample(LOGITS.expand(rows, -1), settings, uniform)
 
 
 def assert_frequencies(tokens: np.ndarray, expected: torch.Tensor) -> None:
@@ -50,13 +48,8 @@ def test_top_k_and_top_p_renormalise() -> None:
 
 def test_temperature_zero_takes_the_likeliest_among_other_rows() -> None:
     """A greedy row beside sampled ones is greedy, and says its probability at temperature 1."""
-    tokens, logprobs = sample(
-        LOGITS.expand(3, -1),
-        temperature=np.array([1, 0, 1], np.float32),
-        top_p=np.array([1, 0.2, 0.9], np.float32),
-        top_k=np.array([0, 3, 1], np.int32),
-        uniform=np.array([0.999, 0.999, 0.5]),
-    )
+    settings = np.array([(1, 1, 0), (0, 0.2, 3), (1, 0.9, 1)], ROW)
+    tokens, logprobs = sample(LOGITS.expand(3, -1), settings, np.array([0.999, 0.999, 0.5]))
     assert tokens[1] == tokens[2] == 0
     assert np.isclose(logprobs[1], torch.log_softmax(LOGITS[0], -1)[0])
     assert logprobs[2] == 0.0
@@ -80,12 +73,7 @@ def test_uniforms_depend_on_seed_and_position_alone() -> None:
 def test_the_largest_uniform_never_draws_an_impossible_token() -> None:
     """Rounding at the upper end stays inside the support."""
     logits = torch.tensor([[0.1] * 999 + [-torch.inf]])
-    tokens, logprobs = sample(
-        logits,
-        temperature=np.ones(1, np.float32),
-        top_p=np.ones(1, np.float32),
-        top_k=np.zeros(1, np.int32),
-        uniform=np.array([1 - 2.0**-48]),
-    )
+    settings = np.array([(1, 1, 0)], ROW)
+    tokens, logprobs = sample(logits, settings, np.array([1 - 2.0**-48]))
     assert tokens[0] == 998
     assert np.isfinite(logprobs[0])

@@ -78,9 +78,7 @@ def run(config: GrpoConfig) -> tuple[int, np.ndarray, torch.Tensor]:
     samples = forked()
     tokens, parts = 0, {}
     rows = [Row(one, weight=1.0) for one in samples]
-    for micro in pack(
-        rows, micro_tokens=config.micro_tokens, tree=config.tree_packing, device=policy.device
-    ):
+    for micro in pack(rows, config, policy.device):
         tokens += micro.computed - micro.padding
         new = policy.logprobs(micro)
         (new * micro.weight * micro.advantage).sum().backward()
@@ -131,10 +129,11 @@ async def test_the_engine_says_the_log_probabilities_that_the_trainer_computes()
             request = GenerateRequest(prompt_ids=prompt, max_tokens=64, ignore_eos=True)
             async with contextlib.aclosing(engine.generate(request)) as chunks:
                 rows.append((prompt, join([chunk async for chunk in chunks])))
-    policy = PolicyModel(model, GrpoConfig())
+    config = GrpoConfig(micro_tokens=4096)
+    policy = PolicyModel(model, config)
     for prompt, said in rows:
         row = Row(make_probe(np.concatenate([prompt, said.ids])))
-        for micro in pack([row], micro_tokens=4096, tree=True, device=policy.device):
+        for micro in pack([row], config, policy.device):
             with torch.no_grad():
                 new = policy.logprobs(micro).cpu().numpy()[-len(said.ids) :]
         worst = max(worst, float(np.abs(new - said.logprobs).max()))

@@ -125,7 +125,7 @@ def test_turns_get_less_the_earlier_they_are() -> None:
 # --------------------------------------------------------------------------- loss
 def micro_batch(rows: Sequence[Row]) -> MicroBatch:
     """One forward pass of rows of equal length."""
-    (micro,) = pack(rows, micro_tokens=9999, tree=False, device=torch.device("cpu"))
+    (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
     return micro
 
 

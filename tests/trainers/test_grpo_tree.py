@@ -68,7 +68,7 @@ def passes(samples: Sequence[Sample], config: GrpoConfig) -> Iterator[MicroBatch
     """The forward passes of `samples`, with a weight for each row."""
     total = sum(int(one.loss_mask.sum()) for one in samples)
     rows = [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
-    return pack(rows, micro_tokens=config.micro_tokens, tree=config.tree_packing, device=CPU)
+    return pack(rows, config, CPU)
 
 
 def run(

@@ -155,11 +155,9 @@ def join_pieces(pieces: Sequence[Piece]) -> Message | None:
 
 def sum_usage(responses: Sequence[Response]) -> Usage:
     """The token counts of all responses to one prompt."""
-    return msgspec.structs.replace(
-        responses[0].usage,
-        sampled=sum(response.usage.sampled for response in responses),
-        reasoning=sum(response.usage.reasoning for response in responses),
-    )
+    sampled = sum(response.usage.sampled for response in responses)
+    reasoning = sum(response.usage.reasoning for response in responses)
+    return msgspec.structs.replace(responses[0].usage, sampled=sampled, reasoning=reasoning)
 
 
 def add_turn(messages: list[Message], turn: Message) -> None:
@@ -171,13 +169,9 @@ def add_turn(messages: list[Message], turn: Message) -> None:
 
 def join_messages(first: Message, second: Message) -> Message:
     """Join successive assistant messages to one turn."""
-    return Message(
-        Role.ASSISTANT,
-        first.content + second.content,
-        first.tool_calls + second.tool_calls,
-        reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
-        images=first.images,
-    )
+    text, calls = first.content + second.content, first.tool_calls + second.tool_calls
+    reasoning = (first.reasoning or "") + (second.reasoning or "") or None
+    return Message(Role.ASSISTANT, text, calls, reasoning=reasoning, images=first.images)
 
 
 # --------------------------------------------------------------------------- content

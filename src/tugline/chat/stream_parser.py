@@ -77,12 +77,8 @@ class _Output:
 
     def build_message(self) -> Message:
         """The whole answer."""
-        return Message(
-            Role.ASSISTANT,
-            "".join(self.text.emitted),
-            tool_calls=tuple(self._calls),
-            reasoning="".join(self.reasoning.emitted) or None,
-        )
+        text, reasoning = "".join(self.text.emitted), "".join(self.reasoning.emitted)
+        return Message(Role.ASSISTANT, text, tuple(self._calls), reasoning=reasoning or None)
 
     def _emit(self, kind: Delta, text: str) -> None:
         if not text:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from tugline.chat import model_call
@@ -225,18 +224,14 @@ def _walk_back(tip: Call, known: Mapping[int, Call]) -> list[Call]:
 def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message]:
     """Return the conversation of `calls`, each of which continues the one before.
 
-    A call without messages resumed the answer before it and has all of it. Developer messages are
-    system messages. With `front`, leading system messages become one, and later ones user messages.
+    A call without messages resumed the answer before it and has all of it. With `front`, leading
+    system messages become one, and later ones user messages.
     """
     messages: list[Message] = []
     for call in calls:
         if not call.messages and messages and messages[-1].role is Role.ASSISTANT:
             messages.pop()
         messages += [*call.messages, *([call.answer] if call.answer is not None else [])]
-    messages = [
-        msgspec.structs.replace(one, role=Role.SYSTEM) if one.role is Role.DEVELOPER else one
-        for one in messages
-    ]
     return model_call.place_system(messages) if front else messages
 
 

@@ -211,9 +211,8 @@ class _RunningExport:
     def __init__(self, export: Export, targets: Mapping[str, Path], session_count: int) -> None:
         self.export, self.targets = export, targets
         self.writers: dict[str, RowWriter] = {}
-        self.summary = ExportSummary(
-            session_count, files={n: FileSummary(str(p)) for n, p in targets.items()}
-        )
+        files = {name: FileSummary(str(path)) for name, path in targets.items()}
+        self.summary = ExportSummary(session_count, files=files)
         self.skipped: Counter[SkipReason] = Counter()
         self.skipped_rows: Counter[SkipReason] = Counter()
         self.builder = make_builder(export.builder) if export.builder is not None else None

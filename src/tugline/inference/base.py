@@ -124,12 +124,11 @@ def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
             spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
         else:
             spans.append(span)
-    return SampledChunk(
+    return msgspec.structs.replace(
+        chunks[-1],
         ids=np.concatenate([chunk.ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
         versions=tuple(spans),
-        finish=chunks[-1].finish,
-        stop_id=chunks[-1].stop_id,
     )
 
 
@@ -137,9 +136,8 @@ def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> N
     """Raise `RequestError` naming the first field of `request` that cannot be honoured."""
     _check_prompt(request.prompt_ids, max_model_len, vocab_size)
     if not 1 <= request.max_tokens <= max_model_len:
-        _refuse(
-            "max_tokens", request.max_tokens, f"must be between 1 and max_model_len={max_model_len}"
-        )
+        right = f"must be between 1 and max_model_len={max_model_len}"
+        _refuse("max_tokens", request.max_tokens, right)
     temperature = request.temperature
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < np.inf):
         _refuse("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
@@ -164,9 +162,8 @@ def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
         raise ContextOverflow(msg, param="input_tokens")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if len(wrong):
-        _refuse(
-            "token_ids", int(wrong[0]), f"is out of vocabulary: ids go from 0 to {vocab_size - 1}"
-        )
+        right = f"is out of vocabulary: ids go from 0 to {vocab_size - 1}"
+        _refuse("token_ids", int(wrong[0]), right)
 
 
 def _refuse(field: str, value: object, right: str) -> None:

@@ -269,13 +269,7 @@ class Batch:
         began = time.perf_counter()
         rows = self._rows[first : first + len(ids)]
         logits = self._logits(first, ids, positions)
-        tokens, logprobs = sample(
-            logits,
-            temperature=rows["temperature"],
-            top_p=rows["top_p"],
-            top_k=rows["top_k"],
-            uniform=uniforms(rows["seed"], rows["count"]),
-        )
+        tokens, logprobs = sample(logits, rows, uniforms(rows["seed"], rows["count"]))
         rows["last"] = tokens
         rows["count"] += 1
         sequences = self.running[first : first + len(ids)]

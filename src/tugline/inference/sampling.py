@@ -43,20 +43,18 @@ def _hash(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: npt.NDArray[np.float32],
-    top_p: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int32],
-    uniform: npt.NDArray[np.float64],
+    logits: torch.Tensor, rows: npt.NDArray[np.void], uniform: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Tokens and their log probabilities, shape ``(rows,)``, from logits ``(rows, vocab)``."""
+    """Tokens and their log probabilities, shape ``(rows,)``, from logits ``(rows, vocab)``.
+
+    `rows` has the fields ``temperature``, ``top_p`` and ``top_k``.
+    """
     device = logits.device
-    greedy = temperature == 0
-    scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
+    greedy = rows["temperature"] == 0
+    scale = torch.from_numpy(np.where(greedy, np.float32(1), rows["temperature"])).to(device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    if (top_p < 1).any() or (top_k > 0).any():
-        logprobs = torch.log_softmax(_truncate(logprobs, top_p, top_k, greedy), dim=-1)
+    if (rows["top_p"] < 1).any() or (rows["top_k"] > 0).any():
+        logprobs = torch.log_softmax(_truncate(logprobs, rows), dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     point = torch.from_numpy(uniform).to(device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
@@ -66,14 +64,10 @@ def sample(
     return tokens.to("cpu", torch.int32).numpy(), drawn.cpu().numpy()
 
 
-def _truncate(
-    logprobs: torch.Tensor,
-    top_p: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int32],
-    greedy: npt.NDArray[np.bool_],
-) -> torch.Tensor:
+def _truncate(logprobs: torch.Tensor, rows: npt.NDArray[np.void]) -> torch.Tensor:
     """Minus infinity outside the top-k, then outside the smallest set with mass top-p."""
     device, vocab = logprobs.device, logprobs.shape[-1]
+    top_p, top_k, greedy = rows["top_p"], rows["top_k"], rows["temperature"] == 0
     keep = torch.from_numpy(np.where((top_k == 0) | greedy, vocab, top_k)).to(device)
     mass = torch.from_numpy(np.where(greedy, np.float32(2), top_p)).to(device)
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)

@@ -71,13 +71,13 @@ def unpack(data: bytes) -> Trajectory:
 
 def describe(trajectory: Trajectory, file: str, data: bytes) -> IndexEntry:
     """Return the index entry of a trajectory whose file holds `data`."""
-    return IndexEntry(
-        session=trajectory.session,
+    return copy_fields(
+        IndexEntry,
+        trajectory,
         file=file,
         sha256=hashlib.sha256(data).hexdigest(),
         traces=len(trajectory.traces),
         tokens=sum(len(trace.ids) for trace in trajectory.traces),
-        ledger=trajectory.ledger,
     )
 
 

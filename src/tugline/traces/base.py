@@ -175,7 +175,7 @@ def count_spans(spans: Iterable[Span]) -> Ledger:
 
 
 def sum_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
-    """Add up ledgers; the sum balances if each of them does."""
+    """Add up ledgers, without reasons of no tokens; the sum balances if each of them does."""
     sampled = trained = 0
     masked: Counter[Reason] = Counter()
     dropped: Counter[Reason] = Counter()
@@ -183,7 +183,7 @@ def sum_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
         sampled, trained = sampled + one.sampled, trained + one.trained
         masked.update(one.masked)
         dropped.update(one.dropped)
-    return Ledger(sampled=sampled, trained=trained, masked=dict(masked), dropped=dict(dropped))
+    return Ledger(sampled=sampled, trained=trained, masked=dict(+masked), dropped=dict(+dropped))
 
 
 def leave_out(
@@ -191,13 +191,8 @@ def leave_out(
 ) -> Ledger:
     """Count trained tokens as masked or dropped instead, so many by reason."""
     lost = sum(masked.values()) + sum(dropped.values())
-    whole = sum_ledgers([ledger, Ledger(masked=dict(masked), dropped=dict(dropped))])
-    return Ledger(
-        sampled=whole.sampled,
-        trained=whole.trained - lost,
-        masked={reason: count for reason, count in whole.masked.items() if count},
-        dropped={reason: count for reason, count in whole.dropped.items() if count},
-    )
+    moved = Ledger(trained=-lost, masked=dict(masked), dropped=dict(dropped))
+    return sum_ledgers([ledger, moved])
 
 
 def count_session(

@@ -58,9 +58,8 @@ def trace_lineage(call: Call, parent: Call | None) -> Lineage:
         return Lineage(Continuation.FORKED, shared, branch)
     if shared == count_ids(parent):
         changes = tuple(change.value for change in call.echo_changes)
-        return Lineage(
-            Continuation.ECHO_CHANGED if changes else Continuation.EXACT, shared, changes
-        )
+        kind = Continuation.ECHO_CHANGED if changes else Continuation.EXACT
+        return Lineage(kind, shared, changes)
     if parent.outcome is CallOutcome.CLIENT_GONE and shared >= len(parent.prompt_ids):
         return Lineage(Continuation.FORKED, shared, ("client_gone",))
     return Lineage(Continuation.BROKEN, shared, ("ids_differ",))

@@ -45,9 +45,7 @@ class TaskBatches:
         self.samples = held_out.samples if held_out else 0
         """Sessions of a held-out task."""
         self.held_out = _read(held_out, config, folder, "heldout") if held_out else []
-        both = {instance_of(task) for task in self.trained} & {
-            instance_of(task) for task in self.held_out
-        }
+        both = set(map(instance_of, self.trained)) & set(map(instance_of, self.held_out))
         if both:
             msg = f"heldout: {len(both)} instances are trained on as well, such as {min(both)!r}"
             raise ConfigError(msg, "heldout")
@@ -106,32 +104,31 @@ class TaskBatches:
 
     def batch(self, step: int, chosen: Sequence[int]) -> list[Task]:
         """Return the tasks that were chosen for a step, each of which is a group."""
-        first = (step - 1) * self._schedule.tasks_per_step
-        return [self._group(first + place, self.trained[n]) for place, n in enumerate(chosen)]
+        numbered = enumerate(chosen, (step - 1) * self._schedule.tasks_per_step)
+        return [
+            self.make(f"g{at:07d}", self.trained[n], str(at), samples=self._schedule.samples)
+            for at, n in numbered
+        ]
 
     def evaluation(self, version: int) -> list[Task]:
         """Return the held-out tasks for a version; their random draws are those of any version."""
+        prefix, own = f"eval{version:06d}", {"samples": self.samples, "priority": _FIRST}
         return [
-            replace(
-                self.make(f"eval{version:06d}", task, f"heldout/{instance_of(task)}"),
-                samples=self.samples,
-                priority=_FIRST,
-            )
-            for task in self.held_out
+            self.make(prefix, task, f"heldout/{instance_of(task)}", **own) for task in self.held_out
         ]
 
-    def _group(self, index: int, task: Task) -> Task:
-        made = self.make(f"g{index:07d}", task, str(index))
-        return replace(made, samples=self._schedule.samples)
+    def make(self, prefix: str, task: Task, draw: str, **own: int) -> Task:
+        """Return `task` under an id that begins with `prefix`, with its `own` fields replaced.
 
-    def make(self, prefix: str, task: Task, draw: str) -> Task:
-        """Return `task` under an id that begins with `prefix`; equal `draw`s sample alike."""
+        Equal `draw`s sample alike.
+        """
         seed = zlib.crc32(f"{self._schedule.seed}/{draw}".encode())
         return replace(
             task,
             id=task_id(f"{self.run}{prefix}-{task.id}"[:_MAX_ID]),
             sampling=replace(task.sampling, seed=seed),
             group=replace(task.group, attempts=max(ATTEMPTS, task.group.attempts)),
+            **own,
         )
 
 
@@ -171,21 +168,19 @@ def describe(config: TrainConfig, batches: TaskBatches, folder: Path) -> str:
     if plan.staleness and config.grpo.importance is None:
         kind += "; stale tokens are clipped: set grpo.importance to truncate"
     order = ", on average" if plan.choose == "pass_rate" else ""
+    held_out = config.heldout
     lines = [
         f"model       {config.model}",
         f"engine      {engine}; new weights after each step, running calls: {plan.pause}",
         f"tasks       {size}, each trained {groups / size:.1f} times{order}",
         f"steps       {plan.steps} of {plan.tasks_per_step} groups, {kind}",
+        f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
+        f" {held_out.every} steps"
+        if held_out
+        else "",
         f"sessions    {groups * plan.samples}, {plan.samples} in a group",
         f"checkpoints every {plan.checkpoint_every} steps, the last {plan.keep} are kept",
         f"figures     console, metrics.jsonl {' '.join(one.name for one in config.metrics)}",
         f"folder      {folder}{' (resumed)' if folder.exists() else ''}",
     ]
-    if config.heldout:
-        held_out = config.heldout
-        lines.insert(
-            4,
-            f"held out    {len(batches.held_out)} tasks, {held_out.samples} sessions each, every"
-            f" {held_out.every} steps",
-        )
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))

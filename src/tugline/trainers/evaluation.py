@@ -146,11 +146,8 @@ def compare(now: Iterable[Attempt], earlier: Iterable[Attempt]) -> Comparison:
     centre = float(gaps.sum()) / size
     spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2) / size - centre**2) / size)
     low, high = max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
-    return Comparison(
-        Estimate(float(gaps.mean()), low, high, len(gaps)),
-        better=int((gaps > 0).sum()),
-        worse=int((gaps < 0).sum()),
-    )
+    difference = Estimate(float(gaps.mean()), low, high, len(gaps))
+    return Comparison(difference, better=int((gaps > 0).sum()), worse=int((gaps < 0).sum()))
 
 
 def estimate(rates: Rates) -> Estimate:
@@ -185,9 +182,8 @@ def wilson(passed: int, n: int, z: float = _Z) -> tuple[float, float]:
     return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
 
 
-class _Count(NamedTuple):
-    attempts: int
-    passed: int
+_Count = tuple[int, int]
+"""How many attempts at a task have a reward, and how many of them passed."""
 
 
 def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
@@ -195,12 +191,12 @@ def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
     rewarded = [one for one in attempts if one.reward is not None]
     passed = Counter(one.task for one in rewarded if one.passed)
     number = Counter(one.task for one in rewarded)
-    return {task: _Count(count, passed[task]) for task, count in number.items()}
+    return {task: (count, passed[task]) for task, count in number.items()}
 
 
 def _rates(counts: Iterable[_Count], k: int) -> Rates:
-    usable = [one for one in counts if one.attempts >= k]
-    return np.array([pass_at_k(one.attempts, one.passed, k) for one in usable], np.float64)
+    rates = [pass_at_k(attempts, passed, k) for attempts, passed in counts if attempts >= k]
+    return np.array(rates, np.float64)
 
 
 def format_estimate(mean: Estimate) -> str:

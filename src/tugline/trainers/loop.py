@@ -188,15 +188,11 @@ class TrainingLoop:
             await asyncio.to_thread(self._save)
         publication = await self._publish(learned.probe)
         self._step_s = time.monotonic() - began
-        times = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
-        self.sinks.log(
-            number,
-            flatten(publication, "publish") | {f"time/{name}": s for name, s in times.items()},
-        )
-        alarms = find_alarms(
-            learned.rollout, learned.report.ledger, publication, self.state.entropies
-        )
-        for name, text in alarms.items():
+        spent = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
+        times = {f"time/{name}": seconds for name, seconds in spent.items()}
+        self.sinks.log(number, flatten(publication, "publish") | times)
+        ledger, entropies = learned.report.ledger, self.state.entropies
+        for name, text in find_alarms(learned.rollout, ledger, publication, entropies).items():
             self.sinks.alarm(number, name, text)
 
     async def _submit(self, last: int) -> None:
@@ -257,9 +253,8 @@ class TrainingLoop:
         done, report, rollout = self.state, learned.report, learned.rollout
         known = () if rollout.entropy is None else (rollout.entropy,)
         number = done.step + 1
-        groups = {
-            task.id: n for task, n in zip(self._batch(number), done.chosen[number], strict=True)
-        }
+        names = [task.id for task in self._batch(number)]
+        groups = dict(zip(names, done.chosen[number], strict=True))
         counted = replace(
             done,
             step=number,
@@ -363,15 +358,11 @@ class TrainingLoop:
         scores = self.state.scores
         if len(scores) < 2:
             return None
-        first, last = [
-            _attempts(
-                await self.server.load_results(
-                    [task.id for task in self.batches.evaluation(score.version)]
-                )
-            )
-            for score in (scores[0], scores[-1])
-        ]
-        return compare(last, first)
+        ends = []
+        for score in (scores[0], scores[-1]):
+            tasks = [task.id for task in self.batches.evaluation(score.version)]
+            ends.append(_attempts(await self.server.load_results(tasks)))
+        return compare(ends[1], ends[0])
 
     # ----------------------------------------------------------------------- time
     def _elapsed_s(self) -> float:

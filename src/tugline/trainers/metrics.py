@@ -55,13 +55,9 @@ def measure_rollout(
         groups.setdefault(one.task, set()).update([one.reward.value] if one.reward else [])
     traces = [trace for one in trajectories for trace in one.traces]
     logprobs = [trace.logprobs[trace.mask] for trace in traces]
-    ages = [
-        np.full(span.end - span.start, version - span.version)
-        for trace in traces
-        for span in trace.spans
-        if span.masked is None
-    ]
-    age = np.concatenate(ages) if ages else np.empty(0)
+    spans = [span for trace in traces for span in trace.spans if span.masked is None]
+    lengths = np.array([span.end - span.start for span in spans], np.int64)
+    age = np.repeat([float(version - span.version) for span in spans], lengths)
     return RolloutFigures(
         sessions=len(trajectories),
         failed=len(trajectories) - len(rewards),

@@ -197,11 +197,9 @@ def prepare(
 def _adapt(model: Any, lora: Lora, seed: int) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - an extra
 
+    targets = list(lora.targets) or "all-linear"
     settings = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
     torch.manual_seed(seed)
     # PEFT 0.21 reads an old name of transformers
@@ -339,14 +337,11 @@ def make_publisher(
     config: TrainConfig, server: LocalServer | RemoteServer, replicas: Replicas
 ) -> Publisher:
     """Return what brings weights to the replicas and tells the server."""
+    model = ADAPTER if config.publishes_adapter else None
     return Publisher(
         server if isinstance(server, RemoteServer) else server.control.weights,
         replicas.updaters,
         mode=config.schedule.pause,
         within_s=config.schedule.publish_s,
-        connect=partial(
-            connect_scorer,
-            model=ADAPTER if config.publishes_adapter else None,
-            key=read_api_key(config.engine),
-        ),
+        connect=partial(connect_scorer, model=model, key=read_api_key(config.engine)),
     )

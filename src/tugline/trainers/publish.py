@@ -202,9 +202,8 @@ class Publisher:
             barrier = await self.weights.pause(self.mode, within_s=self.within_s)
             _raise_if_incomplete(barrier, "paused", self.within_s)
             await asyncio.gather(*(self._load(url, folder, version) for url in self.updaters))
-            proofs = await asyncio.gather(
-                *(self._prove(url, version, probe) for url in self.updaters)
-            )
+            proving = [self._prove(url, version, probe) for url in self.updaters]
+            proofs = await asyncio.gather(*proving)
             _raise_if_incomplete(await self.weights.announce(version), "told the version", 60)
         finally:
             await self.weights.resume()

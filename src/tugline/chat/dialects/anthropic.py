@@ -159,13 +159,10 @@ class Anthropic(base.Dialect):
         """A ``message`` object."""
         response = responses[0]
         pieces = split_message(response.message, reasoning=request.reasoning)
-        return base.encode(
-            {
-                **anthropic_messages.build_message(response.id, response.model, response.usage),
-                "content": [anthropic_messages.build_block(piece) for piece in pieces],
-                **anthropic_messages.build_end(response),
-            }
-        )
+        head = anthropic_messages.build_message(response.id, response.model, response.usage)
+        content = [anthropic_messages.build_block(piece) for piece in pieces]
+        end = anthropic_messages.build_end(response)
+        return base.encode({**head, "content": content, **end})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
@@ -207,9 +204,8 @@ class Anthropic(base.Dialect):
 # --------------------------------------------------------------------------- the envelope
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        raise decoding.unsupported(
-            body.mcp_servers, "mcp_servers", ": no servers are called; leave it out"
-        )
+        advice = ": no servers are called; leave it out"
+        raise decoding.unsupported(body.mcp_servers, "mcp_servers", advice)
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (str(kind).startswith("clear_thinking_") and keep == "all"):
@@ -232,9 +228,8 @@ def _parse_constraint(body: _MessagesBody) -> Constraint | None:
 def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        raise decoding.invalid(
-            choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}"
-        )
+        right = f"must be one of {', '.join(_CHOICES)}"
+        raise decoding.invalid(choice.type, "tool_choice.type", right)
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 

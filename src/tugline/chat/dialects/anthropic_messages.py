@@ -159,9 +159,8 @@ class MessageStream(base.Stream):
             return b""
         closed = self._close()
         self._index, self._kind = self._index + 1, kind
-        return closed + _event(
-            "content_block_start", {"index": self._index, "content_block": block}
-        )
+        start = {"index": self._index, "content_block": block}
+        return closed + _event("content_block_start", start)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", {"index": self._index, "delta": delta})
@@ -178,8 +177,7 @@ class MessageStream(base.Stream):
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:
-    body = base.encode({"type": kind, **data})
-    return encode_event(body, kind)
+    return encode_event(base.encode({"type": kind, **data}), kind)
 
 
 # --------------------------------------------------------------------------- requests
@@ -256,9 +254,7 @@ def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
     if kind == "text":
         builder.add_text(decoding.require(block, "text", str, where))
     elif kind == "image":
-        builder.add_image(
-            _parse_image(decoding.require(block, "source", dict, where), f"{where}.source")
-        )
+        builder.add_image(_parse_image(block, where))
     elif kind == "tool_reference":  # Claude Code's search for tools it did not declare at first
         builder.add_text(f"Tool found: {decoding.require(block, 'tool_name', str, where)}")
     elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
@@ -267,7 +263,8 @@ def _add_block(builder: ContentBuilder, block: Any, where: str) -> None:
         raise _unknown(block, where, "text, images and plain-text documents are understood")
 
 
-def _parse_image(source: dict[str, Any], where: str) -> str:
+def _parse_image(block: Any, where: str) -> str:
+    source, where = decoding.require(block, "source", dict, where), f"{where}.source"
     kind = decoding.require(source, "type", str, where)
     if kind == "base64":
         media_type = decoding.require(source, "media_type", str, where)

@@ -193,9 +193,8 @@ class Google(base.Dialect):
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], google_messages.fold_content)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
-        choice = decoding.decode(
-            _either(body.tool_config, body.choice_snake), decoding.ANY, "toolConfig"
-        )
+        tool_config = _either(body.tool_config, body.choice_snake)
+        choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")
         thinking = google_messages.to_camel(config.thinking_config or {})
         return Request(
             model=model,

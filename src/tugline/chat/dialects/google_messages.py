@@ -302,9 +302,8 @@ def parse_tool_choice(config: Any) -> ToolChoice:
     fields = to_camel(decoding.require_object(calling, where))
     mode = _MODES.get(str(fields.get("mode") or "AUTO").upper())
     if mode is None:
-        raise decoding.invalid(
-            fields.get("mode"), f"{where}.mode", f"must be one of {', '.join(_MODES)}"
-        )
+        right = f"must be one of {', '.join(_MODES)}"
+        raise decoding.invalid(fields.get("mode"), f"{where}.mode", right)
     place = f"{where}.allowedFunctionNames"
     names = decoding.parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
     for name in names:

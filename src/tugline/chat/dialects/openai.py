@@ -90,9 +90,14 @@ class OpenAIDialect(base.Dialect):
 
 
 # --------------------------------------------------------------------------- requests
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Sampling settings under the same names in all of them."""
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
+
+class CommonFields(msgspec.Struct, kw_only=True):
+    """What requests of all of them have under the same names: the model, and how to sample."""
+
+    model: str = ""
+    stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -111,18 +116,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         )
 
 
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-
-
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ChoiceFields(SamplingFields, kw_only=True):
+class ChoiceFields(CommonFields, kw_only=True):
     """What requests of Chat and of text completions have in common."""
 
-    model: str = ""
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Positive | None = None
@@ -249,12 +249,9 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
 def parse_function(item: Any, where: str) -> Tool:
     """A function as both APIs describe it; `item` holds its name."""
     parameters = decoding.require(item, "parameters", dict, where) if item.get("parameters") else {}
-    return Tool(
-        _parse_name(item, where),
-        decoding.optional(item, "description", "", where),
-        parameters,
-        strict=item.get("strict") is True,
-    )
+    name = _parse_name(item, where)
+    description = decoding.optional(item, "description", "", where)
+    return Tool(name, description, parameters, strict=item.get("strict") is True)
 
 
 def parse_custom(item: Any, where: str) -> Tool:
@@ -285,9 +282,8 @@ def parse_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice()
     if isinstance(choice, str):
         if choice not in {"none", "auto", "required"}:
-            raise decoding.invalid(
-                choice, "tool_choice", "must be none, auto, required or an object"
-            )
+            right = "must be none, auto, required or an object"
+            raise decoding.invalid(choice, "tool_choice", right)
         return ToolChoice(ChoiceMode(choice))
     kind = decoding.require(choice, "type", str, "tool_choice")
     if kind == "allowed_tools":
@@ -341,9 +337,8 @@ def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | No
     if form.type == "json_object":
         return Constraint(ConstraintKind.JSON_OBJECT)
     if form.type != "json_schema":
-        raise decoding.invalid(
-            form.type, f"{field}.type", "must be text, json_object or json_schema"
-        )
+        right = "must be text, json_object or json_schema"
+        raise decoding.invalid(form.type, f"{field}.type", right)
     named = form.json_schema or form
     schema = bytes(named.schema)
     if not schema.startswith(b"{"):

@@ -139,11 +139,8 @@ def _find_custom(tools: Sequence[Tool]) -> frozenset[str]:
 
 
 def _build_message(message: Message, custom: frozenset[str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "role": "assistant",
-        "content": message.content or (None if message.tool_calls else ""),
-        "refusal": None,
-    }
+    content = message.content or (None if message.tool_calls else "")
+    fields: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -172,14 +169,13 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
             raise Unsupported(msg, param=f"{where}.{field}")
     content = _parse_content(item.get("content"), f"{where}.content")
     calls = decoding.require(item, "tool_calls", list, where) if item.get("tool_calls") else None
+    answers = decoding.require(item, "tool_call_id", str, where) if role is Role.TOOL else None
     messages.append(
         Message(
             role=role,
             content=content.text,
             tool_calls=decoding.parse_list(calls, f"{where}.tool_calls", _parse_call),
-            tool_call_id=decoding.require(item, "tool_call_id", str, where)
-            if role is Role.TOOL
-            else None,
+            tool_call_id=answers,
             reasoning=_find_reasoning(item) if role is Role.ASSISTANT else None,
             images=tuple(content.images),
         )

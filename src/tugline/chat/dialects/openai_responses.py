@@ -11,7 +11,7 @@ message of the user later on. ``/responses/input_tokens`` counts.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
@@ -45,11 +45,11 @@ _SUMMARISE = (
 )
 
 
-class _EchoedFields(openai.SamplingFields, kw_only=True):
+class _EchoedFields(openai.CommonFields, kw_only=True):
     """Fields that a response repeats as they are, like ``temperature`` and ``top_p``."""
 
     instructions: str | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: openai.Positive | None = None
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -61,12 +61,10 @@ class _EchoedFields(openai.SamplingFields, kw_only=True):
 
 class _ResponsesBody(_EchoedFields, kw_only=True):
     input: str | list[Raw] = msgspec.field(default_factory=list)
-    model: str = ""
     store: bool | None = None
     tools: Raw = decoding.ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     stop: str | list[str] | None = None
     text: Raw = decoding.ABSENT
     include: list[str] | None = None

@@ -76,13 +76,10 @@ class _SglangReader(TokenReader[_SglangReply]):
             msg = f"sglang reported {len(pairs)} of {new} tokens; it must know `return_logprob`"
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
-        self.add_tokens(
-            [pair.id for pair in pairs],
-            [pair.logprob for pair in pairs],
-            finish,
-            base.parse_version(meta.weight_version) if meta.weight_version else None,
-            base.parse_spans(meta.weight_versions),
-        )
+        ids, logprobs = [pair.id for pair in pairs], [pair.logprob for pair in pairs]
+        version = base.parse_version(meta.weight_version) if meta.weight_version else None
+        spans = base.parse_spans(meta.weight_versions)
+        self.add_tokens(ids, logprobs, finish, version, spans)
 
 
 class SglangGenerate(_Sglang, TokenFormat):

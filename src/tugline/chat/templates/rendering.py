@@ -101,9 +101,8 @@ class Rendering:
 
         Raises `Unsupported` naming the field where the template has no place for its content.
         """
-        key = hashlib.blake2b(
-            msgspec.json.encode((list(tools), list(messages))), digest_size=16
-        ).digest()
+        data = msgspec.json.encode((list(tools), list(messages)))
+        key = hashlib.blake2b(data, digest_size=16).digest()
         ids = self._renders.pop(key, None)
         if ids is None:
             ids = self._render_ids(messages, tools)

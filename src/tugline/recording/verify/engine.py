@@ -124,13 +124,9 @@ async def connect_scorer(
             raise EngineError(msg)
         facts = await engine.get_object(_OWNERS[card.owned_by])
         facts = facts["data"][0] if card.owned_by == "tugline" else facts
-        version = facts.get("weight_version")
-        yield Scorer(
-            engine,
-            card,
-            version=None if version is None else parse_version(str(version)),
-            max_ids=await _read_max_ids(engine, card),
-        )
+        reported = facts.get("weight_version")
+        version = None if reported is None else parse_version(str(reported))
+        yield Scorer(engine, card, version, await _read_max_ids(engine, card))
 
 
 async def _read_max_ids(engine: EngineHttp, card: ModelCard) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tugline.errors import CaptureError, ConfigError, UsageError
+from tugline.errors import CaptureError, ConfigError, TuglineError, UsageError
 from tugline.recording.file import Recording
 from tugline.recording.verify.engine import Scorer, recompute_logprobs, why_not_comparable
 from tugline.recording.verify.text import TextVerifier
@@ -89,6 +89,12 @@ def check_result(faults: list[str], detail: str = "") -> VerifyCheck:
         return VerifyCheck(VerifyVerdict.PASS, detail)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return VerifyCheck(VerifyVerdict.FAIL, faults[0] + more)
+
+
+def _check_error(error: TuglineError) -> VerifyCheck:
+    """Return the check that `error` ended: failed for an incomplete recording, else not made."""
+    failed = isinstance(error, CaptureError)
+    return VerifyCheck(VerifyVerdict.FAIL if failed else VerifyVerdict.UNCHECKED, str(error))
 
 
 class VerifySummary(msgspec.Struct, kw_only=True):
@@ -203,10 +209,8 @@ def _check_text(
 ) -> VerifyCheck:
     try:
         faults = texts.find_faults(path, recording.header, recording.calls)
-    except ConfigError as error:
-        return VerifyCheck(VerifyVerdict.UNCHECKED, str(error))
-    except CaptureError as error:
-        return VerifyCheck(VerifyVerdict.FAIL, str(error))
+    except (ConfigError, CaptureError) as error:
+        return _check_error(error)
     for turn in report.turns:
         turn.faults += [faults[turn.call]] if turn.call in faults else []
     return check_result([*faults.values()])
@@ -219,12 +223,8 @@ def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
     try:
         builder = make_builder(header.task.builder if header else PluginSpec("prefix_merging"))
         traces, ledger, _ = builder.build(recording.calls)
-    except UsageError as error:
-        unknown = VerifyCheck(VerifyVerdict.UNCHECKED, str(error))
-        return unknown, unknown
-    except CaptureError as error:
-        wrong = VerifyCheck(VerifyVerdict.FAIL, str(error))
-        return wrong, wrong
+    except (UsageError, CaptureError) as error:
+        return _check_error(error), _check_error(error)
     reasons = [*ledger.masked.items(), *ledger.dropped.items()]
     equation = f"{ledger.sampled} sampled = {ledger.trained} trained"
     equation += "".join(f" + {count} {reason}" for reason, count in reasons)
@@ -309,11 +309,8 @@ async def verify_logprobs(
         report.checks["engine"] = VerifyCheck(VerifyVerdict.UNCHECKED, detail)
         return
     sums = summarize([SessionReport(session="", recording="", turns=compared)])
-    report.checks["engine"] = check_result(
-        too_far,
-        f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
-        f"KL {sums.kl:.2g}",
-    )
+    figures = f"max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, KL {sums.kl:.2g}"
+    report.checks["engine"] = check_result(too_far, f"{sums.scored} tokens: {figures}")
 
 
 def _compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> None:

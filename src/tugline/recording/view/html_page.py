@@ -110,9 +110,8 @@ def write_run(
 def _describe(view: SessionView) -> list[str]:
     """The cells of a run's table, after the session."""
     header, result, ledger = view.header, view.result, view.ledger
-    why = (
-        f"{result.failure.boundary}: {result.failure.message}" if result and result.failure else ""
-    )
+    failure = result.failure if result else None
+    why = f"{failure.boundary}: {failure.message}" if failure else ""
     return [
         header.task.id if header else "",
         result.status.replace("_", " ") if result else "no result",

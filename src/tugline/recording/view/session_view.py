@@ -150,13 +150,12 @@ def view_session(path: Path, recording: Recording, builder: str | None = None) -
     start = header.created if header else min((c.timings.received for c in calls), default=0.0)
     if header:
         header = replace(header, task=replace(header.task, files={}))
-    view = SessionView(
+    view = copy_fields(
+        SessionView,
+        recording,
         recording=str(path),
-        damage=recording.damage,
-        torn_bytes=recording.torn_bytes,
         started=start,
         header=header,
-        result=recording.result,
         turns=_view_turns(calls, built, start),
         events=tuple(
             replace(event, at=event.at - start)

@@ -84,10 +84,8 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
 def group_advantages(rewards: Sequence[float], eps: float = 1e-4) -> list[float]:
     """Return ``(r - mean) / (std + eps)`` for the rewards of a group's sessions, one each."""
     group = [SessionReward(np.array([reward]), np.ones(1)) for reward in rewards]
-    return [
-        baseline.advantage(reward)
-        for baseline, reward in zip(baselines(group, "grpo", eps), rewards, strict=True)
-    ]
+    levels = baselines(group, "grpo", eps)
+    return [level.advantage(one) for level, one in zip(levels, rewards, strict=True)]
 
 
 def has_signal(group: Sequence[SessionReward]) -> bool:

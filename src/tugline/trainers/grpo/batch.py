@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tugline.errors import CaptureError
+from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.trainers.grpo.tree import Index, TreePaths, build_tree, prefix_order
 from tugline.types import Ids, Logprobs, Mask, Sample, shared_prefix
@@ -84,9 +85,7 @@ EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 """What a rank without rows computes, so that it takes part in what all ranks do together."""
 
 
-def pack(
-    rows: Sequence[Row], *, micro_tokens: int, tree: bool, device: torch.device
-) -> Iterator[MicroBatch]:
+def pack(rows: Sequence[Row], config: UpdateConfig, device: torch.device) -> Iterator[MicroBatch]:
     """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
 
     Each rank gets a part of the rows, and as many passes as any other. Raises `CaptureError` for a
@@ -97,7 +96,9 @@ def pack(
             msg = f"session {row.sample.session}: loss_mask[0] is True: its token has no context"
             raise CaptureError(msg)
     rank, world = rank_and_world()
-    parts = [list(_split(part, micro_tokens, tree=tree)) for part in _divide(rows, world)]
+    tree = config.tree_packing
+    divided = _divide(rows, world)
+    parts = [list(_split(part, config.micro_tokens, tree=tree)) for part in divided]
     chunks = parts[rank] + [[Row(EMPTY)]] * (max(map(len, parts)) - len(parts[rank]))
     for chunk in chunks:
         yield collate(chunk, tree=tree, device=device)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.tree import TREE_ATTENTION, TreePaths
+from tugline.trainers.grpo.tree import TREE_ATTENTION
 from tugline.types import Ids, Sample
 
 FORWARD = "tugline_logprobs"
@@ -75,7 +75,7 @@ class PolicyModel:
 
     def _compute(self, micro: MicroBatch) -> torch.Tensor:
         with self._precision():
-            states = self._states(micro.ids, micro.positions, micro.paths).flatten(0, 1)
+            states = self._states(micro).flatten(0, 1)
             tokens = (states[micro.source], micro.target, micro.temperature)
             parts = [
                 # the logits of a chunk are computed again in the backward pass, not kept for it
@@ -87,15 +87,14 @@ class PolicyModel:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
-    def _states(
-        self, ids: torch.Tensor, positions: torch.Tensor | None, paths: TreePaths | None
-    ) -> torch.Tensor:
-        """Last hidden states of ids ``(B, L)``, shape ``(B, L, hidden)``."""
-        tree: dict[str, Any] = {}
-        if paths is not None:
+    def _states(self, micro: MicroBatch) -> torch.Tensor:
+        """Last hidden states of its ids ``(B, L)``, shape ``(B, L, hidden)``."""
+        ids, tree = micro.ids, dict[str, Any]()
+        if micro.paths is not None:
             # a mask of four dimensions is taken as it is, and no other is made; paths replace it
             unused = torch.zeros(1, 1, 1, 1, device=ids.device)
-            tree = {"position_ids": positions, "attention_mask": unused, "tree_paths": paths}
+            tree = {"position_ids": micro.positions, "attention_mask": unused}
+            tree["tree_paths"] = micro.paths
         states: torch.Tensor = self._body(input_ids=ids, use_cache=False, **tree).last_hidden_state
         return states
 

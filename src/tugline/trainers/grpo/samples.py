@@ -34,10 +34,7 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     """
     masked, dropped = Counter[Reason](), Counter[Reason]()
     samples: list[Sample] = []
-    ordered = sorted(
-        trajectories,
-        key=lambda trajectory: (trajectory.task, trajectory.sample, trajectory.session),
-    )
+    ordered = sorted(trajectories, key=lambda each: (each.task, each.sample, each.session))
     for _, members in groupby(ordered, key=lambda trajectory: trajectory.task):
         group = list(members)
         graded, signal = _grade(group, config)

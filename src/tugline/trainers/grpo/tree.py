@@ -61,12 +61,9 @@ class TreePaths:
     @classmethod
     def of(cls, tree: TokenTree, device: torch.device) -> TreePaths:
         """The paths of `tree` on `device`."""
-        gather = np.concatenate([path for _, path in tree.runs])
-        return cls(
-            gather=torch.from_numpy(gather).to(device),
-            queries=[length for length, _ in tree.runs],
-            keys=[len(path) for _, path in tree.runs],
-        )
+        queries, paths = zip(*tree.runs, strict=True)
+        gather = torch.from_numpy(np.concatenate(paths)).to(device)
+        return cls(gather, list(queries), [len(path) for path in paths])
 
 
 def prefix_order(ids: Ids) -> bytes:
@@ -122,46 +119,29 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
     ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_ragged if ragged else _attend_by_run
-    return attend(query, keys, values, tree_paths, scaling), None
+    return attend((query, keys, values), tree_paths, scaling), None
 
 
-def _attend_by_run(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    paths: TreePaths,
-    scaling: float | None,
-) -> torch.Tensor:
+_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries of all tokens, and keys and values of all paths."""
+
+
+def _attend_by_run(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+    lengths = (paths.queries, paths.keys, paths.keys)
+    by_run = (torch.split(*each, 2) for each in zip(states, lengths, strict=True))
     parts = []
-    by_run = zip(
-        torch.split(query, paths.queries, 2),
-        torch.split(keys, paths.keys, 2),
-        torch.split(values, paths.keys, 2),
-        strict=True,
-    )
-    for q, k, v in by_run:
-        whole = q.shape[2] == k.shape[2]
+    for q, k, v in zip(*by_run, strict=True):
+        whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+        mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
         part = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if whole else causal_lower_right(q.shape[2], k.shape[2]),
-            is_causal=whole,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=grouped
         )
         parts.append(part)
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def _attend_ragged(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    paths: TreePaths,
-    scaling: float | None,
-) -> torch.Tensor:
-    q, k, v = (states[0].transpose(0, 1) for states in (query, keys, values))
+def _attend_ragged(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+    q, k, v = (each[0].transpose(0, 1) for each in states)
     out = varlen_attn(
         q,
         k,
@@ -172,7 +152,7 @@ def _attend_ragged(
         max(paths.keys),
         scale=scaling,
         window_size=(-1, 0),  # causal; the last query of a run sees the whole path
-        enable_gqa=query.shape[1] != keys.shape[1],
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, torch.Tensor)  # noqa: S101 - a pair only if asked for
     return out[None]

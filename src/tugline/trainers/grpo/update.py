@@ -144,12 +144,7 @@ class Updater(ABC):
 
     def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         """Yield the forward passes of `rows`."""
-        return pack(
-            rows,
-            micro_tokens=self.config.micro_tokens,
-            tree=self.config.tree_packing,
-            device=self.policy.device,
-        )
+        return pack(rows, self.config, self.policy.device)
 
 
 def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
