@@ -34,7 +34,7 @@ class BackgroundFile(io.TextIOBase):
     """
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file
+        self._file, self.isatty = file, file.isatty  # type: ignore[method-assign]
         self._texts: queue.Queue[str] = queue.Queue(_KEPT_TEXTS)
         threading.Thread(target=self._write_all, daemon=True).start()
 
@@ -43,10 +43,6 @@ class BackgroundFile(io.TextIOBase):
         with contextlib.suppress(queue.Full):
             self._texts.put_nowait(text)
         return len(text)
-
-    def isatty(self) -> bool:
-        """Whether people read it."""
-        return self._file.isatty()
 
     def finish(self, within_s: float = 1.0) -> None:
         """Wait until all is written, for a while."""

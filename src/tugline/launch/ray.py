@@ -41,7 +41,7 @@ NAMESPACE = "tugline"
 ANSWER_S = 10.0
 """How long an actor, or the server, may take to answer."""
 RESTART_S = 5.0
-"""Pause before a node that has ended is started again."""
+"""A node that ends sooner than this after its start waits for so long before the next."""
 EVERY_S = 1.0
 """Between two looks at the cluster."""
 
@@ -59,27 +59,20 @@ class NodeActor:
         node = (sys.executable, "-m", "tugline.cli.app", "node", "--dir", folder)
         self._command = (*DIES_WITH_PARENT, *node, "--config", str(file), *command)
         self._env = {**os.environ, **env}
-        self._process = self._start()
-        self._ended: float | None = None
         self._draining = False
+        self._start()
         threading.Thread(target=self._outlive, args=(os.getppid(),), daemon=True).start()
 
     def check(self) -> tuple[bool, str]:
-        """Whether the node is drained, and why it ended by itself, said once.
-
-        Such a node is started again a few seconds later.
-        """
+        """Whether the node is drained, and why it ended by itself; then it is started again."""
         code = self._process.poll()
         if code is None or self._draining:
             return code is not None, ""
-        now = time.monotonic()
-        if self._ended is None:
-            self._ended = now
-            said = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
-            return False, f"code {code}, {said}"
-        if now > self._ended + RESTART_S:
-            self._process, self._ended = self._start(), None
-        return False, ""
+        if time.monotonic() < self._started + RESTART_S:
+            return False, ""
+        said = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        self._start()
+        return False, f"code {code}, {said}"
 
     def drain(self) -> None:
         """Let the node finish what it runs, and end."""
@@ -99,9 +92,10 @@ class NodeActor:
         self._process.wait()
         os._exit(0)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
+        self._started = time.monotonic()
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
 
 
 class Nodes:
@@ -118,8 +112,8 @@ class Nodes:
         self._silent: set[str] = set()
         self._idle_since: dict[str, float] = {}
 
-    def step(self, *, stopping: bool = False) -> None:
-        """Compare machines and nodes once."""
+    def step(self, *, stopping: bool = False) -> bool:
+        """Compare machines and nodes once; whether a node is left."""
         limit = math.inf
         if self._ray.max and not stopping:  # without an answer of the server all stays as it is
             limit = self._scale() or 0
@@ -137,11 +131,7 @@ class Nodes:
         if free:
             self._place(free)
         self._look_after()
-
-    @property
-    def ended(self) -> bool:
-        """Whether none is left."""
-        return not self._actors
+        return bool(self._actors)
 
     def _fits(self, machine: Mapping[str, Any]) -> bool:
         resources, wanted = machine["Resources"], self._ray.resource
@@ -180,22 +170,19 @@ class Nodes:
 
     def _look_after(self) -> None:
         """Ask all actors at once, so that one that hangs costs one deadline."""
-        asked = {actor.check.remote(): name for name, actor in self._actors.items()}
-        if not asked:
-            return
-        answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        for each in late:
-            self._note_silence(asked[each], f"has not answered for {ANSWER_S:.0f} s")
-        for each in answered:
-            name = asked[each]
+        asked = {name: actor.check.remote() for name, actor in self._actors.items()}
+        deadline = time.monotonic() + ANSWER_S
+        for name, answer in asked.items():
             try:
-                drained, ended = ray.get(each)
+                drained, ended = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
             except ActorDiedError as error:  # the next step places another one
                 self._echo(f"{name}: {_first_line(error)}")
                 self._forget(name)
                 continue
-            except RayError as error:  # Ray does not know yet whether it is lost
-                self._note_silence(name, f"does not answer: {_first_line(error)}")
+            except RayError as error:  # late, or Ray does not know yet whether it is lost
+                if name not in self._silent:  # said once, until it answers again
+                    self._silent.add(name)
+                    self._echo(f"{name} does not answer: {_first_line(error)}")
                 continue
             self._silent.discard(name)
             if drained:
@@ -204,12 +191,6 @@ class Nodes:
                 self._forget(name)
             elif ended:
                 self._echo(f"the node on {name} ended ({ended}); it starts again")
-
-    def _note_silence(self, name: str, text: str) -> None:
-        """Say it once, until it answers again."""
-        if name not in self._silent:
-            self._silent.add(name)
-            self._echo(f"{name} {text}")
 
     def _drain(self, name: str) -> None:
         actor = self._actors.get(name)
@@ -263,8 +244,7 @@ def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    while not (stopped.is_set() and nodes.ended):
-        nodes.step(stopping=stopped.is_set())
+    while nodes.step(stopping=stopped.is_set()) or not stopped.is_set():
         if stopped.wait(EVERY_S):
             time.sleep(0.2)
     echo("all nodes have ended")
