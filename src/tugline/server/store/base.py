@@ -87,17 +87,20 @@ class Tx:
         rows: list[Row] = self.execute(*expand_lists(sql, values)).fetchall()
         return rows
 
-    def fetch_one(self, sql: str, **values: object) -> Row | None:
-        """The first row, or None."""
-        rows = self.all(sql, **values)
-        return rows[0] if rows else None
+    def column(self, sql: str, **values: object) -> list[Any]:
+        """The first value of all rows."""
+        return [row[0] for row in self.all(sql, **values)]
+
+    def fetch_value(self, sql: str, **values: object) -> Any:
+        """The first value of the first row; None if there is no row."""
+        return next(iter(self.column(sql, **values)), None)
 
     def require_one(self, sql: str, missing: Exception, **values: object) -> Row:
         """The first row. Raises `missing` if there is none."""
-        row = self.fetch_one(sql, **values)
-        if row is None:
+        rows = self.all(sql, **values)
+        if not rows:
             raise missing
-        return row
+        return rows[0]
 
     def read_after(
         self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None

@@ -43,7 +43,7 @@ def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
 
     Returns the last position.
     """
-    [(last,)] = tx.all(
+    last = tx.fetch_value(
         "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
     )
     rows = (
@@ -59,8 +59,7 @@ def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
 
 def latest(tx: Tx) -> int:
     """Position of the last event, 0 before the first."""
-    [(position,)] = tx.all("SELECT at FROM positions WHERE name = 'events'")
-    return int(position)
+    return int(tx.fetch_value("SELECT at FROM positions WHERE name = 'events'"))
 
 
 def skip_positions(tx: Tx) -> None:

@@ -125,12 +125,11 @@ def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
 
 def list_due(tx: Tx) -> list[str]:
     """Tasks past their deadline."""
-    rows = tx.all(
+    return tx.column(
         "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
         " AND deadline <= :now ORDER BY deadline LIMIT 100",
         now=tx.now,
     )
-    return [task for (task,) in rows]
 
 
 def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
@@ -159,8 +158,9 @@ def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
 # --------------------------------------------------------------------------- reading
 def digest_of(tx: Tx, session: str) -> str | None:
     """Digest of its encoded trajectory; None without a result."""
-    row = tx.fetch_one("SELECT digest FROM results WHERE session = :session", session=session)
-    return row[0] if row else None
+    query = "SELECT digest FROM results WHERE session = :session"
+    digest: str | None = tx.fetch_value(query, session=session)
+    return digest
 
 
 def get_blob(tx: Tx, session: str) -> tuple[str, str]:
@@ -197,8 +197,7 @@ def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
     """Those of the named blobs that a result refers to. A blob's name begins with its session."""
     sessions = [name.rsplit(".", 2)[0] for name in blobs]
-    rows = tx.all("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions)
-    return {blob for (blob,) in rows}
+    return set(tx.column("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions))
 
 
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
@@ -219,19 +218,16 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     if not released:
         return Results(items=(), cursor=after)
     chosen = views(tx, released)
-    rows = tx.all("SELECT view FROM results WHERE task IN :tasks", tasks=released)
+    packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
-    items = sorted(
-        (_view.decode(view) for (view,) in rows), key=lambda item: (order[item.task], item.sample)
-    )
+    items = sorted(map(_view.decode, packed), key=lambda item: (order[item.task], item.sample))
     return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
 
 
 # --------------------------------------------------------------------------- consumers
 def read_acked(tx: Tx, consumer: str) -> int:
     """The position that a consumer has acknowledged; 0 for a new one."""
-    row = tx.fetch_one("SELECT acked FROM consumers WHERE name = :name", name=consumer)
-    return int(row[0]) if row else 0
+    return int(tx.fetch_value("SELECT acked FROM consumers WHERE name = :name", name=consumer) or 0)
 
 
 def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:

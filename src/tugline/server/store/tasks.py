@@ -98,7 +98,7 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
     """Raises `QuotaExceeded` if the tenant may not have so many more sessions."""
     query = "SELECT COUNT(*) FROM sessions WHERE tenant = :tenant AND"
     parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each walks its own index
-    have = sum(tx.all(f"{query} {part}", tenant=tenant)[0][0] for part in parts)
+    have = sum(tx.fetch_value(f"{query} {part}", tenant=tenant) for part in parts)
     if have + more > most:
         msg = f"tenant is {tenant!r}, which may have {most} unfinished sessions and has {have}"
         advice = f"{more} more are too many: submit {max(0, most - have)}, and others as those end"
@@ -109,7 +109,7 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     samples = sum(packed.task.samples for packed in batch)
     for name, n in (("tasks", len(batch)), ("sessions", samples)):
         tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
-    [(last,)] = tx.all(
+    last = tx.fetch_value(
         "UPDATE positions SET at = at + :n WHERE name = 'places' RETURNING at",
         n=len(batch) + samples,
     )
@@ -245,8 +245,8 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
     it has acknowledged nothing since `alive`. Counters keep counting deleted tasks, and their ids
     may be used again.
     """
-    [(acked,)] = tx.all("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
-    rows = tx.all(
+    acked = tx.fetch_value("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
+    ids = tx.column(
         "SELECT id FROM tasks WHERE released <= :acked"
         " AND id NOT IN (SELECT task FROM outbox WHERE state <> 'delivered')"
         " AND NOT EXISTS (SELECT 1 FROM sessions WHERE task = tasks.id AND updated >= :before)"
@@ -255,9 +255,6 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
         before=before,
         limit=_DELETE,
     )
-    if not rows:
-        return 0
-    ids = [task for (task,) in rows]
     for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
         tx.run(f"DELETE FROM {table} WHERE {column} IN :ids", ids=ids)  # noqa: S608 - constants
-    return len(rows)
+    return len(ids)
