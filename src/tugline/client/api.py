@@ -140,16 +140,13 @@ class Client:
             if (view := await self.task(name)).state is protocol.TaskState.RELEASED:
                 del names[name]
                 yield view
-        if not names:
-            return
         alone = next(iter(names)) if len(names) == 1 else None
         async with aclosing(self.events(after=after, task=alone)) as events:
-            async for event in events:
+            while names:
+                event = await anext(events)
                 if event.kind is protocol.EventKind.RELEASED and event.task in names:
                     del names[event.task]
                     yield await self.task(event.task)
-                if not names:
-                    return
 
     async def wait(
         self, tasks: str | Iterable[str], *, within_s: float | None = None

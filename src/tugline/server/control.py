@@ -177,16 +177,12 @@ class Weights:
         self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
     ) -> protocol.Barrier:
         """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(
-            lambda tx: _change(tx, protocol.EventKind.PAUSED, paused=mode)
-        )
+        control = await self._database.write(_change, protocol.EventKind.PAUSED, paused=mode)
         return await self._barrier(control, within_s)
 
     async def resume(self) -> protocol.Barrier:
         """Let model calls through again."""
-        control = await self._database.write(
-            lambda tx: _change(tx, protocol.EventKind.RESUMED, paused=None)
-        )
+        control = await self._database.write(_change, protocol.EventKind.RESUMED, paused=None)
         return await self._barrier(control, WITHIN_S)
 
     async def _barrier(self, control: protocol.Control, within_s: float) -> protocol.Barrier:

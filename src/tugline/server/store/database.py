@@ -175,8 +175,7 @@ class Database:
         self._listening.__enter__()
         self._writer.start()
         self._open = True
-        present = f"SELECT {self._driver.now}"
-        [(now,)] = await self.read(lambda tx: tx.all(present))
+        now = await self.read(Tx.fetch_value, f"SELECT {self._driver.now}")
         self._began = now - uptime()
         return self
 

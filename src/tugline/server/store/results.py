@@ -11,9 +11,7 @@ moves back (I3).
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -31,7 +29,7 @@ _TOLD = 300
 """Characters of a failure's message in the event of its result."""
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, frozen=True):
     """Outcome of a session. The defaults are those of one that never ran."""
 
     status: Status
@@ -40,7 +38,7 @@ class End(NamedTuple):
     sampled: int = 0
     trained: int = 0
     bytes: int = 0
-    seconds: Mapping[str, float] = MappingProxyType({})
+    seconds: dict[str, float] = {}
     digest: str = hashlib.sha256().hexdigest()
     blob: str = ""
 
@@ -84,8 +82,8 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     if end.reward is not None:
         detail["reward"] = end.reward
     position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))
-    own = {"position": position, "session": entry.id, "seconds": dict(end.seconds)}
-    listed = copy_fields(ResultView, entry, end, **own, created=tx.now)
+    own = {"position": position, "session": entry.id, "created": tx.now}
+    listed = copy_fields(ResultView, entry, end, **own)
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
     return position
@@ -215,13 +213,12 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
     released = [task for task, _ in rows[: max(sum(fit), 1)]]
-    if not released:
-        return Results(items=(), cursor=after)
     chosen = views(tx, released)
     packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
     items = sorted(map(_view.decode, packed), key=lambda item: (order[item.task], item.sample))
-    return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
+    cursor = max([after, *(group.released or 0 for group in chosen)])
+    return Results(items=tuple(items), groups=tuple(chosen), cursor=cursor)
 
 
 # --------------------------------------------------------------------------- consumers

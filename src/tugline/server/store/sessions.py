@@ -22,10 +22,8 @@ from tugline.errors import FencedError, Missing
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns
-from tugline.types import Session, Status
+from tugline.types import STAGES, Session, Status
 
-STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
-"""Stages of a leased session, in order."""
 _FEW_TASKS = 100
 """Tasks whose sessions are looked up by name."""
 _LEASED = "SELECT tenant, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY tenant"
@@ -233,9 +231,7 @@ def stop(tx: Tx, entries: Sequence[SessionRow], reason: protocol.StopKind, by: s
 
 def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
     """Record the stage that a node reports; an earlier stage than the recorded one is ignored."""
-    if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(
-        Status(entry.status)
-    ):
+    if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(entry.status):
         tx.update("sessions", entry.id, status=reported.status.value, updated=tx.now)
 
 

@@ -85,7 +85,7 @@ class SqliteConnection(Connection):
     def check_pages(self) -> None:
         """Raise `sqlite3.DatabaseError` if a page is damaged."""
         if (found := self.fetch_value("PRAGMA quick_check(1)")) != "ok":
-            msg = f"the file is damaged ({found}); restore it from a backup"
+            msg = f"the file is damaged ({found!r}); restore it from a backup"
             raise sqlite3.DatabaseError(msg)
 
     def begin(self, *, durable: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from tugline.errors import Conflict, Invalid, Missing, QuotaExceeded
+from tugline.errors import Conflict, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, sessions, texts
@@ -182,7 +182,8 @@ def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immuta
     if query.state is not None:
         where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
     if query.tag is not None:
-        values["tag"] = _parse_tag(query.tag)
+        key, _, value = query.tag.partition("=")
+        values["tag"] = _encode_tags({key: value})[1:-1]
         # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
     found = tx.read_places(f"{_COLUMNS} FROM tasks", where, query, **values)
@@ -224,13 +225,6 @@ def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskVie
 
 def _encode_tags(tags: dict[str, str]) -> str:
     return json.dumps(tags, sort_keys=True, separators=(",", ":"))
-
-
-def _parse_tag(tag: str) -> str:
-    key, equals, value = tag.partition("=")
-    if not equals:
-        raise Invalid(f"tag is {tag!r}, must be KEY=VALUE", field="tag")
-    return _encode_tags({key: value})[1:-1]
 
 
 def _missing(task: str) -> Missing:
