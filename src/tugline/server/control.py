@@ -66,16 +66,15 @@ class ControlPlane:
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
         """By caller and entry of the settings: submissions left, and when that was."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
-        self._expiry = Expiry(database, lease_s=settings.lease_s)
-        self.retention = Retention(database, blobs, settings)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(events.skip_positions)
-            await self._expiry.spare_all()
-            parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self.retention)
-            await stack.enter_async_context(run_beside(*(part.run() for part in parts)))
+            await self.database.write(nodes.spare_all, self._settings.lease_s)
+            parts = (self.logs.run(), self.dispatcher.run(), self._webhooks.run())
+            expiry = run_expiry(self.database, self._settings.lease_s)
+            await stack.enter_async_context(run_beside(*parts, expiry, self._run_retention()))
             self._stack = stack.pop_all()
         return self
 
@@ -160,6 +159,35 @@ class ControlPlane:
         self._check(task)
         self._webhooks.check(task)
 
+    # ------------------------------------------------------------------ retention
+    async def _run_retention(self) -> None:
+        """Delete what is old at the start, then hourly, until cancelled."""
+        while True:
+            try:
+                await self.delete_old(self.database.clock())
+            except StoreError as error:
+                _log.warning("old data not deleted", error=str(error))
+            await asyncio.sleep(_RETENTION_EVERY_S)
+
+    async def delete_old(self, now: float) -> None:
+        """Delete tasks, events and nodes that are too old at `now`, and blobs without a result.
+
+        Raises `StoreError`.
+        """
+        write, settings = self.database.write_relaxed, self._settings
+        if settings.keep_tasks_days is not None:
+            before = now - settings.keep_tasks_days * _DAY_S
+            alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
+            while await write(tasks.delete_finished, before, alive):
+                pass
+            await write(stats.trim_runs, before)
+        await sweep(self.blobs, self.database)
+        while await write(events.trim, now - settings.keep_events_days * _DAY_S):
+            pass
+        while await write(events.trim_deliveries):
+            pass
+        await write(nodes.trim, now - _DAY_S)
+
 
 # --------------------------------------------------------------------------- weights
 class Weights:
@@ -217,56 +245,47 @@ def _change(
 
 
 # --------------------------------------------------------------------------- background
-class Expiry:
-    """Expire leases, group deadlines and stop orders when they are due.
+async def run_expiry(database: Database, lease_s: float) -> None:
+    """Expire leases, group deadlines and stop orders when they are due, until cancelled.
 
     One task sleeps until the nearest deadline and is woken when a nearer one comes up. When the
     server itself was away (restarted, suspended, without its database), no node could renew: then
     they are spared instead of punished. Waking late by some seconds counts as away.
     """
+    away = False
+    with database.hub.subscribe("timers") as timers:
+        while True:
+            try:
+                if away:
+                    await database.write(nodes.spare_all, lease_s)
+                    away = False
+                due = await database.read(_next_due, lease_s)
+                left = math.inf if due is None else due - database.clock()
+                if left <= 0:
+                    await database.write(expire, lease_s=lease_s)
+                    continue
+                until, loop = uptime() + left, asyncio.get_running_loop()
+                await timers.wait(None if due is None else loop.time() + left)
+                away = uptime() > until + _ASLEEP_S
+            except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
+                known = isinstance(error, StoreError)
+                _log.error("deadlines not checked", error=str(error), exc_info=not known)
+                away = True
+                await asyncio.sleep(_RETRY_S)
 
-    def __init__(self, database: Database, *, lease_s: float) -> None:
-        self._database, self._lease_s = database, lease_s
 
-    async def run(self) -> None:
-        """Do so until it is cancelled."""
-        away = False
-        with self._database.hub.subscribe("timers") as timers:
-            while True:
-                try:
-                    if away:
-                        await self.spare_all()
-                        away = False
-                    due = await self._database.read(self._next_due)
-                    left = math.inf if due is None else due - self._database.clock()
-                    if left <= 0:
-                        await self._database.write(expire, lease_s=self._lease_s)
-                        continue
-                    until, loop = uptime() + left, asyncio.get_running_loop()
-                    await timers.wait(None if due is None else loop.time() + left)
-                    away = uptime() > until + _ASLEEP_S
-                except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
-                    known = isinstance(error, StoreError)
-                    _log.error("deadlines not checked", error=str(error), exc_info=not known)
-                    away = True
-                    await asyncio.sleep(_RETRY_S)
-
-    async def spare_all(self) -> None:
-        """Give nodes time to renew."""
-        await self._database.write(nodes.spare_all, self._lease_s)
-
-    def _next_due(self, tx: Tx) -> float | None:
-        """The nearest deadline."""
-        [(lease, group, stop, *pauses)] = tx.all(
-            "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
-            " (SELECT MIN(deadline) FROM tasks"
-            "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
-            " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
-            " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
-            " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
-        )
-        stop = None if stop is None else stop + self._lease_s
-        return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
+def _next_due(tx: Tx, lease_s: float) -> float | None:
+    """The nearest deadline."""
+    [(lease, group, stop, *pauses)] = tx.all(
+        "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
+        " (SELECT MIN(deadline) FROM tasks"
+        "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
+        " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
+        " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
+        " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
+    )
+    stop = None if stop is None else stop + lease_s
+    return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
 
 
 def expire(tx: Tx, *, lease_s: float) -> None:
@@ -278,38 +297,6 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     leases.end_unstopped(tx, tx.now - lease_s)
     sessions.end_pauses(tx)
     nodes.end_blocks(tx)
-
-
-class Retention:
-    """Delete old tasks, events and nodes, and blobs without a result: at the start, then hourly."""
-
-    def __init__(self, database: Database, blobs: Blobs, settings: ServerSettings) -> None:
-        self._database, self._blobs, self._settings = database, blobs, settings
-
-    async def run(self) -> None:
-        """Do so until it is cancelled."""
-        while True:
-            try:
-                await self.run_once(self._database.clock())
-            except StoreError as error:
-                _log.warning("old data not deleted", error=str(error))
-            await asyncio.sleep(_RETENTION_EVERY_S)
-
-    async def run_once(self, now: float) -> None:
-        """Delete what is too old at `now`. Raises `StoreError`."""
-        write, settings = self._database.write_relaxed, self._settings
-        if settings.keep_tasks_days is not None:
-            before = now - settings.keep_tasks_days * _DAY_S
-            alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
-            while await write(tasks.delete_finished, before, alive):
-                pass
-            await write(stats.trim_runs, before)
-        await sweep(self._blobs, self._database)
-        while await write(events.trim, now - settings.keep_events_days * _DAY_S):
-            pass
-        while await write(events.trim_deliveries):
-            pass
-        await write(nodes.trim, now - _DAY_S)
 
 
 async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
