@@ -169,8 +169,7 @@ class SessionRunner:
         """Cancel everything; what is in the journal stays there."""
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ----------------------------------------------------------------------- one session
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

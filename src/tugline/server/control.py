@@ -61,7 +61,6 @@ class ControlPlane:
         self.database, self.blobs, self.folder = database, blobs, folder
         self.logs = Logs(folder / "logs")
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
-        self.weights = Weights(database)
         self._settings, self._check = settings, check
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
         """By caller and entry of the settings: submissions left, and when that was."""
@@ -159,6 +158,33 @@ class ControlPlane:
         self._check(task)
         self._webhooks.check(task)
 
+    # ------------------------------------------------------------------ weights
+    async def announce(self, version: int) -> protocol.Barrier:
+        """Announce new weights; sessions too far behind restart if their task says so."""
+        control = await self.database.write(_announce, version)
+        return await self._barrier(control, WITHIN_S)
+
+    async def pause(
+        self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
+    ) -> protocol.Barrier:
+        """Hold model calls on all nodes; waits for them, at most `within_s`."""
+        control = await self.database.write(_change, protocol.EventKind.PAUSED, paused=mode)
+        return await self._barrier(control, within_s)
+
+    async def resume(self) -> protocol.Barrier:
+        """Let model calls through again."""
+        control = await self.database.write(_change, protocol.EventKind.RESUMED, paused=None)
+        return await self._barrier(control, WITHIN_S)
+
+    async def _barrier(self, control: protocol.Control, within_s: float) -> protocol.Barrier:
+        applied, missing = await self.database.poll(
+            lambda tx: nodes.list_applied(tx, control.generation),
+            ["applied"],
+            within_s,
+            lambda names: not names[1],
+        )
+        return protocol.Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
+
     # ------------------------------------------------------------------ retention
     async def _run_retention(self) -> None:
         """Delete what is old at the start, then hourly, until cancelled."""
@@ -190,39 +216,6 @@ class ControlPlane:
 
 
 # --------------------------------------------------------------------------- weights
-class Weights:
-    """Changes of the state that all nodes share."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    async def announce(self, version: int) -> protocol.Barrier:
-        """Announce new weights; sessions too far behind restart if their task says so."""
-        control = await self._database.write(_announce, version)
-        return await self._barrier(control, WITHIN_S)
-
-    async def pause(
-        self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
-    ) -> protocol.Barrier:
-        """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(_change, protocol.EventKind.PAUSED, paused=mode)
-        return await self._barrier(control, within_s)
-
-    async def resume(self) -> protocol.Barrier:
-        """Let model calls through again."""
-        control = await self._database.write(_change, protocol.EventKind.RESUMED, paused=None)
-        return await self._barrier(control, WITHIN_S)
-
-    async def _barrier(self, control: protocol.Control, within_s: float) -> protocol.Barrier:
-        applied, missing = await self._database.poll(
-            lambda tx: nodes.list_applied(tx, control.generation),
-            ["applied"],
-            within_s,
-            lambda names: not names[1],
-        )
-        return protocol.Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
-
-
 def _announce(tx: Tx, version: int) -> protocol.Control:
     control = _change(tx, protocol.EventKind.VERSION, version=version)
     leases.abort_stale(tx, version)

@@ -340,7 +340,7 @@ def make_publisher(
 ) -> Publisher:
     """Return what brings weights to the replicas and tells the server."""
     return Publisher(
-        server if isinstance(server, RemoteServer) else server.control.weights,
+        server if isinstance(server, RemoteServer) else server.control,
         replicas.updaters,
         mode=config.schedule.pause,
         within_s=config.schedule.publish_s,
