@@ -307,8 +307,10 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
         session.slots.agent_log.write_bytes(text)
 
         async def read() -> bytes:
-            part = await bench.control.read_log("t-0", limit=1 << 20, wait_s=0.1)
-            return bytes(part.data)
+            data = b""
+            while (part := await bench.control.read_log("t-0", offset=len(data), wait_s=0.1)).data:
+                data += part.data
+            return data
 
         async def follow(size: int) -> bool:
             return len(await read()) >= size

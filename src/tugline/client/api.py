@@ -50,6 +50,8 @@ class Client:
     ) -> None:
         url, token = find_server(server, token, folder)
         self._http = Transport(url, token, deadline_s=deadline_s)
+        self.url = self._http.url
+        """URL of the server."""
 
     async def __aenter__(self) -> Self:
         await self._http.__aenter__()
@@ -57,11 +59,6 @@ class Client:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._http.__aexit__(*exc)
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        return self._http.url
 
     # ---------------------------------------------------------------------- tasks and sessions
     async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:

@@ -169,7 +169,8 @@ class SessionRunner:
         """Cancel everything; what is in the journal stays there."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     # ----------------------------------------------------------------------- one session
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:

@@ -129,15 +129,13 @@ class ControlPlane:
         topic = f"task:{query.task}" if query.task else "events"
         return await self.database.poll(read, [topic], query.wait_s, bool)
 
-    async def read_log(
-        self, session: str, *, offset: int = 0, limit: int = 65_536, wait_s: float = 0.0
-    ) -> LogPart:
+    async def read_log(self, session: str, *, offset: int = 0, wait_s: float = 0.0) -> LogPart:
         """Part of a session's log; waits up to `wait_s` for more of it. Raises `Missing`."""
         entry = await self.database.read(sessions.get, session)
         ended = not entry.leased and entry.status != Status.QUEUED
         if entry.node is not None and session not in self.logs.followed():
             self.database.hub.notify([f"node:{entry.node}"])
-        return await self.logs.read(session, offset=offset, limit=limit, wait_s=wait_s, ended=ended)
+        return await self.logs.read(session, offset=offset, wait_s=wait_s, ended=ended)
 
     def count_request(self, caller: Hashable, tenant: str) -> None:
         """Count a submission (a token bucket, in memory). Raises `QuotaExceeded`."""
@@ -223,7 +221,7 @@ def _announce(tx: Tx, version: int) -> protocol.Control:
 
 
 def _change(
-    tx: Tx, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
+    tx: Tx, /, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
 ) -> protocol.Control:
     """Start a new generation of the shared state, unless nothing changes."""
     old = nodes.control(tx)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tugline.errors import Invalid, StoreError, UsageError
-from tugline.protocol import SessionQuery, TaskQuery
+from tugline.protocol import PageQuery
 
 Row = tuple[Any, ...]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -91,7 +91,7 @@ class Tx:
         """The first value of all rows."""
         return [row[0] for row in self.all(sql, **values)]
 
-    def fetch_value(self, sql: str, **values: object) -> Any:
+    def fetch_value(self, sql: str, /, **values: object) -> Any:
         """The first value of the first row; None if there is no row."""
         return next(iter(self.column(sql, **values)), None)
 
@@ -113,9 +113,7 @@ class Tx:
         sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
         return self.all(sql, after=after, limit=limit, **values)
 
-    def read_places(
-        self, rows: str, where: str, query: TaskQuery | SessionQuery, **values: object
-    ) -> list[Row]:
+    def read_places(self, rows: str, where: str, query: PageQuery, **values: object) -> list[Row]:
         """Rows of a page in the order of their places, and the one after it, for `cut_page`.
 
         `rows` is ``COLUMNS FROM TABLE``, the second column the place. Raises `Invalid` for a cursor
@@ -149,6 +147,11 @@ class Tx:
         """Set these columns of the row with this id."""
         changes = ", ".join(f"{name} = :{name}" for name in columns)
         self.run(f"UPDATE {table} SET {changes} WHERE id = :row", row=row, **columns)  # noqa: S608 - constants
+
+    def advance(self, counter: str, by: int = 1) -> int:
+        """Add to a counter of ``positions``; returns its new value."""
+        sql = "UPDATE positions SET at = at + :by WHERE name = :counter RETURNING at"
+        return int(self.fetch_value(sql, counter=counter, by=by))
 
     def notify(self, *topics: str) -> None:
         """Wake subscribers of these topics, on every server, once this transaction is committed."""

@@ -153,17 +153,14 @@ class Database:
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
+        self.name = driver.name
+        """``sqlite`` or ``postgresql``."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
         self._readers = [_Slot() for _ in range(_READERS)]
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
         self._connection = _Slot()
         self._open = False
-
-    @property
-    def name(self) -> str:
-        """``sqlite`` or ``postgresql``."""
-        return self._driver.name
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()

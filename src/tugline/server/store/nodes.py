@@ -195,7 +195,7 @@ def bind_tokens(tx: Tx, join: str) -> None:
 
 
 def find_by_token(tx: Tx, token: str) -> str | None:
-    """The node behind a token, unless it is gone."""
+    """The node that a token was given to; None for an unknown one or a node that is gone."""
     query = "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token"
     node: str | None = tx.fetch_value(query, token=digest(token))
     return node

@@ -51,7 +51,7 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
     usable = int(end.reward is not None)
     position = _insert(tx, entry, end)
     sessions.end_lease(tx, entry, end.status, usable=usable)
-    tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
+    tx.advance(end.status.value)
     [(samples, ended, have, min_usable, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
         " RETURNING samples, ended, usable, min_usable, reason, callback",
@@ -147,7 +147,7 @@ def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
 def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
     position = events.add(tx, EventKind.RELEASED, events.Note(task, detail={"usable": usable}))
     tx.update("tasks", task, released=position)
-    tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
+    tx.advance("released")
     tx.notify("releases")
     if callback:
         events.add_delivery(tx, position, task, EventKind.RELEASED, callback)

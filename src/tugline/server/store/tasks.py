@@ -107,12 +107,9 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
 
 def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     samples = sum(packed.task.samples for packed in batch)
-    for name, n in (("tasks", len(batch)), ("sessions", samples)):
-        tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
-    last = tx.fetch_value(
-        "UPDATE positions SET at = at + :n WHERE name = 'places' RETURNING at",
-        n=len(batch) + samples,
-    )
+    tx.advance("tasks", len(batch))
+    tx.advance("sessions", samples)
+    last = tx.advance("places", len(batch) + samples)
     places = iter(range(last - len(batch) - samples + 1, last + 1))
     tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
     rows: list[dict[str, Any]] = [
