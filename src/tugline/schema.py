@@ -187,9 +187,8 @@ def _list_choices(kind: Any) -> tuple[str, ...]:
         return ()
     if isinstance(members[0], type) and issubclass(members[0], Enum):
         return tuple(str(member.value) for member in members[0])
-    return (
-        tuple(sorted(map(str, get_args(members[0])))) if get_origin(members[0]) is Literal else ()
-    )
+    literals = get_args(members[0]) if get_origin(members[0]) is Literal else ()
+    return tuple(sorted(map(str, literals)))
 
 
 def dotted(path: Iterable[Step]) -> str:

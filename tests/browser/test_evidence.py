@@ -347,7 +347,7 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
     trajectory = rebuild(read(small(tmp_path)))
     for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
         # Answered once the node has put it in place, which it says when it asks for work.
-        announcing = asyncio.create_task(rig.served.control.weights.announce(version))
+        announcing = asyncio.create_task(rig.served.control.announce(version))
         await tab.until(_SERVES.format(version=version, token=TOKENS.read))
         for one, reward in zip(await rig.lease(f"step{version}", 3), rewards, strict=True):
             await rig.commit(one, trajectory, reward=Reward(reward))

@@ -28,7 +28,7 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
     sound = await shell.run("doctor")
     assert sound.code == 0, sound.out
     assert "n is live, 0 sessions, 2 slots" in sound.out
-    await shell.house.control.weights.pause(within_s=0.1)
+    await shell.house.control.pause(within_s=0.1)
     paused = await shell.run("doctor")
     assert (paused.code, "model calls are paused" in paused.out) == (1, True)
 

@@ -101,7 +101,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
         await bench.control.submit([_with_group(make_task(what="hang"), group)])
         await bench.wait_in("run")
         epoch = (await bench.read_session("t-0")).epoch
-        await bench.control.weights.announce(1)
+        await bench.control.announce(1)
         await until(lambda: len(bench.script.order) == 2)
         assert (await bench.read_session("t-0")).epoch > epoch
         assert await bench.statuses() == {}
@@ -254,14 +254,14 @@ async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
         bench.script.hold("run")
         await bench.control.submit([make_task("a")])
         await bench.wait_in("run")
-        barrier = await bench.control.weights.pause(PauseMode.ABORT, within_s=5)
+        barrier = await bench.control.pause(PauseMode.ABORT, within_s=5)
         assert (barrier.applied, barrier.missing) == (("n",), ())
         await bench.control.submit([make_task("b")])
         await bench.wait_in("run", 2)
         slots = [session.slots for session in bench.node.runner.sessions.values()]
         assert [one.paused for one in slots] == [True, True]
-        await bench.control.weights.announce(3)
-        after = await bench.control.weights.resume()
+        await bench.control.announce(3)
+        after = await bench.control.resume()
         assert (after.applied, after.version, after.paused) == (("n",), 3, None)
         assert [one.paused for one in slots] == [False, False]
         bench.script.release("run")
@@ -307,8 +307,10 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
         session.slots.agent_log.write_bytes(text)
 
         async def read() -> bytes:
-            part = await bench.control.read_log("t-0", limit=1 << 20, wait_s=0.1)
-            return bytes(part.data)
+            data = b""
+            while (part := await bench.control.read_log("t-0", offset=len(data), wait_s=0.1)).data:
+                data += part.data
+            return data
 
         async def follow(size: int) -> bool:
             return len(await read()) >= size

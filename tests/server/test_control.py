@@ -94,10 +94,9 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     assert await read(tag="kind=a") == []
     assert await read(state=TaskState.RELEASED) == ["t3"]
     assert len(await read(state=TaskState.OPEN, tag="odd=yes")) == 11
-    for wrong, field in (({"after": "x"}, "after"), ({"tag": "x"}, "tag")):
-        with pytest.raises(Invalid) as caught:
-            await control.database.read(tasks.page, TaskQuery(**wrong))
-        assert caught.value.field == field
+    with pytest.raises(Invalid) as caught:
+        await control.database.read(tasks.page, TaskQuery(after="x"))
+    assert caught.value.field == "after"
 
 
 async def test_sessions_are_found(control: ControlPlane) -> None:

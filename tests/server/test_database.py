@@ -354,7 +354,7 @@ async def main():
             print(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         await database.write(lambda tx: put(tx, 1000))
-        count = await database.read(lambda tx: tx.fetch_one("SELECT COUNT(*) FROM consumers")[0])
+        count = await database.read(lambda tx: tx.fetch_value("SELECT COUNT(*) FROM consumers"))
         print(kept, count - 1)
 
 asyncio.run(main())

@@ -403,8 +403,8 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     await node.ask()
     node.applied = 2
     asking = await node.start_asking()
-    await control.weights.announce(1)
-    announcing = asyncio.ensure_future(control.weights.announce(2))
+    await control.announce(1)
+    announcing = asyncio.ensure_future(control.announce(2))
     [stop] = (await asyncio.wait_for(asking, 20)).stop
     assert (stop.session, stop.reason) == ("strict-0", StopKind.STALE)
     await announcing
@@ -435,7 +435,7 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
     """It holds when all have said that they pause, and is told to those who wait for work."""
     node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
     asking = await node.start_asking()
-    pausing = asyncio.ensure_future(control.weights.pause(within_s=10))
+    pausing = asyncio.ensure_future(control.pause(within_s=10))
     orders = await asyncio.wait_for(asking, 20)
     assert orders.control.paused is PauseMode.WAIT
     for one in (node, late):
@@ -449,9 +449,9 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
 async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     """It waits no longer than it was told to; the same pause again is no new one."""
     await Idler.join(control, "slow")
-    barrier = await control.weights.pause(within_s=0.2)
+    barrier = await control.pause(within_s=0.2)
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
-    assert (await control.weights.pause(within_s=0.05)).generation == 1
+    assert (await control.pause(within_s=0.05)).generation == 1
     assert (await control.database.read(stats.counts)).paused
 
 

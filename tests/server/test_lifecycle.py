@@ -29,6 +29,7 @@ from tugline.server.store.postgres import Postgres
 from tugline.server.store.results import End
 from tugline.server.store.sqlite import Sqlite
 from tugline.types import (
+    STAGES,
     TERMINAL,
     Boundary,
     Failure,
@@ -145,7 +146,7 @@ class Lifecycle:
         if not self.known:
             self._join()
         node = self.random.choice(sorted(self.known))
-        stage = self.random.choice(sessions.STAGES)
+        stage = self.random.choice(STAGES)
         held = [HeldSession(lease.session, lease.epoch, stage) for lease in self.known[node]]
 
         try:

@@ -61,7 +61,7 @@ def result(session: str, sample: int, failure: Failure | None = None) -> bytes:
 async def test_what_there_is_now(server: Served) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
     async with server() as (control, metrics):
-        await control.weights.announce(4)
+        await control.announce(4)
         callback = Callback("http://127.0.0.1:9/")
         await control.submit([replace(task("a", samples=3), callback=callback)])
         await control.submit([task("b", samples=2, tenant="other")])

@@ -19,7 +19,8 @@ from tugline.inference.sampling import score
 from tugline.inference.server import create_app
 from tugline.protocol import PauseMode
 from tugline.recording.verify.engine import connect_scorer
-from tugline.server.control import Weights
+from tugline.server.blobs import LocalBlobs
+from tugline.server.control import ControlPlane
 from tugline.server.store.database import open_database
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
@@ -98,17 +99,17 @@ async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path
 
 async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Path) -> Publication:
     """Publish `sent` to a running engine that has `weights`."""
+    database = open_database(f"sqlite:{folder / 'server.db'}")
     async with (
         Engine(weights, eos_ids=(), max_model_len=256, threads=1) as engine,
         serve(create_app(engine, model_name="m")) as url,
-        open_database(f"sqlite:{folder / 'server.db'}") as database,
+        ControlPlane(database, LocalBlobs(folder / "blobs"), folder=folder) as server,
     ):
 
         async def swap(_folder: Path, version: int, running: Running) -> None:
             await engine.swap(sent.state_dict(), version, running)
 
-        server, updaters = Weights(database), {url: swap}
-        make = partial(Publisher, server, updaters, mode=PauseMode.WAIT, within_s=60)
+        make = partial(Publisher, server, {url: swap}, mode=PauseMode.WAIT, within_s=60)
         publisher = make()
         assert await publisher.find_outdated(VERSION + 1) == [url]
         publication = await publisher.publish(folder, VERSION + 1, probe)

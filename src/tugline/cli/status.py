@@ -23,10 +23,9 @@ from tugline.client.overview import Monitor, Overview
 from tugline.errors import Missing, ServerError
 from tugline.log import visible
 from tugline.protocol import Cancelled, NodeState, ResultView, SessionView, TaskView
-from tugline.types import TERMINAL, Status
+from tugline.types import STAGES, TERMINAL, Status
 
 _LINE = re.compile(r"[^\t\n\r]+")
-_STAGES = tuple(str(one) for one in Status if one not in {*TERMINAL, Status.QUEUED})
 _NODE_STYLES = {NodeState.LIVE: "", NodeState.DRAINING: "yellow", NodeState.GONE: "dim"}
 
 
@@ -130,7 +129,7 @@ def _make_summary(seen: Overview) -> Table:
     rows = {
         "server": f"{seen.url}  position {counts.position:,}  {weights}",
         "queued": f"{counts.sessions.get('queued', 0):,}  {format_counts(seen.queue)}",
-        "running": ", ".join(f"{counts.sessions.get(stage, 0):,} {stage}" for stage in _STAGES),
+        "running": ", ".join(f"{counts.sessions.get(stage, 0):,} {stage}" for stage in STAGES),
         "finished": format_counts(finished) or "none",
         "tasks": f"{counts.tasks_open:,} open",
         "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s{reward}",
@@ -145,13 +144,13 @@ def _make_summary(seen: Overview) -> Table:
 
 
 def _make_nodes_table(seen: Overview) -> Table:
-    table = Table("node", "state", "slots", "sessions", *_STAGES, "lease", box=None)
+    table = Table("node", "state", "slots", "sessions", *STAGES, "lease", box=None)
     for load in seen.nodes:
         node = load.node
         lease = f"{load.lease_s:.0f} s" if node.state is not NodeState.GONE else ""
         state = f"quarantine: {node.fault}" if node.fault else node.state.value
         style = "red" if node.fault else _NODE_STYLES[node.state]
-        stages = (str(load.stages.get(stage, "")) for stage in _STAGES)
+        stages = (str(load.stages.get(stage, "")) for stage in STAGES)
         cells = (str(node.slots), str(node.running), *stages, lease)
         table.add_row(Text(node.name), Text(state), *cells, style=style)
     if not seen.nodes:

@@ -50,6 +50,8 @@ class Client:
     ) -> None:
         url, token = find_server(server, token, folder)
         self._http = Transport(url, token, deadline_s=deadline_s)
+        self.url = self._http.url
+        """URL of the server."""
 
     async def __aenter__(self) -> Self:
         await self._http.__aenter__()
@@ -57,11 +59,6 @@ class Client:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._http.__aexit__(*exc)
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        return self._http.url
 
     # ---------------------------------------------------------------------- tasks and sessions
     async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:
@@ -140,16 +137,13 @@ class Client:
             if (view := await self.task(name)).state is protocol.TaskState.RELEASED:
                 del names[name]
                 yield view
-        if not names:
-            return
         alone = next(iter(names)) if len(names) == 1 else None
         async with aclosing(self.events(after=after, task=alone)) as events:
-            async for event in events:
+            while names:
+                event = await anext(events)
                 if event.kind is protocol.EventKind.RELEASED and event.task in names:
                     del names[event.task]
                     yield await self.task(event.task)
-                if not names:
-                    return
 
     async def wait(
         self, tasks: str | Iterable[str], *, within_s: float | None = None

@@ -6,13 +6,13 @@ was declared dead is revoked: its requests are answered 401, which is raised as 
 
 import asyncio
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from tugline import protocol
 from tugline.atomic import write_file
-from tugline.client.transport import Query, Transport
+from tugline.client.transport import Transport
 from tugline.errors import FencedError, ServerError
 
 DEADLINE_S = 10.0
@@ -75,19 +75,14 @@ class NodeClient(Transport):
         return (await self._post(path, protocol.LogLength, chunk, query=query)).length
 
     async def _post(
-        self,
-        path: str,
-        kind: type[T],
-        body: msgspec.Struct | bytes | None = None,
-        *,
-        query: Query | None = None,
-        wait_s: float = 0.0,
+        self, path: str, kind: type[T], body: msgspec.Struct | bytes | None = None, **options: Any
     ) -> T:
-        """Send a request with the node's own token; 401, it is revoked, is a lost lease."""
+        """Send a request with the node's own token; `options` are those of `ask`.
+
+        401, it is revoked, is a lost lease.
+        """
         try:
-            return await self.ask(
-                "POST", path, kind, query=query, body=body, wait_s=wait_s, token=self._own_token
-            )
+            return await self.ask("POST", path, kind, body=body, token=self._own_token, **options)
         except ServerError as error:
             if error.status != 401:
                 raise

@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import fmean
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     sessions_per_minute: float
     tokens_per_second: float
     reward: float | None
-    """Mean of the last minute's results; None without any."""
+    """Mean of the last minute's results; None if none has a reward."""
     nodes: tuple[NodeLoad, ...]
     open: tuple[TaskView, ...]
     """The oldest tasks that are not released."""
@@ -93,6 +93,7 @@ class Monitor:
         recent = [node for node in nodes if node.state is not gone or node.deadline > since]
         loads = await asyncio.gather(*map(self._read_load, recent))
         results = [event for event in self._events if event.kind is EventKind.RESULT]
+        rewards = [float(event.detail["reward"]) for event in results if "reward" in event.detail]
         span_s = max(1.0, min(_RATE_WINDOW_S, now - self._complete_since))
         sampled = sum(int(event.detail.get("sampled", 0)) for event in results)
         return Overview(
@@ -103,7 +104,7 @@ class Monitor:
             unread={name: int(float(value)) for name, value in _UNREAD.findall(page)},
             sessions_per_minute=60 * len(results) / span_s,
             tokens_per_second=sampled / span_s,
-            reward=mean_reward(results),
+            reward=fmean(rewards) if rewards else None,
             nodes=tuple(loads),
             open=tuple(open_tasks),
             failures=tuple(reversed(self._failures)),
@@ -140,12 +141,6 @@ class Monitor:
             async for session in self._client.sessions(node=node.id):
                 stages[session.status.value] += 1
         return NodeLoad(node, dict(stages), node.deadline - self._clock())
-
-
-def mean_reward(results: Iterable[Event]) -> float | None:
-    """Mean reward of results by their events; None if none has a reward."""
-    rewards = [float(event.detail["reward"]) for event in results if "reward" in event.detail]
-    return fmean(rewards) if rewards else None
 
 
 def find_failure(event: Event) -> RecentFailure | None:

@@ -92,11 +92,8 @@ class Result:
 
         Also empty, beside ``view.bytes`` > 0, if the server has lost it.
         """
-
-    @property
-    def cursor(self) -> int:
+        self.cursor = view.position
         """Position to acknowledge once this result, and all before it, are stored."""
-        return self.view.position
 
     @cached_property
     def trajectory(self) -> Trajectory | None:

@@ -75,6 +75,8 @@ class SyncClient:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._client = Client(server, token, folder=folder, deadline_s=deadline_s)
+        self.url = self._client.url
+        """URL of the server."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -96,11 +98,6 @@ class SyncClient:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        return self._client.url
 
     submit = _block(Client.submit)
     task = _block(Client.task)

@@ -53,7 +53,10 @@ class EngineLoad:
     _forward_s: float | None = None
 
     def update(self, page: str, now: float) -> None:
-        """Read a metrics page at monotonic time `now`. A gap of many polls counts as two."""
+        """Read a metrics page at monotonic time `now`; an empty one if the engine did not answer.
+
+        A gap of many polls counts as two.
+        """
         waiting, kv = _read_values(page, _WAITING), _read_values(page, _KV)
         running, forward = sum(_read_values(page, _RUNNING)), _read_values(page, _FORWARD)
         if forward:
@@ -65,11 +68,7 @@ class EngineLoad:
             self.busy_s += min(now - self._polled, 2 * _INTERVAL_S)
         self.waiting = sum(waiting) if waiting else None
         self.kv = max(kv, default=0.0)
-        self.up, self.running, self._polled = True, running, now
-
-    def mark_down(self) -> None:
-        """It did not answer."""
-        self.up, self.running, self.waiting, self._polled = False, 0.0, None, None
+        self.up, self.running, self._polled = bool(page), running, now if page else None
 
 
 def _read_values(page: str, names: Sequence[str]) -> list[float]:
@@ -110,10 +109,7 @@ class Engines:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
             async with self._http.get(f"{url.rstrip('/')}/metrics") as response:
                 page = await response.text() if response.ok else ""
-        if page:
-            load.update(page, time.monotonic())
-        else:
-            load.mark_down()
+        load.update(page, time.monotonic())
 
 
 Poll = Callable[[], Awaitable[Sequence[EngineLoad]]]

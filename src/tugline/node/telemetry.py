@@ -13,13 +13,12 @@ import msgspec
 from tugline.errors import UsageError
 from tugline.histogram import Distribution
 from tugline.plugins import import_extra
-from tugline.types import Boundary, Call, Reason, Session, Status, Task, Trajectory
+from tugline.types import STAGES, Boundary, Call, Reason, Session, Status, Task, Trajectory
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """The URL itself, and one that the path of traces is appended to."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SUPPORTED = "http/protobuf"
-_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Stats:
     ends: Counter[Status] = field(default_factory=Counter)
     failures: Counter[Boundary] = field(default_factory=Counter)
     stage_s: dict[Status, Distribution] = field(
-        default_factory=lambda: {status: Distribution() for status in _STAGES}
+        default_factory=lambda: {status: Distribution() for status in STAGES}
     )
     """Seconds in each stage, without the wait for a slot."""
     trained: int = 0

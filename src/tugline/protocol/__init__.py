@@ -16,8 +16,8 @@ __all__ = [
     "CommitOutcome", "Consumer", "Control", "Counts", "Delivery", "DeliveryQuery",
     "DeliveryState", "Dispatcher", "Event", "EventKind", "EventQuery", "FieldError",
     "HeldSession", "LeaseRequest", "LeaseResponse", "LogLength", "LogQuery", "Name",
-    "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page", "Pause", "PauseMode",
-    "Position", "Problem", "Release", "Renewal", "ResultQuery", "ResultView", "Results",
-    "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView", "StepQuery", "Stop",
-    "StopKind", "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
+    "NodeRegistered", "NodeRegistration", "NodeState", "NodeView", "Page", "PageQuery",
+    "Pause", "PauseMode", "Position", "Problem", "Release", "Renewal", "ResultQuery", "ResultView",
+    "Results", "RunStep", "RunView", "SessionNote", "SessionQuery", "SessionView", "StepQuery",
+    "Stop", "StopKind", "TaskQuery", "TaskState", "TaskView", "Version", "WebhookBody", "Work",
 ]  # fmt: skip

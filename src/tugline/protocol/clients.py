@@ -271,7 +271,16 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
 Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
 
-class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
+class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which page of a list."""
+
+    newest: bool = False
+    """Begin with what was submitted last."""
+    after: Cursor | None = None
+    limit: Limit = 100
+
+
+class TaskQuery(PageQuery, frozen=True, kw_only=True):
     """Which tasks to list."""
 
     state: TaskState | None = None
@@ -280,13 +289,9 @@ class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Only those of this tenant."""
     tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
     """``key=value``."""
-    newest: bool = False
-    """Begin with what was submitted last."""
-    after: Cursor | None = None
-    limit: Limit = 100
 
 
-class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
+class SessionQuery(PageQuery, frozen=True, kw_only=True):
     """Which sessions to list."""
 
     task: Name | None = None
@@ -298,13 +303,9 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     q: Annotated[str, Meta(max_length=160)] = ""
     """Only those with this in their id, or whose task's instruction or tags, failure or note have
     words that begin with each of its words."""
-    newest: bool = False
-    """Begin with what was submitted last."""
     recent: bool = False
     """Only those that have begun, what changed last first: one page, of which `q`, `newest` and
     `after` are no part."""
-    after: Cursor | None = None
-    limit: Limit = 100
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):

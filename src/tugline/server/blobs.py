@@ -8,7 +8,6 @@ blob is whole or absent, even when the disk is full.
 import asyncio
 import contextlib
 import hashlib
-import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -79,14 +78,13 @@ def spread(folder: Path, name: str) -> Path:
 
 def _list_older(shard: Path, than: float) -> list[str]:
     names = []
-    with os.scandir(shard) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # deleted just now
-                if entry.stat().st_mtime < than:
-                    if entry.name.startswith(_TEMPORARY):
-                        Path(entry.path).unlink()
-                    else:
-                        names.append(entry.name)
+    for path in shard.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            if path.stat().st_mtime < than:
+                if path.name.startswith(_TEMPORARY):
+                    path.unlink()
+                else:
+                    names.append(path.name)
     return names
 
 

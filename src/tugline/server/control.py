@@ -61,21 +61,19 @@ class ControlPlane:
         self.database, self.blobs, self.folder = database, blobs, folder
         self.logs = Logs(folder / "logs")
         self.dispatcher = ServerDispatcher(database, blobs, self.logs, settings)
-        self.weights = Weights(database)
         self._settings, self._check = settings, check
         self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
         """By caller and entry of the settings: submissions left, and when that was."""
         self._webhooks = WebhookSender(database, secret, hosts=settings.callback_hosts)
-        self._expiry = Expiry(database, lease_s=settings.lease_s)
-        self.retention = Retention(database, blobs, settings)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
             await self.database.write(events.skip_positions)
-            await self._expiry.spare_all()
-            parts = (self.logs, self.dispatcher, self._webhooks, self._expiry, self.retention)
-            await stack.enter_async_context(run_beside(*(part.run() for part in parts)))
+            await self.database.write(nodes.spare_all, self._settings.lease_s)
+            parts = (self.logs.run(), self.dispatcher.run(), self._webhooks.run())
+            expiry = run_expiry(self.database, self._settings.lease_s)
+            await stack.enter_async_context(run_beside(*parts, expiry, self._run_retention()))
             self._stack = stack.pop_all()
         return self
 
@@ -131,15 +129,13 @@ class ControlPlane:
         topic = f"task:{query.task}" if query.task else "events"
         return await self.database.poll(read, [topic], query.wait_s, bool)
 
-    async def read_log(
-        self, session: str, *, offset: int = 0, limit: int = 65_536, wait_s: float = 0.0
-    ) -> LogPart:
+    async def read_log(self, session: str, *, offset: int = 0, wait_s: float = 0.0) -> LogPart:
         """Part of a session's log; waits up to `wait_s` for more of it. Raises `Missing`."""
         entry = await self.database.read(sessions.get, session)
         ended = not entry.leased and entry.status != Status.QUEUED
         if entry.node is not None and session not in self.logs.followed():
             self.database.hub.notify([f"node:{entry.node}"])
-        return await self.logs.read(session, offset=offset, limit=limit, wait_s=wait_s, ended=ended)
+        return await self.logs.read(session, offset=offset, wait_s=wait_s, ended=ended)
 
     def count_request(self, caller: Hashable, tenant: str) -> None:
         """Count a submission (a token bucket, in memory). Raises `QuotaExceeded`."""
@@ -160,37 +156,26 @@ class ControlPlane:
         self._check(task)
         self._webhooks.check(task)
 
-
-# --------------------------------------------------------------------------- weights
-class Weights:
-    """Changes of the state that all nodes share."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
+    # ------------------------------------------------------------------ weights
     async def announce(self, version: int) -> protocol.Barrier:
         """Announce new weights; sessions too far behind restart if their task says so."""
-        control = await self._database.write(_announce, version)
+        control = await self.database.write(_announce, version)
         return await self._barrier(control, WITHIN_S)
 
     async def pause(
         self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = WITHIN_S
     ) -> protocol.Barrier:
         """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(
-            lambda tx: _change(tx, protocol.EventKind.PAUSED, paused=mode)
-        )
+        control = await self.database.write(_change, protocol.EventKind.PAUSED, paused=mode)
         return await self._barrier(control, within_s)
 
     async def resume(self) -> protocol.Barrier:
         """Let model calls through again."""
-        control = await self._database.write(
-            lambda tx: _change(tx, protocol.EventKind.RESUMED, paused=None)
-        )
+        control = await self.database.write(_change, protocol.EventKind.RESUMED, paused=None)
         return await self._barrier(control, WITHIN_S)
 
     async def _barrier(self, control: protocol.Control, within_s: float) -> protocol.Barrier:
-        applied, missing = await self._database.poll(
+        applied, missing = await self.database.poll(
             lambda tx: nodes.list_applied(tx, control.generation),
             ["applied"],
             within_s,
@@ -198,7 +183,37 @@ class Weights:
         )
         return protocol.Barrier(**msgspec.structs.asdict(control), applied=applied, missing=missing)
 
+    # ------------------------------------------------------------------ retention
+    async def _run_retention(self) -> None:
+        """Delete what is old at the start, then hourly, until cancelled."""
+        while True:
+            try:
+                await self.delete_old(self.database.clock())
+            except StoreError as error:
+                _log.warning("old data not deleted", error=str(error))
+            await asyncio.sleep(_RETENTION_EVERY_S)
 
+    async def delete_old(self, now: float) -> None:
+        """Delete tasks, events and nodes that are too old at `now`, and blobs without a result.
+
+        Raises `StoreError`.
+        """
+        write, settings = self.database.write_relaxed, self._settings
+        if settings.keep_tasks_days is not None:
+            before = now - settings.keep_tasks_days * _DAY_S
+            alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
+            while await write(tasks.delete_finished, before, alive):
+                pass
+            await write(stats.trim_runs, before)
+        await sweep(self.blobs, self.database)
+        while await write(events.trim, now - settings.keep_events_days * _DAY_S):
+            pass
+        while await write(events.trim_deliveries):
+            pass
+        await write(nodes.trim, now - _DAY_S)
+
+
+# --------------------------------------------------------------------------- weights
 def _announce(tx: Tx, version: int) -> protocol.Control:
     control = _change(tx, protocol.EventKind.VERSION, version=version)
     leases.abort_stale(tx, version)
@@ -206,7 +221,7 @@ def _announce(tx: Tx, version: int) -> protocol.Control:
 
 
 def _change(
-    tx: Tx, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
+    tx: Tx, /, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
 ) -> protocol.Control:
     """Start a new generation of the shared state, unless nothing changes."""
     old = nodes.control(tx)
@@ -221,56 +236,47 @@ def _change(
 
 
 # --------------------------------------------------------------------------- background
-class Expiry:
-    """Expire leases, group deadlines and stop orders when they are due.
+async def run_expiry(database: Database, lease_s: float) -> None:
+    """Expire leases, group deadlines and stop orders when they are due, until cancelled.
 
     One task sleeps until the nearest deadline and is woken when a nearer one comes up. When the
     server itself was away (restarted, suspended, without its database), no node could renew: then
     they are spared instead of punished. Waking late by some seconds counts as away.
     """
+    away = False
+    with database.hub.subscribe("timers") as timers:
+        while True:
+            try:
+                if away:
+                    await database.write(nodes.spare_all, lease_s)
+                    away = False
+                due = await database.read(_next_due, lease_s)
+                left = math.inf if due is None else due - database.clock()
+                if left <= 0:
+                    await database.write(expire, lease_s=lease_s)
+                    continue
+                until, loop = uptime() + left, asyncio.get_running_loop()
+                await timers.wait(None if due is None else loop.time() + left)
+                away = uptime() > until + _ASLEEP_S
+            except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
+                known = isinstance(error, StoreError)
+                _log.error("deadlines not checked", error=str(error), exc_info=not known)
+                away = True
+                await asyncio.sleep(_RETRY_S)
 
-    def __init__(self, database: Database, *, lease_s: float) -> None:
-        self._database, self._lease_s = database, lease_s
 
-    async def run(self) -> None:
-        """Do so until it is cancelled."""
-        away = False
-        with self._database.hub.subscribe("timers") as timers:
-            while True:
-                try:
-                    if away:
-                        await self.spare_all()
-                        away = False
-                    due = await self._database.read(self._next_due)
-                    left = math.inf if due is None else due - self._database.clock()
-                    if left <= 0:
-                        await self._database.write(expire, lease_s=self._lease_s)
-                        continue
-                    until, loop = uptime() + left, asyncio.get_running_loop()
-                    await timers.wait(None if due is None else loop.time() + left)
-                    away = uptime() > until + _ASLEEP_S
-                except Exception as error:  # noqa: BLE001 - without this task nothing ever expires
-                    known = isinstance(error, StoreError)
-                    _log.error("deadlines not checked", error=str(error), exc_info=not known)
-                    away = True
-                    await asyncio.sleep(_RETRY_S)
-
-    async def spare_all(self) -> None:
-        """Give nodes time to renew."""
-        await self._database.write(nodes.spare_all, self._lease_s)
-
-    def _next_due(self, tx: Tx) -> float | None:
-        """The nearest deadline."""
-        [(lease, group, stop, *pauses)] = tx.all(
-            "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
-            " (SELECT MIN(deadline) FROM tasks"
-            "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
-            " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
-            " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
-            " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
-        )
-        stop = None if stop is None else stop + self._lease_s
-        return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
+def _next_due(tx: Tx, lease_s: float) -> float | None:
+    """The nearest deadline."""
+    [(lease, group, stop, *pauses)] = tx.all(
+        "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
+        " (SELECT MIN(deadline) FROM tasks"
+        "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
+        " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
+        " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
+        " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
+    )
+    stop = None if stop is None else stop + lease_s
+    return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
 
 
 def expire(tx: Tx, *, lease_s: float) -> None:
@@ -282,38 +288,6 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     leases.end_unstopped(tx, tx.now - lease_s)
     sessions.end_pauses(tx)
     nodes.end_blocks(tx)
-
-
-class Retention:
-    """Delete old tasks, events and nodes, and blobs without a result: at the start, then hourly."""
-
-    def __init__(self, database: Database, blobs: Blobs, settings: ServerSettings) -> None:
-        self._database, self._blobs, self._settings = database, blobs, settings
-
-    async def run(self) -> None:
-        """Do so until it is cancelled."""
-        while True:
-            try:
-                await self.run_once(self._database.clock())
-            except StoreError as error:
-                _log.warning("old data not deleted", error=str(error))
-            await asyncio.sleep(_RETENTION_EVERY_S)
-
-    async def run_once(self, now: float) -> None:
-        """Delete what is too old at `now`. Raises `StoreError`."""
-        write, settings = self._database.write_relaxed, self._settings
-        if settings.keep_tasks_days is not None:
-            before = now - settings.keep_tasks_days * _DAY_S
-            alive = now - (settings.keep_consumers_days or math.inf) * _DAY_S
-            while await write(tasks.delete_finished, before, alive):
-                pass
-            await write(stats.trim_runs, before)
-        await sweep(self._blobs, self._database)
-        while await write(events.trim, now - settings.keep_events_days * _DAY_S):
-            pass
-        while await write(events.trim_deliveries):
-            pass
-        await write(nodes.trim, now - _DAY_S)
 
 
 async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:

@@ -123,10 +123,6 @@ class ServerDispatcher:
         await self._database.read(sessions.get_leased, session, epoch)
         return await self._logs.append(session, epoch, offset, chunk)
 
-    async def find_node(self, token: str) -> str | None:
-        """The node that a token was given to; None for an unknown one or a node that is gone."""
-        return await self._database.read(nodes.find_by_token, token)
-
     # ------------------------------------------------------------------ one request
     async def _renew(self, node: str, request: protocol.Renewal) -> Orders:
         return await self._database.write_relaxed(

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tugline import log
 from tugline.errors import StoreError
@@ -25,6 +25,7 @@ _SWEEP_S = 600.0
 _FOLLOW_S = 10.0
 """A log counts as followed this long after it was read."""
 _log = log.get("logs")
+T = TypeVar("T")
 
 
 class LogPart(NamedTuple):
@@ -69,9 +70,7 @@ class Logs:
         Bytes that are stored already are skipped, and a chunk beyond the end is not stored: a
         caller whose offset is not the length continues from the length.
         """
-        async with self._lock:
-            with _explain(session):
-                length = await asyncio.to_thread(self._append, session, epoch, offset, chunk)
+        length = await self._run(self._append, session, epoch, offset, chunk)
         self._hub.notify([session])
         return length
 
@@ -112,10 +111,16 @@ class Logs:
         return await asyncio.to_thread(self._sweep, time.time() - self.keep_s)
 
     async def _look(self, session: str, offset: int, limit: int, *, ended: bool) -> LogPart:
-        async with self._lock:
-            with _explain(session):
-                data, at, more = await asyncio.to_thread(self._read, session, offset, limit)
+        data, at, more = await self._run(self._read, session, offset, limit)
         return LogPart(data, at, ended and not more)
+
+    async def _run(self, work: Callable[..., T], session: str, *args: int | bytes) -> T:
+        """Run `work` in a thread, alone. Raises `StoreError`."""
+        async with self._lock:
+            try:
+                return await asyncio.to_thread(work, session, *args)
+            except OSError as error:
+                raise StoreError(f"log of {session}: {error.strerror}") from error
 
     # ------------------------------------------------------------------ in a thread
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
@@ -172,11 +177,3 @@ def _read_part(source: bytes | Path, offset: int, limit: int) -> bytes:
     with source.open("rb") as file:
         file.seek(offset)
         return file.read(limit)
-
-
-@contextlib.contextmanager
-def _explain(session: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"log of {session}: {error.strerror}") from error

@@ -17,7 +17,7 @@ import zstandard
 from tugline.errors import ConfigError, Invalid, UsageError
 from tugline.plugins import pack_options
 from tugline.sandbox.cache import find_contradictions
-from tugline.schema import MAX_PROBLEMS
+from tugline.schema import MAX_PROBLEMS, copy_fields
 from tugline.schema import decode as decode_strictly
 from tugline.server.store.results import End
 from tugline.server.store.tasks import Packed, pack
@@ -138,17 +138,10 @@ def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
     if status is Status.FAILED and failure is None:
         msg = f"session {session} has failed, and its result does not say why"
         raise Invalid(msg, field="failure")
-    return End(
-        status=status,
-        failure=failure,
-        reward=trajectory.reward.value if trajectory.reward else None,
-        sampled=trajectory.ledger.sampled,
-        trained=trajectory.ledger.trained,
-        bytes=len(data),
-        seconds=trajectory.seconds,
-        digest=digest,
-        blob=f"{session}.{epoch}.{digest[:12]}",
-    )
+    reward = trajectory.reward.value if trajectory.reward else None
+    blob = f"{session}.{epoch}.{digest[:12]}"
+    found = {"reward": reward, "bytes": len(data), "digest": digest, "blob": blob}
+    return copy_fields(End, trajectory, trajectory.ledger, **found)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:

@@ -339,7 +339,7 @@ def make_publisher(
     """Return what brings weights to the replicas and tells the server."""
     model = ADAPTER if config.publishes_adapter else None
     return Publisher(
-        server if isinstance(server, RemoteServer) else server.control.weights,
+        server if isinstance(server, RemoteServer) else server.control,
         replicas.updaters,
         mode=config.schedule.pause,
         within_s=config.schedule.publish_s,

@@ -27,7 +27,7 @@ from tugline.client.api import Client
 from tugline.errors import EngineError, UsageError
 from tugline.protocol import Barrier, PauseMode
 from tugline.recording.verify.engine import Scorer, connect_scorer
-from tugline.server.control import Weights
+from tugline.server.control import ControlPlane
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
@@ -184,7 +184,7 @@ Connect = Callable[[str], AbstractAsyncContextManager[Scorer]]
 class Publisher:
     """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
 
-    weights: Weights | Client
+    weights: ControlPlane | Client
     updaters: Mapping[str, Update]
     """By URL."""
     mode: PauseMode

@@ -11,7 +11,7 @@ from tugline.types.task import *
 from tugline.types.trace import *
 
 __all__ = [
-    "HANDLING", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
+    "HANDLING", "STAGES", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
     "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Ids", "Image", "Ledger",
     "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec", "Policy",
     "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit", "Stale",

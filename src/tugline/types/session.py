@@ -24,6 +24,8 @@ class Status(StrEnum):
 
 
 TERMINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
+STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
+"""States of a session that a node runs, in order."""
 _ROUNDING = 1e-6
 
 

@@ -120,8 +120,8 @@ class Api:
         """Authorize and decode a request, and run its handler."""
         caller = Caller()
         if route.roles:
-            find_node = self._control.dispatcher.find_node
-            caller = await identify(request.headers.get("authorization"), self.tokens, find_node)
+            header = request.headers.get("authorization")
+            caller = await identify(header, self.tokens, self._control.database)
             if caller.role not in route.roles:
                 needed = " or ".join(sorted(route.roles))
                 msg = f"{route.name} needs the {needed} token; this is a {caller.role} token"

@@ -197,9 +197,8 @@ async def append_log(call: route.ApiCall[BodyChunk, bytes]) -> protocol.LogLengt
     """Append to a session's log."""
     await _check_holder(call)
     chunk = call.query
-    return protocol.LogLength(
-        await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body)
-    )
+    length = await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body)
+    return protocol.LogLength(length)
 
 
 async def _check_holder(call: route.ApiCall[Any, Any]) -> None:
@@ -258,20 +257,20 @@ async def get_weights(call: route.PlainCall) -> protocol.Control:
 @ROUTES.add("POST", "/v1/weights", route.CLIENTS)
 async def announce(call: route.BodyCall[protocol.Version]) -> protocol.Barrier:
     """Announce new weights; answers when the nodes know."""
-    return await call.attend(call.control.weights.announce(call.body.version))
+    return await call.attend(call.control.announce(call.body.version))
 
 
 @ROUTES.add("POST", "/v1/weights/pause", route.CLIENTS)
 async def pause(call: route.BodyCall[protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
-    pausing = call.control.weights.pause(call.body.mode, within_s=call.body.within_s)
+    pausing = call.control.pause(call.body.mode, within_s=call.body.within_s)
     return await call.attend(pausing)
 
 
 @ROUTES.add("POST", "/v1/weights/resume", route.CLIENTS)
 async def resume(call: route.PlainCall) -> protocol.Barrier:
     """Let model calls continue."""
-    return await call.attend(call.control.weights.resume())
+    return await call.attend(call.control.resume())
 
 
 # --------------------------------------------------------------------------- trainers

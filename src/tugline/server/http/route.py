@@ -32,6 +32,7 @@ from tugline.protocol import PROBLEM, FieldError, Problem
 from tugline.schema import copy_fields
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
+from tugline.server.store import nodes
 from tugline.server.store.database import Database
 from tugline.types.task import Task, Tenant
 from tugline.web.serve import HttpRequest
@@ -226,9 +227,7 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
         return "Tokens(...)"
 
 
-async def identify(
-    header: str | None, tokens: Tokens, find_node: Callable[[str], Awaitable[str | None]]
-) -> Caller:
+async def identify(header: str | None, tokens: Tokens, database: Database) -> Caller:
     """The caller that sends this ``Authorization`` header. Raises `Refusal`."""
     scheme, _, token = (header or "").partition(" ")
     token = token.strip()
@@ -237,7 +236,7 @@ async def identify(
     for known, caller in tokens.callers:
         if hmac.compare_digest(known.encode(), token.encode()):
             return caller
-    node = await find_node(token)
+    node = await database.read(nodes.find_by_token, token)
     if node is None:
         raise Refusal("this token is unknown, or of a node that is gone", "unauthorized")
     return Caller(ApiRole.NODE, node)

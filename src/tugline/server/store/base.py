@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tugline.errors import Invalid, StoreError, UsageError
-from tugline.protocol import SessionQuery, TaskQuery
+from tugline.protocol import PageQuery
 
 Row = tuple[Any, ...]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -87,17 +87,20 @@ class Tx:
         rows: list[Row] = self.execute(*expand_lists(sql, values)).fetchall()
         return rows
 
-    def fetch_one(self, sql: str, **values: object) -> Row | None:
-        """The first row, or None."""
-        rows = self.all(sql, **values)
-        return rows[0] if rows else None
+    def column(self, sql: str, **values: object) -> list[Any]:
+        """The first value of all rows."""
+        return [row[0] for row in self.all(sql, **values)]
+
+    def fetch_value(self, sql: str, /, **values: object) -> Any:
+        """The first value of the first row; None if there is no row."""
+        return next(iter(self.column(sql, **values)), None)
 
     def require_one(self, sql: str, missing: Exception, **values: object) -> Row:
         """The first row. Raises `missing` if there is none."""
-        row = self.fetch_one(sql, **values)
-        if row is None:
+        rows = self.all(sql, **values)
+        if not rows:
             raise missing
-        return row
+        return rows[0]
 
     def read_after(
         self, rows: str, key: str, after: int, limit: int, **match: str | Sequence[str] | None
@@ -110,9 +113,7 @@ class Tx:
         sql = f"SELECT {rows} WHERE {key} > :after{where} ORDER BY {key} LIMIT :limit"
         return self.all(sql, after=after, limit=limit, **values)
 
-    def read_places(
-        self, rows: str, where: str, query: TaskQuery | SessionQuery, **values: object
-    ) -> list[Row]:
+    def read_places(self, rows: str, where: str, query: PageQuery, **values: object) -> list[Row]:
         """Rows of a page in the order of their places, and the one after it, for `cut_page`.
 
         `rows` is ``COLUMNS FROM TABLE``, the second column the place. Raises `Invalid` for a cursor
@@ -146,6 +147,11 @@ class Tx:
         """Set these columns of the row with this id."""
         changes = ", ".join(f"{name} = :{name}" for name in columns)
         self.run(f"UPDATE {table} SET {changes} WHERE id = :row", row=row, **columns)  # noqa: S608 - constants
+
+    def advance(self, counter: str, by: int = 1) -> int:
+        """Add to a counter of ``positions``; returns its new value."""
+        sql = "UPDATE positions SET at = at + :by WHERE name = :counter RETURNING at"
+        return int(self.fetch_value(sql, counter=counter, by=by))
 
     def notify(self, *topics: str) -> None:
         """Wake subscribers of these topics, on every server, once this transaction is committed."""

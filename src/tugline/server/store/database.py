@@ -103,6 +103,8 @@ _MAX_QUEUED = 20_000
 _PAUSE_S = 0.05
 T = TypeVar("T")
 P = ParamSpec("P")
+Outcome = tuple[Any, BaseException | None]
+"""Value or error of an operation."""
 _log = log.get("store")
 
 
@@ -110,11 +112,6 @@ class _Job(NamedTuple):
     op: Callable[[Tx], Any]
     durable: bool
     future: asyncio.Future[Any]
-
-
-class _Outcome(NamedTuple):
-    value: Any = None
-    error: BaseException | None = None
 
 
 class _Slot:
@@ -156,17 +153,14 @@ class Database:
         self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
         """Called in the writer's thread after each commit: operations and seconds."""
         self._driver, self._retry_s = driver, retry_s
+        self.name = driver.name
+        """``sqlite`` or ``postgresql``."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
         self._readers = [_Slot() for _ in range(_READERS)]
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
         self._connection = _Slot()
         self._open = False
-
-    @property
-    def name(self) -> str:
-        """``sqlite`` or ``postgresql``."""
-        return self._driver.name
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -175,8 +169,7 @@ class Database:
         self._listening.__enter__()
         self._writer.start()
         self._open = True
-        present = f"SELECT {self._driver.now}"
-        [(now,)] = await self.read(lambda tx: tx.all(present))
+        now = await self.read(Tx.fetch_value, f"SELECT {self._driver.now}")
         self._began = now - uptime()
         return self
 
@@ -307,11 +300,11 @@ class Database:
             outcomes, topics = self._retry(once, self._retry_s, self._connection)
         except Exception as error:  # noqa: BLE001 - this thread must go on, whatever it was
             self._connection.close()
-            outcomes = [_Outcome(error=error)] * len(jobs)
+            outcomes = [(None, error)] * len(jobs)
         self.on_commit(len(jobs), time.monotonic() - began)
         self._loop.call_soon_threadsafe(self._answer, jobs, outcomes, topics)
 
-    def _commit_once(self, jobs: list[_Job]) -> tuple[list[_Outcome], set[str]]:
+    def _commit_once(self, jobs: list[_Job]) -> tuple[list[Outcome], set[str]]:
         connection = self._connection.open(self._driver)
         connection.topics = set()
         connection.begin(durable=any(job.durable for job in jobs))
@@ -320,20 +313,20 @@ class Database:
         connection.commit()
         return outcomes, connection.topics
 
-    def _run_job(self, connection: Connection, job: _Job) -> _Outcome:
+    def _run_job(self, connection: Connection, job: _Job) -> Outcome:
         if job.future.cancelled():
-            return _Outcome()
+            return None, None
         try:
             with connection.savepoint():
-                return _Outcome(job.op(connection))
+                return job.op(connection), None
         except self._driver.mistakes as error:
-            return _Outcome(error=error)
+            return None, error
         except self._driver.errors as error:
             if not connection.usable:
                 raise
-            return _Outcome(error=self._driver.explain(error))
+            return None, self._driver.explain(error)
         except Exception as error:  # noqa: BLE001 - an operation's error is its caller's alone
-            return _Outcome(error=error)
+            return None, error
 
     def _end(self) -> None:
         self._jobs.put(None)
@@ -345,15 +338,15 @@ class Database:
         self._driver.release()
 
     # ------------------------------------------------------------------ back in the loop
-    def _answer(self, jobs: list[_Job], outcomes: list[_Outcome], topics: set[str]) -> None:
+    def _answer(self, jobs: list[_Job], outcomes: list[Outcome], topics: set[str]) -> None:
         self.hub.notify(topics)
-        for job, outcome in zip(jobs, outcomes, strict=True):
+        for job, (value, error) in zip(jobs, outcomes, strict=True):
             if job.future.done():
                 continue
-            if outcome.error is None:
-                job.future.set_result(outcome.value)
+            if error is None:
+                job.future.set_result(value)
             else:
-                job.future.set_exception(outcome.error)
+                job.future.set_exception(error)
 
     def _receive(self, topics: Iterable[str] | None) -> None:
         self._loop.call_soon_threadsafe(self.hub.notify, topics)

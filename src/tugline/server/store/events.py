@@ -43,9 +43,7 @@ def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
 
     Returns the last position.
     """
-    [(last,)] = tx.all(
-        "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
-    )
+    last = tx.advance("events", len(notes))
     rows = (
         note._asdict()
         | {"position": position, "kind": kind.value, "created": tx.now}
@@ -54,13 +52,12 @@ def add(tx: Tx, kind: EventKind, *notes: Note) -> int:
     )
     tx.insert("events", *rows)
     tx.notify("events", *(f"task:{note.task}" for note in notes if note.task is not None))
-    return int(last)
+    return last
 
 
 def latest(tx: Tx) -> int:
     """Position of the last event, 0 before the first."""
-    [(position,)] = tx.all("SELECT at FROM positions WHERE name = 'events'")
-    return int(position)
+    return int(tx.fetch_value("SELECT at FROM positions WHERE name = 'events'"))
 
 
 def skip_positions(tx: Tx) -> None:

@@ -128,8 +128,7 @@ def spare_all(tx: Tx, lease_s: float) -> None:
 def list_expired(tx: Tx) -> list[str]:
     """Some of the nodes whose lease has run out, those first that are over for longest."""
     due = "SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now ORDER BY deadline"
-    rows = tx.all(f"{due} LIMIT :limit", now=tx.now, limit=_EXPIRED)
-    return [node for (node,) in rows]
+    return tx.column(f"{due} LIMIT :limit", now=tx.now, limit=_EXPIRED)
 
 
 def list_open(tx: Tx) -> dict[str, bool]:
@@ -145,13 +144,13 @@ def note_fault(tx: Tx, node: str, task: str, reason: str) -> None:
     One task that fails everywhere must not stop all nodes: repetitions of a task do not count. What
     fails while the node is blocked was leased before, or is its trial, and counted already.
     """
-    changed = tx.all(
+    faults = tx.fetch_value(
         "UPDATE nodes SET faults = faults + 1, failed_task = :task"
         " WHERE id = :node AND blocked_until IS NULL AND failed_task <> :task RETURNING faults",
         node=node,
         task=task,
     )
-    if changed and changed[0][0] >= MAX_FAULTS:
+    if faults is not None and faults >= MAX_FAULTS:
         _quarantine(tx, node, reason)
 
 
@@ -166,7 +165,7 @@ def block(tx: Tx, node: str) -> None:
 
     Then it gets one session and is blocked again, until that has shown that it works.
     """
-    [(faults,)] = tx.all("SELECT faults FROM nodes WHERE id = :node", node=node)
+    faults = tx.fetch_value("SELECT faults FROM nodes WHERE id = :node", node=node)
     until = tx.now + min(BLOCK_S * 2.0 ** (faults - MAX_FAULTS), MAX_BLOCK_S)
     tx.update("nodes", node, faults=min(faults + 1, 2 * MAX_FAULTS + 10), blocked_until=until)
     tx.notify("timers")
@@ -196,11 +195,10 @@ def bind_tokens(tx: Tx, join: str) -> None:
 
 
 def find_by_token(tx: Tx, token: str) -> str | None:
-    """The node behind a token, unless it is gone."""
-    row = tx.fetch_one(
-        "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token", token=digest(token)
-    )
-    return row[0] if row else None
+    """The node that a token was given to; None for an unknown one or a node that is gone."""
+    query = "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token"
+    node: str | None = tx.fetch_value(query, token=digest(token))
+    return node
 
 
 def list_views(tx: Tx) -> list[NodeView]:
@@ -219,8 +217,8 @@ def trim(tx: Tx, before: float) -> None:
 
 def live_slots(tx: Tx) -> tuple[int, int]:
     """How many live nodes there are, and the sum of their slots."""
-    rows = tx.all("SELECT registration FROM nodes WHERE state = 'live'")
-    return len(rows), sum(_registration.decode(row[0]).slots for row in rows)
+    live = tx.column("SELECT registration FROM nodes WHERE state = 'live'")
+    return len(live), sum(_registration.decode(packed).slots for packed in live)
 
 
 # --------------------------------------------------------------------------- shared state

@@ -57,7 +57,7 @@ class Postgres(Driver):
         with closing(self.connect()) as connection:
             connection.begin_migration(_MIGRATING)
             connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
-            layout = (connection.fetch_one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
+            layout = connection.fetch_value("SELECT MAX(steps) FROM layout") or 0
             self.migrate(connection, layout)
             if layout < len(STEPS):
                 connection.run("INSERT INTO layout VALUES (:steps)", steps=len(STEPS))

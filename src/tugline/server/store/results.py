@@ -11,9 +11,7 @@ moves back (I3).
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
@@ -31,7 +29,7 @@ _TOLD = 300
 """Characters of a failure's message in the event of its result."""
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, frozen=True):
     """Outcome of a session. The defaults are those of one that never ran."""
 
     status: Status
@@ -40,7 +38,7 @@ class End(NamedTuple):
     sampled: int = 0
     trained: int = 0
     bytes: int = 0
-    seconds: Mapping[str, float] = MappingProxyType({})
+    seconds: dict[str, float] = {}
     digest: str = hashlib.sha256().hexdigest()
     blob: str = ""
 
@@ -53,7 +51,7 @@ def finish(tx: Tx, entry: SessionRow, end: End) -> None:
     usable = int(end.reward is not None)
     position = _insert(tx, entry, end)
     sessions.end_lease(tx, entry, end.status, usable=usable)
-    tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
+    tx.advance(end.status.value)
     [(samples, ended, have, min_usable, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
         " RETURNING samples, ended, usable, min_usable, reason, callback",
@@ -84,8 +82,8 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
     if end.reward is not None:
         detail["reward"] = end.reward
     position = events.add(tx, EventKind.RESULT, events.Note(entry.task, entry.id, detail=detail))
-    own = {"position": position, "session": entry.id, "seconds": dict(end.seconds)}
-    listed = copy_fields(ResultView, entry, end, **own, created=tx.now)
+    own = {"position": position, "session": entry.id, "created": tx.now}
+    listed = copy_fields(ResultView, entry, end, **own)
     row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
     tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
     return position
@@ -125,12 +123,11 @@ def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
 
 def list_due(tx: Tx) -> list[str]:
     """Tasks past their deadline."""
-    rows = tx.all(
+    return tx.column(
         "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
         " AND deadline <= :now ORDER BY deadline LIMIT 100",
         now=tx.now,
     )
-    return [task for (task,) in rows]
 
 
 def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
@@ -150,7 +147,7 @@ def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
 def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
     position = events.add(tx, EventKind.RELEASED, events.Note(task, detail={"usable": usable}))
     tx.update("tasks", task, released=position)
-    tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
+    tx.advance("released")
     tx.notify("releases")
     if callback:
         events.add_delivery(tx, position, task, EventKind.RELEASED, callback)
@@ -159,8 +156,9 @@ def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
 # --------------------------------------------------------------------------- reading
 def digest_of(tx: Tx, session: str) -> str | None:
     """Digest of its encoded trajectory; None without a result."""
-    row = tx.fetch_one("SELECT digest FROM results WHERE session = :session", session=session)
-    return row[0] if row else None
+    query = "SELECT digest FROM results WHERE session = :session"
+    digest: str | None = tx.fetch_value(query, session=session)
+    return digest
 
 
 def get_blob(tx: Tx, session: str) -> tuple[str, str]:
@@ -197,8 +195,7 @@ def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
 def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
     """Those of the named blobs that a result refers to. A blob's name begins with its session."""
     sessions = [name.rsplit(".", 2)[0] for name in blobs]
-    rows = tx.all("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions)
-    return {blob for (blob,) in rows}
+    return set(tx.column("SELECT blob FROM results WHERE session IN :sessions", sessions=sessions))
 
 
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
@@ -216,22 +213,18 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
     released = [task for task, _ in rows[: max(sum(fit), 1)]]
-    if not released:
-        return Results(items=(), cursor=after)
     chosen = views(tx, released)
-    rows = tx.all("SELECT view FROM results WHERE task IN :tasks", tasks=released)
+    packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
-    items = sorted(
-        (_view.decode(view) for (view,) in rows), key=lambda item: (order[item.task], item.sample)
-    )
-    return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
+    items = sorted(map(_view.decode, packed), key=lambda item: (order[item.task], item.sample))
+    cursor = max([after, *(group.released or 0 for group in chosen)])
+    return Results(items=tuple(items), groups=tuple(chosen), cursor=cursor)
 
 
 # --------------------------------------------------------------------------- consumers
 def read_acked(tx: Tx, consumer: str) -> int:
     """The position that a consumer has acknowledged; 0 for a new one."""
-    row = tx.fetch_one("SELECT acked FROM consumers WHERE name = :name", name=consumer)
-    return int(row[0]) if row else 0
+    return int(tx.fetch_value("SELECT acked FROM consumers WHERE name = :name", name=consumer) or 0)
 
 
 def ack(tx: Tx, consumer: str, cursor: int) -> Consumer:

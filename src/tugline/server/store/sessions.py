@@ -22,10 +22,8 @@ from tugline.errors import FencedError, Missing
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, texts
 from tugline.server.store.base import Row, Tx, cut_page, match_columns
-from tugline.types import Session, Status
+from tugline.types import STAGES, Session, Status
 
-STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
-"""Stages of a leased session, in order."""
 _FEW_TASKS = 100
 """Tasks whose sessions are looked up by name."""
 _LEASED = "SELECT tenant, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY tenant"
@@ -107,10 +105,10 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     """Sessions in order of submission, or the newest first, and their results."""
     rows, more = cut_page(_read(tx, query), query.limit)
     ids = [row[0] for row in rows]
-    ended = tx.all("SELECT view FROM results WHERE session IN :ids", ids=ids)
+    ended = tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids)
     return protocol.Page(
         sessions=tuple(SessionRow(*row).view() for row in rows),
-        results=tuple(_result.decode(view) for (view,) in ended),
+        results=tuple(map(_result.decode, ended)),
         next=more,
     )
 
@@ -152,11 +150,11 @@ def _match_part(tx: Tx, part: str) -> tuple[str, dict[str, object]]:
     named = part if number else re.sub(r"-\d{0,5}$", "", part)
     also = f" OR samples > {int(number[1] or 0)}" if number else ""
     tasks = f"SELECT id FROM tasks WHERE replace(id, :part, '') <> id{also} LIMIT :limit"  # noqa: S608 - a number
-    found = [] if " " in part else tx.all(tasks, part=named, limit=_FEW_TASKS + 1)
+    found = [] if " " in part else tx.column(tasks, part=named, limit=_FEW_TASKS + 1)
     if len(found) > _FEW_TASKS:
         return where, values
     where += " AND task IN :tasks" if found else " AND FALSE"
-    return where, {**values, "tasks": [task for (task,) in found]}
+    return where, {**values, "tasks": found}
 
 
 def requeue(
@@ -200,8 +198,8 @@ def write_note(tx: Tx, session: str, text: str) -> None:
     """Store a note on a session; an empty one removes it. Raises `Missing`."""
     entry = get(tx, session)
     tx.update("sessions", session, note=text)
-    result = tx.fetch_one("SELECT view FROM results WHERE session = :session", session=session)
-    failure = _result.decode(result[0]).failure if result else None
+    result = tx.fetch_value("SELECT view FROM results WHERE session = :session", session=session)
+    failure = _result.decode(result).failure if result else None
     texts.replace(tx, entry.place, f"{text} {failure.message if failure else ''}")
     events.add(tx, protocol.EventKind.NOTED, events.Note(entry.task, session, entry.node))
 
@@ -233,9 +231,7 @@ def stop(tx: Tx, entries: Sequence[SessionRow], reason: protocol.StopKind, by: s
 
 def advance(tx: Tx, entry: SessionRow, reported: protocol.HeldSession) -> None:
     """Record the stage that a node reports; an earlier stage than the recorded one is ignored."""
-    if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(
-        Status(entry.status)
-    ):
+    if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(entry.status):
         tx.update("sessions", entry.id, status=reported.status.value, updated=tx.now)
 
 
@@ -259,8 +255,7 @@ def activate_tenant(tx: Tx, tenant: str) -> None:
     if tenant in passes:
         return
     # Where nobody has work, level with whoever was given most.
-    [(most,)] = tx.all("SELECT MAX(pass) FROM tenants")
-    level = min(passes.values(), default=most)
+    level = min(passes.values(), default=tx.fetch_value("SELECT MAX(pass) FROM tenants"))
     tx.run(
         "UPDATE tenants SET pass = :level WHERE name = :name AND pass < :level",
         name=tenant,

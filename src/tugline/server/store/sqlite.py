@@ -43,7 +43,7 @@ class Sqlite(Driver):
             with closing(self.connect()) as connection:
                 connection.begin(durable=True)
                 connection.check_pages()
-                layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
+                layout = connection.fetch_value("PRAGMA user_version")
                 self.migrate(connection, layout)
                 connection.run(f"PRAGMA user_version = {len(STEPS)}")
                 connection.commit()
@@ -84,8 +84,8 @@ class SqliteConnection(Connection):
 
     def check_pages(self) -> None:
         """Raise `sqlite3.DatabaseError` if a page is damaged."""
-        if (found := self.fetch_one("PRAGMA quick_check(1)")) != ("ok",):
-            msg = f"the file is damaged ({found}); restore it from a backup"
+        if (found := self.fetch_value("PRAGMA quick_check(1)")) != "ok":
+            msg = f"the file is damaged ({found!r}); restore it from a backup"
             raise sqlite3.DatabaseError(msg)
 
     def begin(self, *, durable: bool) -> None:

@@ -47,9 +47,7 @@ def counts(tx: Tx) -> Counts:
     live, slots = nodes.live_slots(tx)
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
     sessions: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
-    sessions |= Counter(
-        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
-    )
+    sessions |= Counter(tx.column("SELECT status FROM sessions WHERE node IS NOT NULL"))
     sessions[Status.QUEUED.value] = at["sessions"] - sum(sessions.values())
     return Counts(
         sessions={name: n for name, n in sessions.items() if n},
@@ -64,17 +62,13 @@ def counts(tx: Tx) -> Counts:
 
 
 def _count_deliveries(tx: Tx, state: str) -> int:
-    [(count,)] = tx.all(f"SELECT COUNT(*) FROM outbox WHERE state = '{state}'")  # noqa: S608 - constants
-    return int(count)
+    return int(tx.fetch_value(f"SELECT COUNT(*) FROM outbox WHERE state = '{state}'"))  # noqa: S608 - constants
 
 
 def _count_results_after(tx: Tx, position: int) -> int:
-    [(count,)] = tx.all(
-        "SELECT COUNT(*) FROM (SELECT 1 FROM results WHERE position > :after LIMIT :most) AS later",
-        after=position,
-        most=MAX_SCAN,
-    )
-    return int(count)
+    later = "SELECT 1 FROM results WHERE position > :after LIMIT :most"
+    query = f"SELECT COUNT(*) FROM ({later}) AS later"  # noqa: S608 - constants
+    return int(tx.fetch_value(query, after=position, most=MAX_SCAN))
 
 
 # --------------------------------------------------------------------------- trainers

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from tugline.errors import Conflict, Invalid, Missing, QuotaExceeded
+from tugline.errors import Conflict, Missing, QuotaExceeded
 from tugline.protocol import Accepted, EventKind, Page, TaskQuery, TaskState, TaskView
 from tugline.server.settings import DEFAULTS, ServerSettings
 from tugline.server.store import events, sessions, texts
@@ -98,7 +98,7 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
     """Raises `QuotaExceeded` if the tenant may not have so many more sessions."""
     query = "SELECT COUNT(*) FROM sessions WHERE tenant = :tenant AND"
     parts = ("status = 'queued' AND turn > 0", "node IS NOT NULL")  # each walks its own index
-    have = sum(tx.all(f"{query} {part}", tenant=tenant)[0][0] for part in parts)
+    have = sum(tx.fetch_value(f"{query} {part}", tenant=tenant) for part in parts)
     if have + more > most:
         msg = f"tenant is {tenant!r}, which may have {most} unfinished sessions and has {have}"
         advice = f"{more} more are too many: submit {max(0, most - have)}, and others as those end"
@@ -107,12 +107,9 @@ def _check_quota(tx: Tx, tenant: str, more: int, most: int) -> None:
 
 def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     samples = sum(packed.task.samples for packed in batch)
-    for name, n in (("tasks", len(batch)), ("sessions", samples)):
-        tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
-    [(last,)] = tx.all(
-        "UPDATE positions SET at = at + :n WHERE name = 'places' RETURNING at",
-        n=len(batch) + samples,
-    )
+    tx.advance("tasks", len(batch))
+    tx.advance("sessions", samples)
+    last = tx.advance("places", len(batch) + samples)
     places = iter(range(last - len(batch) - samples + 1, last + 1))
     tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
     rows: list[dict[str, Any]] = [
@@ -182,7 +179,8 @@ def page(tx: Tx, query: TaskQuery = TaskQuery()) -> Page:  # noqa: B008 - immuta
     if query.state is not None:
         where += f" AND released IS {'NULL' if query.state is TaskState.OPEN else 'NOT NULL'}"
     if query.tag is not None:
-        values["tag"] = _parse_tag(query.tag)
+        key, _, value = query.tag.partition("=")
+        values["tag"] = _encode_tags({key: value})[1:-1]
         # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
     found = tx.read_places(f"{_COLUMNS} FROM tasks", where, query, **values)
@@ -226,13 +224,6 @@ def _encode_tags(tags: dict[str, str]) -> str:
     return json.dumps(tags, sort_keys=True, separators=(",", ":"))
 
 
-def _parse_tag(tag: str) -> str:
-    key, equals, value = tag.partition("=")
-    if not equals:
-        raise Invalid(f"tag is {tag!r}, must be KEY=VALUE", field="tag")
-    return _encode_tags({key: value})[1:-1]
-
-
 def _missing(task: str) -> Missing:
     return Missing(f"no task {task!r}")
 
@@ -245,8 +236,8 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
     it has acknowledged nothing since `alive`. Counters keep counting deleted tasks, and their ids
     may be used again.
     """
-    [(acked,)] = tx.all("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
-    rows = tx.all(
+    acked = tx.fetch_value("SELECT MIN(acked) FROM consumers WHERE updated >= :alive", alive=alive)
+    ids = tx.column(
         "SELECT id FROM tasks WHERE released <= :acked"
         " AND id NOT IN (SELECT task FROM outbox WHERE state <> 'delivered')"
         " AND NOT EXISTS (SELECT 1 FROM sessions WHERE task = tasks.id AND updated >= :before)"
@@ -255,9 +246,6 @@ def delete_finished(tx: Tx, before: float, alive: float = 0.0) -> int:
         before=before,
         limit=_DELETE,
     )
-    if not rows:
-        return 0
-    ids = [task for (task,) in rows]
     for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
         tx.run(f"DELETE FROM {table} WHERE {column} IN :ids", ids=ids)  # noqa: S608 - constants
-    return len(rows)
+    return len(ids)

@@ -61,16 +61,16 @@ def find(tx: Tx, query: SessionQuery, terms: str, *, tasks: bool) -> Iterator[st
     low, high = (0, after or _LAST) if query.newest else (after, _LAST)
     bounds = {"low": low, "high": high}
     if tasks:
-        [(begun,)] = tx.all(first, place=low)
+        begun = tx.fetch_value(first, place=low)
         bounds = {"low": -high, "high": 1 - begun}
-    rows = tx.all(keys, words=terms, tasks=tasks, size=size, **bounds)
-    found = [abs(rowid) for (rowid,) in rows]
+    rowids = tx.column(keys, words=terms, tasks=tasks, size=size, **bounds)
+    found = list(map(abs, rowids))
     if tasks and found:
         every = _list_sessions(tx, found, query)
         found = list(itertools.islice((place for place in every if low < place < high), size))
     if found:
         yield f"place IN ({', '.join(map(str, found))})"
-    if len(rows) < size and len(found) < size:
+    if len(rowids) < size and len(found) < size:
         return
     own, sign = ("sample - place", "<") if tasks else ("place", ">")
     # PostgreSQL would join a bare IN, and look through all texts for each session.
