@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -29,7 +30,11 @@ SPELLS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Bounds for how many."""
 
-_LINE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<kind>\w+): (?P<text>.+)")
+_LINE = re.compile(
+    r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<kind>\w+): (?P<text>.+)$", re.MULTILINE
+)
+_TABLE = list(_LINE.finditer(Path(__file__).with_name("metrics.txt").read_text()))
+"""Every metric: ``name{label,label} gauge: what it says``. A counter's name ends in ``_total``."""
 
 _KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
@@ -65,13 +70,9 @@ Values = One | Mapping[Any, One]
 """A value, or one for each label, or for each tuple of labels."""
 
 
-def families(table: str, values: Mapping[str, Values]) -> list[Metric]:
-    """The metrics of `table`, a line each: ``name{label,label} gauge: what it says``.
-
-    The name of a counter ends in ``_total``; the values of a histogram are distributions.
-    """
-    lines = map(_LINE.fullmatch, table.strip().split("\n"))
-    return [_family(line, values[line["name"]]) for line in lines if line]
+def families(values: Mapping[str, Values]) -> list[Metric]:
+    """Metrics of ``metrics.txt`` by name, in its order; those of histograms are distributions."""
+    return [_family(line, values[line["name"]]) for line in _TABLE if line["name"] in values]
 
 
 def _family(line: re.Match[str], values: Values) -> Metric:

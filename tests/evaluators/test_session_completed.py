@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from judging import Judge, call, task
-from tugline.evaluators.base import SessionOutcome
-from tugline.evaluators.session_completed import SessionCompletedEvaluator
+from tugline.evaluators.base import SessionCompletedEvaluator, SessionOutcome
 from tugline.sandbox.base import Exit
 from tugline.types import Call, Cause, SpentLimit
 

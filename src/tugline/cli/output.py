@@ -21,8 +21,6 @@ from tugline.types import is_pass
 
 COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
 """Of the results of checks."""
-_KEPT_TEXTS = 1000
-"""Pieces of output that wait for a slow reader."""
 _REPORT_EVERY_S = 10.0
 """Between two lines of progress, without a terminal."""
 
@@ -35,7 +33,7 @@ class BackgroundFile(io.TextIOBase):
 
     def __init__(self, file: TextIO) -> None:
         self._file, self.isatty = file, file.isatty  # type: ignore[method-assign]
-        self._texts: queue.Queue[str] = queue.Queue(_KEPT_TEXTS)
+        self._texts: queue.Queue[str] = queue.Queue(1000)  # pieces
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def write(self, text: str) -> int:

@@ -34,9 +34,6 @@ from tugline.types import Mode
 DATA = Path("tugline-data")
 
 Folder = Annotated[Path, Parameter("--dir", help="Folder of all data.")]
-Cluster = Annotated[
-    Literal["ray"] | None, Parameter(help="A node on each machine of this cluster, not here.")
-]
 
 
 @Parameter(name="*")
@@ -93,7 +90,7 @@ def up(
     store: str | None = None,
     name: str | None = None,
     no_node: bool = False,
-    cluster: Cluster = None,
+    cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Start server, node and engine, and run what is submitted until it is stopped.
@@ -104,6 +101,7 @@ def up(
         store: postgresql://..., if not a file in --dir.
         name: Name of the node (default: the machine's).
         no_node: Only the server, for nodes on other machines.
+        cluster: A node on each machine of this cluster, and none here.
     """
     settings = local.load(server={"host": host, "port": port, "store": store}, name=name)
     if not is_local(settings.server.host) and settings.server.tls is None:
@@ -128,7 +126,7 @@ def node(
     token: Annotated[str, Parameter(env_var="TUGLINE_JOIN_TOKEN")],
     folder: Folder = DATA,
     name: str | None = None,
-    cluster: Cluster = None,
+    cluster: Literal["ray"] | None = None,
     local: NodeOptions = DEFAULT_NODE,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped.
@@ -137,6 +135,7 @@ def node(
         server: Address, such as http://10.0.0.1:7700.
         token: The server's join token.
         name: Name of the node (default: the machine's).
+        cluster: A node on each machine of this cluster, and none here.
     """
     settings = add_default_engine(local.load(name=name))
     if cluster:

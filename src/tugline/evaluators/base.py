@@ -82,3 +82,34 @@ class Evaluator(ABC):
         """What the evaluator adds to the agent's sandbox."""
         hidden = tuple(Mount(path) for path in self.hidden(task))
         return hidden + (self.mounts(task) if self.in_place else ())
+
+
+class SessionCompletedEvaluator(Evaluator):
+    """Rewards 1 if the agent ended by itself within its budgets, else 0; its work is not examined.
+
+    For smoke tests of a set-up, and as a part beside other evaluators (`weighted`). Has no options.
+    """
+
+    opens_sandbox = False
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Check how the session ended."""
+        reason = _find_reason(outcome)
+        report = {
+            "reason": reason or "completed",
+            "calls": len(outcome.calls),
+            "exit": outcome.exit.code if outcome.exit else None,
+        }
+        return Verdict(Reward(float(not reason)), report)
+
+
+def _find_reason(outcome: SessionOutcome) -> str:
+    """Return what ended the agent; empty if it ended by itself."""
+    end = outcome.exit
+    if not outcome.calls:
+        return "no model call"
+    if end is None or end.timed_out:
+        return "out of time"
+    if end.cause is not None:
+        return f"ended by {end.cause.value}"
+    return f"{outcome.spent.value} is spent" if outcome.spent else ""

@@ -37,7 +37,6 @@ from tugline.launch.server import DIES_WITH_PARENT, Echo, absolute
 from tugline.launch.settings import Settings
 from tugline.types import TERMINAL
 
-NAMESPACE = "tugline"
 ANSWER_S = 10.0
 """How long an actor, or the server, may take to answer."""
 RESTART_S = 5.0
@@ -155,7 +154,6 @@ class Nodes:
                 ray.remote(NodeActor)
                 .options(
                     name=f"node {name} of {self._server}",
-                    namespace=NAMESPACE,
                     get_if_exists=True,
                     lifetime="detached",
                     max_restarts=0,
@@ -216,7 +214,7 @@ class Nodes:
             return None
         work = sum(count for status, count in counts.items() if status not in TERMINAL)
         needed = math.ceil(work / self._settings.node.slots)
-        wanted = min(options.max or 0, max(options.min, needed))
+        wanted = min(options.max or 0, needed)
         shape = {"CPU": options.cpus} if options.resource is None else {options.resource: 1}
         request_resources(bundles=[shape] * wanted)
         now = time.monotonic()
@@ -234,7 +232,7 @@ def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
     Raises `TuglineError` if there is no cluster.
     """
     try:
-        ray.init(address=settings.ray.address, namespace=NAMESPACE, log_to_driver=False)
+        ray.init(address=settings.ray.address, namespace="tugline", log_to_driver=False)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         msg = f"no Ray cluster at {settings.ray.address}: {_first_line(error)}"
         raise TuglineError(msg) from error

@@ -12,14 +12,7 @@ from msgspec import Meta
 
 from tugline.config import Config, from_mapping
 from tugline.node.settings import NodeSettings
-from tugline.schema import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    Port,
-    PositiveFloat,
-    PositiveInt,
-    read_values,
-)
+from tugline.schema import NonNegativeFloat, Port, PositiveFloat, PositiveInt, read_values
 from tugline.server.settings import ServerSettings
 from tugline.types import Mode
 
@@ -73,10 +66,8 @@ class RaySettings(Config, frozen=True):
     """Only machines that have this resource of Ray; None: all."""
     engine_actors: str | None = None
     """The engines are actors whose names begin so, such as `vllm_server_`; None: `engine.urls`."""
-    min: NonNegativeInt = 0
-    """The fewest machines that Ray's autoscaler is asked for."""
     max: PositiveInt | None = None
-    """The most, as the queue needs them; None: the cluster stays as large as it is."""
+    """Ask Ray's autoscaler for so many machines at most, as the queue needs; None: ask for none."""
     idle_s: PositiveFloat = 60.0
     """Seconds without a session before a machine that is too many is drained."""
 

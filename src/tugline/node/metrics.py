@@ -16,33 +16,6 @@ from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.types import Status
 
-_METRICS = """
-tugline_node_stage_sessions{stage} gauge: Sessions that hold a slot of a stage.
-tugline_node_stage_slots{stage} gauge: Slots of a stage.
-tugline_node_stage_waiting{stage} gauge: Sessions that wait for a slot of a stage.
-tugline_node_stage_seconds{stage} histogram: Time that sessions were in a stage.
-tugline_node_sessions gauge: Sessions on the node.
-tugline_node_room gauge: Sessions that could begin now.
-tugline_node_admission_held gauge: Ready agents that wait because all engines are overloaded.
-tugline_node_admission_held_seconds_total counter: Total time that agents have waited so.
-tugline_node_leases_total{event} counter: Leased sessions, and what became of their leases.
-tugline_node_results_total{status} counter: Trajectories by the status of their session.
-tugline_node_failures_total{boundary} counter: Failed sessions by boundary.
-tugline_node_ledger_tokens_total{kind,reason} counter: Sampled tokens by their place in the ledger.
-tugline_node_rejoined_total counter: Leases of the node that were lost.
-tugline_node_outages_total counter: Times that its server was away.
-tugline_node_untraced_total counter: Sessions without a trace.
-tugline_node_disk_bytes gauge: Disk space of its sessions and recordings.
-tugline_node_disk_low gauge: 1 while it takes no work because the disk is nearly full.
-tugline_gateway_calls_total{outcome} counter: Model calls by outcome.
-tugline_gateway_refused_total{error} counter: Requests that were answered by an error, by class.
-tugline_gateway_tokens_total{kind} counter: Tokens of model calls.
-tugline_gateway_first_token_seconds histogram: From a request to its first token.
-tugline_gateway_answer_seconds histogram: From a request to its last token.
-tugline_engine_up{engine} gauge: 1 if the engine answered the last poll.
-tugline_engine_running{engine} gauge: Requests in the engine at the last poll.
-tugline_engine_busy_seconds_total{engine} counter: Time in which the engine worked.
-"""
 _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 
 
@@ -58,7 +31,7 @@ class NodeMetrics:
 
     def collect(self) -> list[Metric]:
         """All of them."""
-        return families(_METRICS, self._read_node() | self._read_gateway_and_engines())
+        return families(self._read_node() | self._read_gateway_and_engines())
 
     def make_app(self) -> Starlette:
         """``/metrics`` and ``/healthz``, for a node without a server in its process."""

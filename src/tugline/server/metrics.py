@@ -22,29 +22,6 @@ from tugline.types import Boundary
 _CHUNK = 1000
 _REASONS = {*(boundary.value for boundary in Boundary), "stale"}
 
-_METRICS = """
-tugline_sessions{status} gauge: Sessions by status.
-tugline_queue{tenant} gauge: Queued sessions, by tenant.
-tugline_tasks_open gauge: Unreleased tasks.
-tugline_nodes{state} gauge: Nodes by state.
-tugline_slots gauge: Sessions that the live nodes may run at once.
-tugline_results_unread{consumer} gauge: Results that a consumer has not acknowledged, up to 100,000.
-tugline_callbacks{state} gauge: Webhook deliveries, pending or dead.
-tugline_position gauge: Position of the latest event.
-tugline_weights_version gauge: Version of the weights.
-tugline_weights_paused gauge: 1 while model calls are held.
-tugline_events_total{kind} counter: Events by kind.
-tugline_requeued_total{reason} counter: Requeued sessions, by boundary.
-tugline_results_total{status} counter: Results by status.
-tugline_failures_total{boundary} counter: Failed sessions by boundary.
-tugline_tokens_total{kind} counter: Tokens of the results.
-tugline_queue_seconds histogram: Time that a session was queued.
-tugline_http_seconds{route,status} histogram: Time to answer a request, including long polls.
-tugline_store_commit_seconds{store} histogram: Time of a commit, with all its operations.
-tugline_store_commit_operations{store} histogram: Operations in a commit.
-tugline_waiting gauge: Open long polls and streams.
-"""
-
 Page = Callable[[], Awaitable[bytes]]
 
 
@@ -126,7 +103,7 @@ class ServerMetrics:
             "tugline_store_commit_operations": {store: self._batch},
             "tugline_waiting": self.waiting(),
         }
-        return families(_METRICS, stored | self._event_counts.values() | measured)
+        return families(stored | self._event_counts.values() | measured)
 
     async def _count_events(self) -> None:
         """Count the events since the last scrape."""
