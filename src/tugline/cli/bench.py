@@ -35,7 +35,7 @@ def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=Tru
     programs = Path(__file__).parents[3] / "benchmarks"
     program = programs / part / "run.py"
     if not programs.is_dir():
-        raise UsageError(f"{program} is missing: benchmarks come with the source")
+        raise UsageError(f"{program} is missing with this package: run this in a checkout")
     if not program.is_file():
         known = ", ".join(sorted(each.parent.name for each in programs.glob("*/run.py")))
         raise UsageError(f"there is no benchmark of {part!r}; it must be one of {known}")
