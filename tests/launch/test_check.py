@@ -11,6 +11,7 @@ from tugline.errors import Invalid
 from tugline.launch.server import TOKENS, check_runnable, open_control_plane, serve_control_plane
 from tugline.protocol import NodeRegistration
 from tugline.server.settings import ServerSettings
+from tugline.server.store import nodes
 from tugline.types import PluginSpec, Task
 
 
@@ -71,5 +72,5 @@ async def test_nodes_join_again_after_the_tokens_are_replaced(tmp_path: Path) ->
         ):
             if not found:
                 node = await control.dispatcher.register(hello)
-            found.append(await control.dispatcher.find_node(node.token))
+            found.append(await control.database.read(nodes.find_by_token, node.token))
     assert found == [node.node, node.node, None]

@@ -166,11 +166,11 @@ async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, 
 async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) -> None:
     """Also where it was looked up before."""
     first = await control.dispatcher.register(NodeRegistration(name="a", slots=1, capacity=1))
-    assert await control.dispatcher.find_node(first.token) == first.node
+    assert await control.database.read(nodes.find_by_token, first.token) == first.node
     second = await control.dispatcher.register(NodeRegistration(name="a", slots=1, capacity=1))
-    assert await control.dispatcher.find_node(first.token) is None
-    assert await control.dispatcher.find_node(second.token) == second.node
-    assert await control.dispatcher.find_node("x") is None
+    assert await control.database.read(nodes.find_by_token, first.token) is None
+    assert await control.database.read(nodes.find_by_token, second.token) == second.node
+    assert await control.database.read(nodes.find_by_token, "x") is None
 
 
 @pytest.mark.parametrize(

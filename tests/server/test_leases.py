@@ -468,7 +468,7 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         await one.submit([a_task("t", 2)])
         assert len((await asyncio.wait_for(asking, 20)).work) == 2
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        assert await one.dispatcher.find_node("nonsense") is None
+        assert await one.database.read(nodes.find_by_token, "nonsense") is None
         waiting = asyncio.ensure_future(
             one.results(ResultQuery(after=(await one.results()).cursor, wait_s=10))
         )

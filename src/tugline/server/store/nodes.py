@@ -9,7 +9,7 @@ import hashlib
 import msgspec
 
 from tugline.errors import Conflict, FencedError
-from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, NodeView, PauseMode
+from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, NodeView
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx, to_struct
 from tugline.server.store.sessions import MAX_PAUSE_S
@@ -224,10 +224,9 @@ def live_slots(tx: Tx) -> tuple[int, int]:
 # --------------------------------------------------------------------------- shared state
 def control(tx: Tx) -> Control:
     """The state that all nodes apply."""
-    [(generation, paused, version)] = tx.all("SELECT generation, paused, version FROM control")
-    return Control(
-        generation=generation, paused=None if paused is None else PauseMode(paused), version=version
-    )
+    columns = "generation, paused, version"
+    [row] = tx.all(f"SELECT {columns} FROM control")  # noqa: S608 - constants
+    return to_struct(Control, columns, row)
 
 
 def set_control(tx: Tx, new: Control) -> None:

@@ -20,11 +20,10 @@ from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView
 from tugline.schema import copy_fields
 from tugline.server.store import events, sessions, texts
 from tugline.server.store.base import Tx
-from tugline.server.store.sessions import SessionRow
+from tugline.server.store.sessions import SessionRow, decode_view
 from tugline.server.store.tasks import view, views
 from tugline.types import Failure, Status
 
-_view = msgspec.msgpack.Decoder(ResultView)
 _TOLD = 300
 """Characters of a failure's message in the event of its result."""
 
@@ -183,7 +182,7 @@ def _get(tx: Tx, column: str, value: str | int) -> tuple[str, str, ResultView]:
     query = f"SELECT blob, digest, view FROM results WHERE {column} = :value"  # noqa: S608 - constants
     missing = Missing(f"{column} {value!r} has no result, or is unknown")
     blob, digest, packed = tx.require_one(query, missing, value=value)
-    return blob, digest, _view.decode(packed)
+    return blob, digest, decode_view(packed)
 
 
 def list_digests(tx: Tx) -> dict[str, tuple[str, str]]:
@@ -201,7 +200,7 @@ def list_blobs(tx: Tx, blobs: Sequence[str]) -> set[str]:
 def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
     """Up to `limit` results after a position, of these tasks or of all, in commit order."""
     rows = tx.read_after("view FROM results", "position", after, limit, task=tasks)
-    items = tuple(_view.decode(view) for (view,) in rows)
+    items = tuple(decode_view(view) for (view,) in rows)
     return Results(items=items, cursor=items[-1].position if items else after)
 
 
@@ -216,7 +215,7 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     chosen = views(tx, released)
     packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
-    items = sorted(map(_view.decode, packed), key=lambda item: (order[item.task], item.sample))
+    items = sorted(map(decode_view, packed), key=lambda item: (order[item.task], item.sample))
     cursor = max([after, *(group.released or 0 for group in chosen)])
     return Results(items=tuple(items), groups=tuple(chosen), cursor=cursor)
 

@@ -68,7 +68,8 @@ class SessionRow(NamedTuple):
 
 
 _COLUMNS = ", ".join(SessionRow._fields)
-_result = msgspec.msgpack.Decoder(protocol.ResultView)
+decode_view = msgspec.msgpack.Decoder(protocol.ResultView).decode
+"""Of the column ``results.view``."""
 
 
 def get(tx: Tx, session: str) -> SessionRow:
@@ -108,7 +109,7 @@ def page(tx: Tx, query: protocol.SessionQuery) -> protocol.Page:
     ended = tx.column("SELECT view FROM results WHERE session IN :ids", ids=ids)
     return protocol.Page(
         sessions=tuple(SessionRow(*row).view() for row in rows),
-        results=tuple(map(_result.decode, ended)),
+        results=tuple(map(decode_view, ended)),
         next=more,
     )
 
@@ -199,7 +200,7 @@ def write_note(tx: Tx, session: str, text: str) -> None:
     entry = get(tx, session)
     tx.update("sessions", session, note=text)
     result = tx.fetch_value("SELECT view FROM results WHERE session = :session", session=session)
-    failure = _result.decode(result).failure if result else None
+    failure = decode_view(result).failure if result else None
     texts.replace(tx, entry.place, f"{text} {failure.message if failure else ''}")
     events.add(tx, protocol.EventKind.NOTED, events.Note(entry.task, session, entry.node))
 
