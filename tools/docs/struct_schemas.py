@@ -1,5 +1,6 @@
 """JSON schemas of structs, for the documents that are made of them."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ def describe_structs(kinds: Iterable[Any], ref_template: str) -> dict[str, Any]:
     """JSON schemas of all structs in these types, by name, with the docstrings of their fields."""
     waiting = [struct for kind in kinds for struct in list_structs(kind)]
     _, schemas = msgspec.json.schema_components(waiting, ref_template=ref_template)
+    for schema in schemas.values():  # before Python 3.13 docstrings come with their indentation
+        if "description" in schema:
+            schema["description"] = inspect.cleandoc(schema["description"])
     seen = set()
     while waiting:
         struct = waiting.pop()
