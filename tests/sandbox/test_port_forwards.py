@@ -205,8 +205,14 @@ print([heard(one) for one in held].count(b""))
 
 async def test_what_is_open_ends_with_the_doors(place: int) -> None:
     """Closing ends connections in use; nobody can connect any more, and no socket is left."""
-    before = descriptors()
-    async with server(echo) as port:
+    before, inside = descriptors(), asyncio.Event()
+
+    async def hears(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1):
+            inside.set()
+            await reader.read()
+
+    async with server(hears) as port:
         made = PortForwards()
         await made.add(place, f"http://127.0.0.1:{port}")
         waiting = f"""
@@ -218,7 +224,7 @@ try: socket.create_connection(("127.0.0.1", {PORT}), 5)
 except ConnectionRefusedError: print("refused")
 """
         going = asyncio.create_task(said(place, waiting))
-        await asyncio.sleep(0.5)
+        await asyncio.wait_for(inside.wait(), WITHIN)
         await made.aclose()
         await made.aclose()
         assert (await going).split() == ["in", "b''", "refused"]
