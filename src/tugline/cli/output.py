@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -25,35 +25,45 @@ _REPORT_EVERY_S = 10.0
 """Between two lines of progress, without a terminal."""
 
 
-class BackgroundFile(io.TextIOBase):
-    """Writes to a file in a thread of its own: a terminal that is stopped must not stop a server.
-
-    Of what nobody reads, most is dropped.
-    """
+class _BackgroundFile(io.TextIOBase):
+    """Writes to a file in a thread of its own; of what nobody reads, most is dropped."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file, self.isatty = file, file.isatty  # type: ignore[method-assign]
-        self._texts: queue.Queue[str] = queue.Queue(1000)  # pieces
+        self._file = file
+        self.texts: queue.Queue[str] = queue.Queue(1000)  # pieces
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def write(self, text: str) -> int:
         """Write soon."""
         with contextlib.suppress(queue.Full):
-            self._texts.put_nowait(text)
+            self.texts.put_nowait(text)
         return len(text)
 
-    def finish(self, within_s: float = 1.0) -> None:
-        """Wait until all is written, for a while."""
-        with self._texts.all_tasks_done:
-            self._texts.all_tasks_done.wait_for(lambda: not self._texts.unfinished_tasks, within_s)
+    def isatty(self) -> bool:
+        """Whether people read it."""
+        return self._file.isatty()
 
     def _write_all(self) -> None:
         while True:
-            text = self._texts.get()
+            text = self.texts.get()
             with contextlib.suppress(OSError, ValueError):  # whoever read it is gone
                 self._file.write(text)
                 self._file.flush()
-            self._texts.task_done()
+            self.texts.task_done()
+
+
+@contextlib.contextmanager
+def background_stderr(within_s: float = 1.0) -> Iterator[None]:
+    """Write stderr in a thread: a terminal that is stopped must not stop a server.
+
+    The end of the block waits a while for what is still to be written.
+    """
+    with contextlib.redirect_stderr(_BackgroundFile(sys.stderr)) as file:
+        try:
+            yield
+        finally:
+            with (done := file.texts.all_tasks_done):
+                done.wait_for(lambda: not file.texts.unfinished_tasks, within_s)
 
 
 def print_json(value: object) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from tugline import log
 from tugline.cli.options import DEMO_MODEL, INTERRUPTED, Json
-from tugline.cli.output import BackgroundFile, print_report, print_text
+from tugline.cli.output import background_stderr, print_report, print_text
 from tugline.errors import CaptureError, Missing, StoreError, UsageError
 from tugline.launch.server import STORE, is_local, locate_data, run_server
 from tugline.launch.settings import Flags, Settings, load_settings
@@ -141,7 +141,8 @@ def node(
     if cluster:
         log.configure(level="info" if local.log_file else "warning", path=local.log_file)
         ray = import_extra("tugline.launch.ray", "ray", "--cluster ray")
-        ray.keep_nodes(settings, server, token, echo)
+        with background_stderr():
+            ray.keep_nodes(settings, server, token, echo)
         return
     from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second, see there
 
@@ -175,13 +176,11 @@ def echo(line: str) -> None:
 def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None:
     """Run until `main` ends, or exit with 130 at a second signal."""
     log.configure(level="info" if log_file else "warning", path=log_file)
-    with contextlib.redirect_stderr(BackgroundFile(sys.stderr)) as output:
-        try:
+    try:
+        with background_stderr():
             uvloop.run(main)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            sys.exit(INTERRUPTED)
-        finally:
-            output.finish()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(INTERRUPTED)
 
 
 # --------------------------------------------------------------------------- the data of a server

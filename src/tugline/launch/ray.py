@@ -148,22 +148,17 @@ class Nodes:
                 return
         tables = {"node": self._settings.node, "gateway": self._settings.gateway, "engine": engine}
         settings = msgspec.json.encode(tables, enc_hook=absolute)
+        actor = ray.remote(NodeActor)
         for name, machine in machines.items():
             folder = str(self._ray.folder / name)
-            self._actors[name] = (
-                ray.remote(NodeActor)
-                .options(
-                    name=f"node {name} of {self._server}",
-                    get_if_exists=True,
-                    lifetime="detached",
-                    max_restarts=0,
-                    num_cpus=self._ray.cpus,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(
-                        machine["NodeID"], soft=False
-                    ),
-                )
-                .remote(("--server", self._server, "--name", name), self._env, folder, settings)
-            )
+            self._actors[name] = actor.options(
+                name=f"node {name} of {self._server}",
+                get_if_exists=True,
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=self._ray.cpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
+            ).remote(("--server", self._server, "--name", name), self._env, folder, settings)
             self._echo(f"{name} runs a node, {self._settings.node.slots} slots")
 
     def _look_after(self) -> None:

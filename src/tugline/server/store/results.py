@@ -212,12 +212,13 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     rows = tx.read_after("id, samples FROM tasks", "released", after, limit, id=tasks)
     fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
     released = [task for task, _ in rows[: max(sum(fit), 1)]]
+    if not released:
+        return Results(items=(), cursor=after)
     chosen = views(tx, released)
     packed = tx.column("SELECT view FROM results WHERE task IN :tasks", tasks=released)
     order = {task: place for place, task in enumerate(released)}
     items = sorted(map(decode_view, packed), key=lambda item: (order[item.task], item.sample))
-    cursor = max([after, *(group.released or 0 for group in chosen)])
-    return Results(items=tuple(items), groups=tuple(chosen), cursor=cursor)
+    return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
 
 
 # --------------------------------------------------------------------------- consumers
