@@ -15,8 +15,9 @@ import pytest
 
 from commands import run_command
 from launch.processes import World, task, write
-from tugline.cli import up
 from tugline.cli.app import main
+from tugline.cli.output import background_stderr
+from tugline.cli.up import echo
 from tugline.recording.trajectories import read_folder
 
 
@@ -142,19 +143,14 @@ def test_run_says_that_nothing_got_through(world: World) -> None:
 
 
 def test_a_stopped_terminal_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server goes on while nobody reads what it prints, and ends; what fits is there later."""
+    """A command goes on while nobody reads what it prints, and ends; what fits is there later."""
     read, write = os.pipe()
     broken = contextlib.suppress(BrokenPipeError)  # what is not read by then is lost
     with broken, os.fdopen(write, "w") as stderr, os.fdopen(read) as reader:
         monkeypatch.setattr("sys.stderr", stderr)
-        printed: list[int] = []
-
-        async def main() -> None:
+        with background_stderr(within_s=0.1):
             for number in range(3000):  # some 300 kB; a pipe takes 64
-                up.echo(f"line {number} " + "x" * 90)
-                printed.append(number)
-
-        up.keep_running(main(), None)
-        assert len(printed) == 3000
+                echo(f"line {number} " + "x" * 90)
+        assert sys.stderr is stderr
         first = [reader.readline().split()[:2] for _ in range(300)]
     assert first == [["line", str(number)] for number in range(300)]
