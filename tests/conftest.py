@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from house import House
@@ -18,6 +19,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tugline", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("tugline")
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A command that a test runs in this process configures the log of that test alone."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
