@@ -30,9 +30,9 @@ class _Buffer:
 
     __slots__ = ("digits", "ids", "length", "lock")
 
-    def __init__(self, ids: Ids, digits: bytes | bytearray) -> None:
-        self.ids, self.length = ids, len(ids)
-        self.digits = bytearray(digits)
+    def __init__(self, ids: Ids, digits: list[bytes]) -> None:
+        """`digits` are those of `ids` in parts, each with the comma before it."""
+        self.ids, self.length, self.digits = ids, len(ids), digits
         self.lock = threading.Lock()
 
     def append(self, ids: Ids) -> None:
@@ -42,18 +42,18 @@ class _Buffer:
             grown[: self.length] = self.ids[: self.length]
             self.ids = grown
         self.ids[self.length : end] = ids
-        self.digits += b"," + encode_digits(ids) if self.length else encode_digits(ids)
+        self.digits.append(b"," * bool(self.length) + encode_digits(ids))
         self.length = end
 
 
 class TokenSequence:
     """An immutable sequence of ids. Shape ``(len(self),)``, int32."""
 
-    __slots__ = ("_buffer", "_digits", "_length")
+    __slots__ = ("_buffer", "_length", "_parts")
 
     def __init__(self, ids: Ids) -> None:
-        self._buffer = _Buffer(ids, encode_digits(ids))
-        self._length, self._digits = len(ids), len(self._buffer.digits)
+        self._buffer = _Buffer(ids, [encode_digits(ids)])
+        self._length, self._parts = len(ids), 1
 
     def __len__(self) -> int:
         return self._length
@@ -65,9 +65,9 @@ class TokenSequence:
         buffer = self._buffer
         with buffer.lock:
             if buffer.length != self._length or not self._length:
-                buffer = _Buffer(self.to_array(), buffer.digits[: self._digits])
+                buffer = _Buffer(self.to_array(), buffer.digits[: self._parts])
             buffer.append(ids)
-            return self._share(buffer, buffer.length, len(buffer.digits))
+            return _share(buffer, buffer.length)
 
     def to_array(self) -> Ids:
         """All ids, contiguous and read-only."""
@@ -81,8 +81,7 @@ class TokenSequence:
 
     def to_json(self, before: bytes = b"", after: bytes = b"") -> bytes:
         """All ids as JSON digits without the brackets, between two texts."""
-        with self._buffer.lock, memoryview(self._buffer.digits) as digits:
-            return b"".join((before, digits[: self._digits], after))
+        return b"".join((before, *self._buffer.digits[: self._parts], after))
 
     def find_rest(self, digits: bytes) -> bytes | None:
         """The part of `digits` behind these ids; None if they do not come first, with more."""
@@ -90,19 +89,21 @@ class TokenSequence:
         return digits[len(known) :] if digits.startswith(known) else None
 
     def truncate(self, length: int) -> TokenSequence:
-        """The first `length` ids, in the same buffers."""
-        cut = self._buffer.ids[length : self._length]
+        """The first `length` ids, in the same array."""
+        kept, cut = self.to_array()[:length], self.to_array()[length:]
         removed = len(encode_digits(cut)) + bool(length) if len(cut) else 0
-        return self._share(self._buffer, length, self._digits - removed)
+        digits = self.to_json()
+        return _share(_Buffer(kept, [digits[: len(digits) - removed]]), length)
 
     def shared_prefix(self, ids: Ids) -> int:
         """How many leading ids these and `ids` have in common."""
         return shared_prefix(self.to_array(), ids)
 
-    def _share(self, buffer: _Buffer, length: int, digits: int) -> TokenSequence:
-        made = object.__new__(TokenSequence)
-        made._buffer, made._length, made._digits = buffer, length, digits
-        return made
+
+def _share(buffer: _Buffer, length: int) -> TokenSequence:
+    made = object.__new__(TokenSequence)
+    made._buffer, made._length, made._parts = buffer, length, len(buffer.digits)
+    return made
 
 
 # --------------------------------------------------------------------------- requests
@@ -137,31 +138,38 @@ def mend_surrogates(body: bytes, start: int) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class BodyItems:
-    """A request's JSON, and where the items of its conversation lie in it."""
+    """The beginning of a request's JSON, and the items of its conversation that follow."""
 
-    data: bytes
-    start: int = 0
-    """Where the first item begins."""
-    ends: list[int] = field(default_factory=list)
+    front: bytes = b""
+    """All that comes before the first item."""
+    texts: list[bytes] = field(default_factory=list)
+    """Each item, with what comes between it and the one before."""
     items: list[msgspec.Raw] = field(default_factory=list)
+    """Views of `texts`."""
 
     def count_shared(self, data: bytes) -> int:
         """How many leading items `data` has in the same places, and others behind them."""
-        view, at, low, middle, high = memoryview(self.data), 0, 0, len(self.ends), len(self.ends)
-        while low < high:
-            end = self.ends[middle - 1]
-            if data.startswith(view[at:end], at):
-                low, at = middle, end
-            else:
-                high = middle - 1
-            middle = (low + high + 1) // 2
-        return low if data[at : at + 1] == b"," else max(low - 1, 0)
+        if not data.startswith(self.front):
+            return 0
+        count, at = 0, len(self.front)
+        for text in self.texts:
+            if not data.startswith(text, at):
+                break
+            count, at = count + 1, at + len(text)
+        return count if data[at : at + 1] == b"," else max(count - 1, 0)
 
-    def add(self, items: Sequence[msgspec.Raw], text: bytes, shift: int) -> None:
-        """Add items that lie in `text`, which lies `shift` bytes later in the body."""
+    def add(self, items: Sequence[msgspec.Raw], data: bytes, text: bytes, shift: int) -> None:
+        """Add items that lie in `text`, which lies `shift` bytes later in the body `data`."""
+        end = self.end()
         for item in items:
-            self.ends.append(offset(item, text) + len(memoryview(item)) + shift)
-            self.items.append(msgspec.Raw(bytes(item)))
+            start, size = offset(item, text) + shift, len(memoryview(item))
+            self.texts.append(data[end : start + size])
+            self.items.append(msgspec.Raw(memoryview(self.texts[-1])[start - end :]))
+            end = start + size
+
+    def end(self, count: int | None = None) -> int:
+        """Where the first `count` items end in the request, or all."""
+        return len(self.front) + sum(map(len, self.texts[:count]))
 
 
 def offset(item: msgspec.Raw, text: bytes) -> int:

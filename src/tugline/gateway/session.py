@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -87,7 +86,8 @@ class LiveSession:
         self._spent_status = spent_status
         self._opened = clock()
         self._calls = 0
-        self._recent = deque[Completion](maxlen=settings.recent_calls)
+        self._recent: list[Completion] = []
+        """The last calls that a request may repeat."""
         self._overflow: errors.ContextOverflow | None = None
         self._refused_by: SpentLimit | None = None
 
@@ -193,7 +193,8 @@ class LiveSession:
         completion = Completion(key, choices, self._engine.settings, stream=request.stream)
         self.running.add(completion)
         completion.task.add_done_callback(lambda _task: self._end(completion))
-        self._recent.append(completion)
+        kept = [one for one in self._recent if not self._is_extended(one)]
+        self._recent = [*kept, completion][-self._engine.settings.recent_calls :]
         return completion
 
     def credit(self, seconds: float) -> None:
@@ -236,14 +237,17 @@ class LiveSession:
         answer, or if a streaming client now asks without a stream. Two clients that wait at the
         same time want two samples, and so does one that asks again after it got its answer.
         """
-        turns = self.transcript.turns
         for old in reversed(self._recent):
             failed = old.error is not None and (old.resumed or not old.broke_off)
-            if old.key != key or failed or any(turns.is_extended(c.number) for c in old.choices):
+            if old.key != key or failed or self._is_extended(old):
                 continue
             if retry or old.undelivered or (old.stream and not stream):
                 return old
         return None
+
+    def _is_extended(self, completion: Completion) -> bool:
+        """Whether a later call goes on from one of its answers."""
+        return any(self.transcript.turns.is_extended(one.number) for one in completion.choices)
 
     def _admit(self, count: int) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""

@@ -297,7 +297,7 @@ async def managed_gc(
     async def tidy() -> None:
         for times in itertools.count():
             if times % full == 0 and is_idle():
-                freeze_gc(young=1_000, middle=3)
+                freeze_gc(young=300, middle=3)
             await asyncio.sleep(every_s)
             await asyncio.to_thread(trim, 0)
 

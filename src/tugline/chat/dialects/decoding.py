@@ -161,8 +161,8 @@ class ParseCache:
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
         self._bodies: list[BodyItems] = []
-        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(b""), 0
-        """The last body that was compared, the one most alike, and the items in common."""
+        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(), 0
+        """The body that is being parsed, the one most alike, and the items in common."""
         self._parse_tools = lru_cache(_CACHED)(_parse_tools)
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
@@ -178,9 +178,10 @@ class ParseCache:
         """How many leading bytes an earlier body has as well, up to the end of an item."""
         if self._nearest[0] is not data:
             counts = [(known.count_shared(data), known) for known in self._bodies]
-            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems(b"")))
+            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems()))
             self._nearest = data, best, count
-        return self._nearest[1].ends[self._nearest[2] - 1] if self._nearest[2] else 0
+        _, best, count = self._nearest
+        return best.end(count) if count else 0
 
     def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[S], name: str) -> S:
         """Decode a request whose list `name` is its conversation: only what is new is scanned.
@@ -189,24 +190,24 @@ class ParseCache:
         """
         end = self.known_bytes(data)
         _, best, count = self._nearest
-        made = BodyItems(data, best.start, best.ends[:count], best.items[:count])
-        body = None
+        self._nearest = b"", BodyItems(), 0
+        made = BodyItems(best.front, best.texts[:count], best.items[:count])
+        body, start = None, len(best.front)
         if count:
-            text, shift = data[: best.start] + data[end + 1 :], end + 1 - best.start
+            text, shift = best.front + data[end + 1 :], end + 1 - start
             with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
                 body = decoder.decode(text)
         new = getattr(body, name, None) or [ABSENT]
-        if body is None or text[best.start : offset(new[0], text)].strip():
+        if body is None or text[start : offset(new[0], text)].strip():
             body, text, shift = decode(data, decoder, "the request body"), data, 0
             new = getattr(body, name)
             if not isinstance(new, list) or not new:
                 return body
-            made = BodyItems(data, offset(new[0], data))
-        made.add(new, text, shift)
+            made = BodyItems(data[: offset(new[0], data)])
+        made.add(new, data, text, shift)
         setattr(body, name, list(made.items))
-        gone = best if count and best.ends[-1] - end < _NEARBY else None
+        gone = best if count and best.end() - end < _NEARBY else None
         self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
-        self._nearest = data, made, count
         return body
 
     def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
