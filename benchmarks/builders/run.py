@@ -1,9 +1,9 @@
 """What each builder makes of recorded sessions of real harnesses: traces, and tokens to compute.
 
 The sessions are those that ``tugline harness check --all`` records, or any folder of recordings. A
-trainer forwards every token of every trace that trains something, one that packs tries each token
-of the tree; what is trained is the same with each builder. `docs/benchmarks.md` says what each
-figure means.
+trainer forwards every token of every trace that trains something; with tree packing it forwards
+what traces begin with alike once. What is trained is the same with each builder.
+`docs/benchmarks.md` says what each figure means.
 
     python benchmarks/builders/run.py [--json] [--sessions FOLDER]
     python benchmarks/builders/run.py [--json] --train [--scale S] [--model FOLDER]
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 from canonical import Canonical
-from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -32,10 +31,21 @@ from tugline.errors import TuglineError, UsageError
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
-from tugline.traces.builders import build_tree
-from tugline.types import Branch, Call, Finish, Reason, Sampling, Timings, Trace, VersionSpan
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Reason,
+    Sampling,
+    Timings,
+    Trace,
+    VersionSpan,
+    shared_prefix,
+)
 
-BUILDERS = ("per_request", "prefix_merging", "tree")
+BUILDERS = ("per_request", "prefix_merging")
+FORWARDED = (*BUILDERS, "packed")
+"""The last is `prefix_merging` with tree packing."""
 CHECKED = "check"
 """The task of ``tugline harness check``; its stages are the folders above ``recordings``."""
 STAGES = ("plain", "team", "title")
@@ -72,7 +82,7 @@ class Row:
     echo_changed_turns: int = 0
     """Exact ones in which the harness had changed the echo of an answer."""
     traces: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
-    forwarded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
+    forwarded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FORWARDED, 0))
     sampled: int = 0
     trained: int = 0
     canonical_dropped: int = 0
@@ -95,9 +105,9 @@ class Row:
             traces, ledger, _ = find("builder", builder)().build(one.calls)
             kept = worth_computing(traces)
             self.traces[builder] += len(traces)
-            flat = sum(len(trace.ids) for trace in kept)
-            packed = len(build_tree({one.session: kept}).ids)
-            self.forwarded[builder] += packed if builder == "tree" else flat
+            self.forwarded[builder] += sum(len(trace.ids) for trace in kept)
+            if builder == "prefix_merging":
+                self.forwarded["packed"] += count_packed(kept)
             trained.add(ledger.trained)
         if len(trained) > 1:
             msg = f"session {one.session}: builders train {sorted(trained)} tokens, not the same"
@@ -120,7 +130,7 @@ class Row:
 
 @dataclass
 class Group:
-    """The samples of one task as one tree."""
+    """The samples of one task, each packed alone and all packed together."""
 
     task: str
     sessions: int
@@ -134,7 +144,19 @@ class Group:
 
 def worth_computing(traces: Iterable[Trace]) -> list[Trace]:
     """Those that train something, which are all that a trainer computes."""
-    return [replace(trace, parent=None) for trace in traces if trace.mask.any()]
+    return [trace for trace in traces if trace.mask.any()]
+
+
+def count_packed(traces: Iterable[Trace]) -> int:
+    """Tokens of one forward pass with tree packing: ids that several traces begin with count once.
+
+    As the trainer does it, by ids alone: each trace keeps loss terms of its own.
+    """
+    count, last = 0, np.empty(0, np.int32)
+    for ids in sorted((trace.ids for trace in traces), key=lambda ids: ids.astype(">i4").tobytes()):
+        count += len(ids) - shared_prefix(last, ids)
+        last = ids
+    return count
 
 
 # --------------------------------------------------------------------------- sessions
@@ -226,8 +248,8 @@ def _group(task: str, members: Mapping[str, Sequence[Trace]]) -> Group:
         task=task,
         sessions=len(members),
         prefix_merging=sum(len(trace.ids) for traces in members.values() for trace in traces),
-        tree=sum(len(build_tree({session: traces}).ids) for session, traces in members.items()),
-        forest=len(build_tree(members).ids),
+        tree=sum(count_packed(traces) for traces in members.values()),
+        forest=count_packed(trace for traces in members.values() for trace in traces),
     )
 
 
@@ -241,7 +263,7 @@ def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     """Both tables."""
     screen = Console()
     console = Console(width=max(screen.width, WIDTH))
-    table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / tree")
+    table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / packed")
     for name in ("harness", "dialect", "stage"):
         table.add_column(name, no_wrap=True)
     for name in ("calls", "exact", "echo_changes", "traces", "forwarded", "ratio", "trained"):
@@ -252,7 +274,7 @@ def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
             *(row.harness, row.dialect, row.stage, str(row.calls)),
             *(f"{row.exact_turns}/{row.turns}", f"{row.echo_changed_turns}/{row.turns}"),
             " ".join(str(row.traces[builder]) for builder in BUILDERS),
-            " ".join(f"{row.forwarded[builder]:,}" for builder in BUILDERS),
+            " ".join(f"{row.forwarded[key]:,}" for key in FORWARDED),
             f"{ratio(row):.2f}",
             f"{row.trained:,}",
             f"{row.canonical_dropped:,}+{row.canonical_false:,}",

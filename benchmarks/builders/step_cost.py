@@ -52,9 +52,9 @@ ROWS = (
     ("per_request", "published", False),
     ("prefix_merging", "published", False),
     ("prefix_merging", "ours", False),
-    ("tree", "ours", True),
+    ("prefix_merging", "ours", True),
 )
-"""Builder, batching, and whether a forward pass computes what traces share once."""
+"""Builder, batching, and whether a forward pass computes what traces share once (trees packed)."""
 
 
 class PublishedBatching(Grpo):
@@ -120,9 +120,10 @@ def train(scale: float, folder: Path | None) -> list[dict[str, Any]]:
     rows = []
     for shape in ("alone", "team"):
         group = make_group(shape, scale)
-        for builder, batching, tree in ROWS:
-            sys.stderr.write(f"training: {shape}, {builder}, batches {batching}\n")
-            rows.append({"shape": shape, **_step(group, builder, batching, folder, tree=tree)})
+        for builder, batching, packed in ROWS:
+            trees = ", trees packed" if packed else ""
+            sys.stderr.write(f"training: {shape}, {builder}, batches {batching}{trees}\n")
+            rows.append({"shape": shape, **_step(group, builder, batching, folder, packed=packed)})
         slowest = rows[-len(ROWS)]
         for row in rows[-len(ROWS) :]:
             row["times_as_fast"] = round(slowest["seconds"] / row["seconds"], 2)
@@ -165,7 +166,12 @@ def _now() -> float:
 
 
 def _step(
-    group: Sequence[Sequence[Call]], builder: str, batching: str, folder: Path | None, *, tree: bool
+    group: Sequence[Sequence[Call]],
+    builder: str,
+    batching: str,
+    folder: Path | None,
+    *,
+    packed: bool,
 ) -> dict[str, Any]:
     trajectories = []
     for number, calls in enumerate(group):
@@ -183,7 +189,7 @@ def _step(
         )
     config = GrpoConfig(
         sessions_per_update=SESSIONS_PER_UPDATE,
-        tree_packing=tree,
+        tree_packing=packed,
         autocast="bfloat16" if torch.cuda.is_available() else None,
         gradient_checkpointing=folder is not None,
         micro_tokens=16_384 if folder is None else GPU_TOKENS,
@@ -194,6 +200,7 @@ def _step(
     return {
         "builder": builder,
         "batching": batching,
+        "packed": "yes" if packed else "no",
         "traces": report.samples,
         "updates": report.updates,
         "tokens_forwarded": report.tokens_forwarded,

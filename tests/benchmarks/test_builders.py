@@ -79,7 +79,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
 def test_an_exact_session_costs_each_token_once(
     counted: dict[tuple[str, str], dict[str, Any]],
 ) -> None:
-    """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace or tree; two turns, both exact."""
+    """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace; two turns, both exact."""
     row = counted["pi", "plain"]
     assert (row["calls"], row["turns"], row["exact_turns"], row["echo_changed_turns"]) == (
         3,
@@ -87,8 +87,8 @@ def test_an_exact_session_costs_each_token_once(
         2,
         1,
     )
-    assert row["traces"] == {"per_request": 3, "prefix_merging": 1, "tree": 1}
-    assert row["forwarded"] == {"per_request": 21, "prefix_merging": 10, "tree": 10}
+    assert row["traces"] == {"per_request": 3, "prefix_merging": 1}
+    assert row["forwarded"] == {"per_request": 21, "prefix_merging": 10, "packed": 10}
     assert (row["ratio"], row["trained"], row["sampled"]) == (2.1, 6, 6)
     assert (row["canonical_dropped"], row["canonical_false"]) == (0, 0)
 
@@ -98,12 +98,12 @@ def test_what_the_published_rule_trains_in_a_false_context_is_counted(
 ) -> None:
     """An edited answer makes two traces; merged by rule, two tokens see what was not there.
 
-    The tree has the two tokens that both begin with once.
+    Packed, the two tokens that both begin with are computed once.
     """
     row = counted["pi", "team"]
     assert (row["turns"], row["exact_turns"]) == (1, 0)
-    assert row["traces"] == {"per_request": 2, "prefix_merging": 2, "tree": 2}
-    assert row["forwarded"] == {"per_request": 11, "prefix_merging": 11, "tree": 9}
+    assert row["traces"] == {"per_request": 2, "prefix_merging": 2}
+    assert row["forwarded"] == {"per_request": 11, "prefix_merging": 11, "packed": 9}
     assert row["canonical_false"] == 2
 
 
@@ -113,7 +113,7 @@ def test_what_trains_nothing_is_not_computed(
     """A title is a trace of its own that no trainer forwards; the other stages are not counted."""
     row = counted["pi", "title"]
     assert row["traces"]["prefix_merging"] == 2
-    assert row["forwarded"] == {"per_request": 4, "prefix_merging": 4, "tree": 4}
+    assert row["forwarded"] == {"per_request": 4, "prefix_merging": 4, "packed": 4}
     assert (row["trained"], row["sampled"], row["turns"]) == (2, 3, 0)
     assert ("pi", "budget") not in counted
 
@@ -123,18 +123,20 @@ def test_the_made_up_session_shows_what_length_does(
 ) -> None:
     """Forty turns: 8,000 tokens and 600 a turn, laid out once or forty times."""
     row = counted["(made up)", ""]
-    assert row["forwarded"]["prefix_merging"] == row["forwarded"]["tree"] == 8000 + 40 * 600 - 300
+    forwarded = row["forwarded"]
+    assert forwarded["prefix_merging"] == forwarded["packed"] == 8000 + 40 * 600 - 300
     assert row["ratio"] > 20
     assert row["canonical_dropped"] == 0
 
 
 def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
-    """Two attempts with one prompt: its two tokens are computed once in one tree."""
+    """Three attempts with one prompt, which is computed once; so is the answer that two gave."""
     other = [call(0, [1, 2], [4, 4, END])]
     write(tmp_path / "recordings" / "a.1.rec", "t", TURNS[:1])
     write(tmp_path / "recordings" / "b.1.rec", "t", other)
+    write(tmp_path / "recordings" / "c.1.rec", "t", other)
     (group,) = run_benchmark(tmp_path)["groups"]
-    assert group == {"task": "t", "sessions": 2, "prefix_merging": 9, "tree": 9, "forest": 7}
+    assert group == {"task": "t", "sessions": 3, "prefix_merging": 14, "tree": 14, "forest": 7}
 
 
 def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
@@ -163,11 +165,17 @@ def test_training_costs_what_the_builder_makes_of_a_session() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    alone = {(row["builder"], row["batching"]): row for row in rows if row["shape"] == "alone"}
-    separate, merged = alone["per_request", "published"], alone["prefix_merging", "ours"]
+    alone = {
+        (row["builder"], row["batching"], row["packed"]): row
+        for row in rows
+        if row["shape"] == "alone"
+    }
+    assert len(alone) == 4
+    separate = alone["per_request", "published", "no"]
+    merged = alone["prefix_merging", "ours", "no"]
+    packed = alone["prefix_merging", "ours", "yes"]
     assert (separate["traces"], separate["updates"]) == (200, 100)
     assert (merged["traces"], merged["updates"]) == (4, 2)
     assert separate["tokens_trained"] == merged["tokens_trained"] == 4 * 50 * 2
     assert separate["tokens_forwarded"] > 20 * merged["tokens_forwarded"]
-    tree = alone["tree", "ours"]
-    assert merged["tokens_forwarded"] - tree["tokens_forwarded"] == 2 * 16
+    assert merged["tokens_forwarded"] - packed["tokens_forwarded"] == 2 * 16

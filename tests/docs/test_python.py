@@ -19,7 +19,6 @@ NOT_RUN = {
     "docs/start/train-your-agent.md": {0: "an agent: test_tutorial.py runs it"},
     "docs/trainers.md": {0: "needs a server"},
     "docs/training.md": {0: "needs a model and sessions"},
-    "docs/trajectories.md": {0: "needs sessions"},
     "docs/verify.md": {0: "needs a folder of trajectories"},
     "examples/tinker/README.md": {0: "needs Tinker's service"},
     "examples/trl/README.md": {0: "needs TRL and a server"},

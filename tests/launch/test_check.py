@@ -35,7 +35,7 @@ def _task(**changes: Any) -> Task:
         ({"harness": PluginSpec("shell", {"comand": "x"})}, "harness.options", "command"),
         ({"runtime": PluginSpec("nowhere")}, "runtime.name", "local"),
         ({"evaluator": PluginSpec("no.such:Thing")}, "evaluator.name", "no.such"),
-        ({"builder": PluginSpec("tree", {"x": 1})}, "builder.options", "x"),
+        ({"builder": PluginSpec("per_request", {"x": 1})}, "builder.options", "x"),
     ],
 )
 def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:

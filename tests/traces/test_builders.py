@@ -14,7 +14,7 @@ from tugline import plugins
 from tugline.errors import CaptureError, ConfigError, UnknownPlugin
 from tugline.rollout.parts import Parts
 from tugline.traces.base import Builder, count_calls, count_spans, make_builder, sum_ledgers
-from tugline.traces.builders import PerRequest, PrefixMerging, PrefixTree
+from tugline.traces.builders import PerRequest, PrefixMerging
 from tugline.types import (
     Branch,
     Call,
@@ -30,7 +30,7 @@ from tugline.types import (
     VersionSpan,
 )
 
-ALL = [PerRequest, PrefixMerging, PrefixTree]
+ALL = [PerRequest, PrefixMerging]
 MAIN, BRANCH, SIDE = TraceKind.MAIN, TraceKind.BRANCH, TraceKind.SIDE
 TURNS = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5], parent=0)]
 """The second continues the first exactly."""
@@ -128,20 +128,17 @@ def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
         (PrefixMerging(max_length=3), TURNS, [([1, 2, 3], "..x", MAIN, None, 0)]),
         (PerRequest(max_length=1), TURNS[:1], [([1], ".", MAIN, None, 0)]),
         (PrefixMerging(), TITLE, [([7, 8], "..", SIDE, None, 0), ([1, 2], ".x", MAIN, None, 0)]),
-        *(
-            (
-                builder(),
-                ASIDE,
-                [([1, 2, 3, 4], ".x.x", MAIN, None, 0), ([1, 2, 7, 8], "....", SIDE, None, 0)],
-            )
-            for builder in (PrefixMerging, PrefixTree)
+        (
+            PrefixMerging(),
+            ASIDE,
+            [([1, 2, 3, 4], ".x.x", MAIN, None, 0), ([1, 2, 7, 8], "....", SIDE, None, 0)],
         ),
     ],
     ids=[
         *("a trace per call", "rewritten history forks", "twins keep both answers"),
         *("another conversation stands aside", "ids overrule the recorded parent", "a compaction"),
         *("a cut trace ends with an answer", "or with a part of one", "or with its context"),
-        *("a title takes no place", "a question aside forks nothing", "nor in a tree"),
+        *("a title takes no place", "a question aside forks nothing"),
     ],
 )
 def test_calls_become_traces(builder: Builder, calls: list[Call], expected: list[object]) -> None:
@@ -259,8 +256,8 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Built in, ``module:Class`` or an entry point of an installed package; options go along."""
-    made = Parts().builder(task(PluginSpec("tree", {"max_length": 9})).builder)
-    assert isinstance(made, PrefixTree)
+    made = Parts().builder(task(PluginSpec("per_request", {"max_length": 9})).builder)
+    assert isinstance(made, PerRequest)
     assert made.max_length == 9
     (tmp_path / "theirs.py").write_text(
         "from tugline.traces.base import Builder\n"
@@ -276,19 +273,20 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
         other = Parts().builder(task(PluginSpec(name, {"deep": 1})).builder)
         assert type(other).__name__ == "Own"
         assert other.options == {"deep": 1}  # type: ignore[attr-defined]
-    assert plugins.list_names("builder") == ["own", "per_request", "prefix_merging", "tree"]
+    assert plugins.list_names("builder") == ["own", "per_request", "prefix_merging"]
 
 
 def test_a_wrong_builder_is_refused_at_the_door() -> None:
     """Where a task comes in, not when its session is over."""
     with pytest.raises(ConfigError, match=r"max_length"):
         Parts().builder(PluginSpec("prefix_merging", {"max_length": 0}))
-    with pytest.raises(UnknownPlugin, match=r"unknown builder 'trees'; did you mean 'tree'"):
-        Parts().builder(PluginSpec("trees"))
+    message = r"unknown builder 'per_requests'; did you mean 'per_request'"
+    with pytest.raises(UnknownPlugin, match=message):
+        Parts().builder(PluginSpec("per_requests"))
 
 
 # --------------------------------------------------------------------------- refusals
-@pytest.mark.parametrize("name", ["per_request", "prefix_merging", "tree"])
+@pytest.mark.parametrize("name", ["per_request", "prefix_merging"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [

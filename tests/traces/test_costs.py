@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from calls import make_call as call
-from tugline.traces.builders import PerRequest, PrefixMerging, PrefixTree
+from tugline.traces.builders import PrefixMerging
 from tugline.types import Call
 
 
@@ -44,15 +44,3 @@ def test_building_needs_little_memory() -> None:
     tracemalloc.stop()
     assert len(kept.traces[0].ids) == unique
     assert peak <= 4 * 4 * unique
-
-
-def test_a_group_of_forks_makes_a_tree() -> None:
-    """Every sample shares a prompt and goes its own way: the prompt is in the tree once."""
-    first = conversation(1)[0]
-    answers = (np.arange(300, dtype=np.int32) + 7 * number for number in range(128))
-    group = [
-        msgspec.structs.replace(first, number=number, sampled_ids=ids)
-        for number, ids in enumerate(answers)
-    ]
-    assert len(PrefixTree().tree(group).ids) == 8000 + 128 * 300
-    assert len(PerRequest().build(group[:3]).traces) == 3

@@ -44,12 +44,13 @@ CHOICES = [
 
 
 class Grader(Evaluator):
-    """Reward by the answer, and a number for each of the two traces."""
+    """Reward by the answer, and a number for each trace."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Longer is better; the first trace is judged apart."""
         value = sum(len(change.data) for change in outcome.patch.files.values() if change) / 7
-        return Verdict(Reward(value, {"length": value}, (value / 3, 0.1)), {"seen": True})
+        per_trace = (value / 3, *(0.1 for _ in outcome.traces[1:]))
+        return Verdict(Reward(value, {"length": value}, per_trace), {"seen": True})
 
 
 TURNS = itertools.count()
@@ -63,7 +64,7 @@ def counted(_prompt: Ids, _request_id: str) -> Reply:
 
 
 async def rolled_out(folder: Path) -> list[Trajectory]:
-    """Two groups of three sessions, as the node committed them; one group under `tree`."""
+    """Two groups of three sessions, as the node committed them; a group for each builder."""
     engine = ScriptedEngine(counted, vocab_size=RENDERING.tokenizer.size)
     (folder / "agent.py").write_text(AGENT)
     tasks = [
@@ -76,7 +77,7 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
             samples=3,
             limits=Limits(agent_s=30),
         )
-        for name in ("prefix_merging", "tree")
+        for name in ("prefix_merging", "per_request")
     ]
     settings = Settings(node=NodeSettings(slots=2))
     async with serve(create_app(engine, model_name="m")) as url:
@@ -101,13 +102,16 @@ async def test_recordings_are_enough_to_train_from(tmp_path: Path) -> None:
     """Real sessions with a fork: samples from recordings and from the node are byte-equal."""
     live = await rolled_out(tmp_path)
     assert [one.failure for one in live] == [None] * 6
-    assert [len(one.traces) for one in live] == [2] * 6
+    assert [(one.task, len(one.traces)) for one in live] == [
+        *[("prefix_merging", 2)] * 3,
+        *[("per_request", 3)] * 3,
+    ]
     assert len({one.reward.value for one in live if one.reward}) > 2
     again = rebuilt(tmp_path, tmp_path / "again", None)
     assert sorted(map(encode, again)) == sorted(map(encode, live))
     for config in CHOICES:
         ours, theirs = (prepare(one, config, version=0) for one in (live, again))
-        assert len(ours.samples) == 12
+        assert len(ours.samples) == 3 * 2 + 3 * 3
         assert to_bytes(ours) == to_bytes(theirs)
     single = rebuilt(tmp_path, tmp_path / "single", PluginSpec("per_request"))
     assert [len(one.traces) for one in single] == [3] * 6

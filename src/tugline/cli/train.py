@@ -123,7 +123,7 @@ def demo(
     Args:
         harness: Agent to train: pi, shell or module:Class.
         command: Your agent's command, for --harness shell.
-        builder: prefix_merging, per_request or tree.
+        builder: prefix_merging or per_request.
         seed: Seed of tasks, updates and sampling.
         steps: GRPO steps.
         heldout: Held-out tasks, before and after.

@@ -52,7 +52,7 @@ class DemoSettings(Config, frozen=True):
     command: str | None = None
     """The agent's own command line, for the `shell` harness."""
     builder: str = "prefix_merging"
-    """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
+    """How recorded calls become traces: `prefix_merging` or `per_request`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
     steps: PositiveInt = 6

@@ -70,7 +70,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("builder", ["prefix_merging", "per_request", "tree"])
+@pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
 def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
     """Whatever the builder: each turn balances, and their sum is the session's."""
     story = view_of(small(tmp_path), builder).view
