@@ -75,21 +75,19 @@ class RecordingGateway(Gateway):
 
     async def _lose(self, receive: Receive, send_recorded: Send, scope: Message) -> None:
         """Disconnect as if the line broke behind a proxy; the client gets 502."""
-        whole = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        lost = loop.create_future()
 
         async def receive_then_leave() -> Message:
-            if whole.is_set():
-                await asyncio.sleep(_LEAVES_AFTER_S)
-                return {"type": "http.disconnect"}
             message = await receive()
             if not message.get("more_body"):
-                whole.set()
+                loop.call_later(_LEAVES_AFTER_S, lost.set_result, None)
             return message
 
         async def discard(_: Message) -> None:
             return
 
-        await super().app(scope, receive_then_leave, discard)
+        await super().app({**scope, "lost": lost}, receive_then_leave, discard)
         await send_recorded({"type": "http.response.start", "status": 502, "headers": []})
         await send_recorded({"type": "http.response.body", "body": b""})
 

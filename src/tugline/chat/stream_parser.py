@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +28,8 @@ from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 Delta = type[TextDelta | ReasoningDelta]
+_FEW = 16
+"""Ids up to which they are looked at one by one, which is faster for so few."""
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")
 
 
@@ -115,7 +117,7 @@ class StreamParser:
         self.in_section = rendering.markers.block == rendering.markers.call
         """Whether a call may open here: templates may want a section around calls."""
         self._stop_ids = frozenset(rendering.stop_ids)
-        self._marks = self._stop_ids if end is None else self._stop_ids | rendering.markers.ids
+        self._marks = self._stop_ids if end is None else rendering.marks
         self._guard = rendering.markers.guarded
         self._single = bool(watched)
         self._fed = 0
@@ -146,7 +148,8 @@ class StreamParser:
     def feed(self, ids: Ids) -> list[Piece]:
         """Add sampled ids; returns the pieces that they complete."""
         start, self._fed = self._fed, self._fed + len(ids)
-        self._walk(ids.tolist(), start)
+        marks = self.rendering.find_marks(ids) if len(ids) > _FEW else None
+        self._walk(ids.tolist(), start, marks)
         return self.output.take_pieces()
 
     def finish(self) -> tuple[list[Piece], Message]:
@@ -178,9 +181,9 @@ class StreamParser:
         opened = len(end) and end[-1] == markers.channels.message
         return state if opened else _ChannelHeader(self, [])
 
-    def _walk(self, ids: list[int], start: int) -> None:
-        """Parse ids, the first of which is the sampled id number `start`."""
-        for first, last in self._split(ids):
+    def _walk(self, ids: list[int], start: int, marks: list[int] | None = None) -> None:
+        """Parse ids, the first of which is the sampled id number `start`; `marks` are places."""
+        for first, last in self._split(ids, range(len(ids)) if marks is None else marks):
             if self._ended:
                 return
             if ids[first] in self._marks:
@@ -212,7 +215,7 @@ class StreamParser:
         self.output.finish_text()
         return _ChannelHeader(self, [token] if token == channels.start else [])
 
-    def _split(self, ids: list[int]) -> Iterator[tuple[int, int]]:
+    def _split(self, ids: list[int], marks: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Ranges of ids to parse at once: marks by themselves, and the ids between them.
 
         Where stop strings are watched every id is by itself, so that `length` is exact.
@@ -221,7 +224,7 @@ class StreamParser:
             yield from pairwise(range(len(ids) + 1))
             return
         end = 0
-        for place in [at for at, token in enumerate(ids) if token in self._marks]:
+        for place in [at for at in marks if ids[at] in self._marks]:
             if place > end:
                 yield end, place
             end = place + 1

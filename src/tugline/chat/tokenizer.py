@@ -120,7 +120,7 @@ class Tokenizer:
         token_bytes = self.token_bytes
         if token_bytes is None:
             return self.decode(token_ids)
-        return b"".join([token_bytes[token] for token in token_ids]).decode("utf-8", "replace")
+        return b"".join(map(token_bytes.__getitem__, token_ids)).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         """The id of one token, None if the vocabulary lacks it."""
@@ -162,7 +162,7 @@ class Detokenizer:
         if self.matched_stop is not None:
             return ""
         token_bytes = self._token_bytes
-        data = b"".join([token_bytes[token] for token in ids])
+        data = b"".join(map(token_bytes.__getitem__, ids))
         if self._bytes:
             data = self._bytes + data
         text, used = utf_8_decode(data, "replace", False)

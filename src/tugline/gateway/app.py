@@ -294,7 +294,7 @@ class Gateway:
     ) -> None:
         """Send the completion to this client, for as long as it listens."""
         send = self._send_stream if request.stream else self._send_whole
-        async with http.while_connected():
+        with http.while_connected():
             with completion.attached():
                 await send(http, dialect, request, completion)
             completion.delivered = completion.delivered or not http.disconnected

@@ -80,6 +80,8 @@ class CallTree:
         self._rendering, self.may_render = rendering, True
         self._by_digest: dict[bytes, list[turns.Turn]] = {}
         self._turns: list[turns.Turn] = []
+        self._answers: dict[bytes, turns.Turn] = {}
+        """The last turn by the digest of the conversation that it answered."""
         self._children: dict[int, list[turns.Turn]] = {}
         """Turns by the number of the call that they extend."""
         self._requests: list[turns.Conversation] = []
@@ -175,13 +177,15 @@ class CallTree:
             prompt_length=len(prompt.tokens),
             answer=answer,
             wording=turns.hash_wording(answer),
+            digest=turns.digest_message(answer, {}),
             digests=prompt.digests,
             parent=prompt.turn if prompt.branch is None else None,
             tools=prompt.tools,
             thread=prompt.thread,
         )
-        digest = turns.chain_digest(prompt.digest, turns.digest_message(answer, {}))
+        digest = turns.chain_digest(prompt.digest, turn.digest)
         self._by_digest.setdefault(digest, []).append(turn)
+        self._answers[prompt.digest] = turn
         self._turns.append(turn)
         if turn.parent is not None:
             self._children.setdefault(turn.parent.number, []).append(turn)
@@ -255,7 +259,11 @@ class CallTree:
         answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
         positions = next(map(turns.call_positions, answers), {})
         for message in messages[shared:]:
-            digests.append(turns.digest_message(message, positions))
+            turn = self._answers.get(chain[-1])
+            if turn is not None and turn.answer == message:  # an echo in the same words
+                digests.append(turn.digest)
+            else:
+                digests.append(turns.digest_message(message, positions))
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Sequence
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -44,7 +43,7 @@ _MIN_SHIFT = 0.15
 _MIN_TOKENS = 4
 """Distinguishing tokens that are enough; a confident model yields few per request."""
 _CONTROL = "pause, reload and resume over HTTP"
-_FAULTS = (aiohttp.ClientError, TimeoutError, TuglineError)
+_FAULTS = (OSError, TuglineError)
 
 _log = log.get("gateway.probe")
 
@@ -170,7 +169,7 @@ class _Probe:
             prompt=TokenSequence(ids) if wire.mode is Mode.EXACT else None,
         )
         whole = Delta()
-        async for delta in read_reply(self._engine.client, self._engine.url, wire, ask):
+        async for delta in read_reply(self._engine, self._engine.url, wire, ask):
             whole.ids += delta.ids
             whole.logprobs += delta.logprobs
             whole.unreported_tokens += delta.unreported_tokens

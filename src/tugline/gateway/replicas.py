@@ -15,19 +15,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import aiohttp
-
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Reader, parse_engine_error
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.recording.records import Header
-from tugline.web.engine_http import EngineHttp, ModelCard, fetch_card
+from tugline.web.engine_http import EngineHttp, ModelCard
 from tugline.web.sse import read_payloads
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-
-_JSON = {"content-type": "application/json"}
 
 _log = log.get("gateway.replicas")
 
@@ -133,14 +129,12 @@ class Upstream(TokenSource):
             raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
         self.wire = wire
         self._settings = settings
-        timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
-        self._http = EngineHttp("", key, timeout=timeout)
+        self._http = EngineHttp(key=key, idle_s=idle_s)
         self._probes: asyncio.Task[None] | None = None
         self._waits: set[_Wait] = set()
         self._idle_s = idle_s
 
     async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
         self._probes = asyncio.create_task(self._probe_replicas(), name="probe-replicas")
         return self
 
@@ -169,7 +163,7 @@ class Upstream(TokenSource):
             replica = self.choose(session, tried)
             began = False
             try:
-                reply = read_reply(self._http.client, replica.url, self.wire, ask)
+                reply = read_reply(self._http, replica.url, self.wire, ask)
                 async with (
                     self._watch(replica, session) as reading,
                     contextlib.aclosing(reply) as deltas,
@@ -197,16 +191,16 @@ class Upstream(TokenSource):
         post = self.wire.build_abort(request_id)
         if post is None:
             return
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        with contextlib.suppress(OSError):
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
-                self._http.client.post(url + post.path, data=post.body, headers=_JSON) as done,
+                self._http.request(url + post.path, post.body) as done,
             ):
                 await done.read()
 
     async def _fetch_card(self, replica: Replica) -> ModelCard:
         timeout_s = self._settings.probe_timeout_s
-        return await fetch_card(self._http.client, replica.url, self.name, timeout_s)
+        return await self._http.card(self.name, timeout_s, url=replica.url)
 
     async def answers(self, session: str) -> bool:
         """See `TokenSource.answers`."""
@@ -275,7 +269,7 @@ class Upstream(TokenSource):
 
 
 async def read_reply(
-    client: aiohttp.ClientSession, url: str, wire: EngineFormat, ask: EngineRequest
+    http: EngineHttp, url: str, wire: EngineFormat, ask: EngineRequest
 ) -> AsyncGenerator[Delta]:
     """Ask the engine at `url` once, and read its reply as it comes.
 
@@ -284,7 +278,8 @@ async def read_reply(
     post, reader = wire.build_request(ask), wire.make_reader()
     finished = False
     try:
-        async with client.post(url + post.path, data=post.body, headers=_JSON) as response:
+        async with http.request(url + post.path, post.body) as response:
+            kind = response.headers.get("content-type", "").partition(";")[0]
             if response.status != 200:
                 retry_after = response.headers.get("retry-after")
                 raise parse_engine_error(response.status, await response.read(), retry_after)
@@ -292,21 +287,21 @@ async def read_reply(
                 for delta in reader.read_body(await response.read()):
                     finished = finished or delta.finish is not None
                     yield delta
-            elif response.content_type != "text/event-stream":
-                start = (await response.content.read(200)).decode("utf-8", "replace")
+            elif kind != "text/event-stream":
+                start = (await anext(response.chunks(), b""))[:200].decode("utf-8", "replace")
                 raise EngineError(
                     f"the engine at {url} answered a streamed request with "
-                    f"{response.content_type}, not an event stream: {start}"
+                    f"{kind}, not an event stream: {start}"
                 )
             else:
-                async for payloads in read_payloads(response.content.iter_any()):
+                async for payloads in read_payloads(response.chunks()):
                     deltas, failure = _read_events(reader, payloads)
                     for delta in deltas:
                         finished = finished or delta.finish is not None
                         yield delta
                     if failure is not None:
                         raise failure
-    except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+    except OSError as error:
         msg = f"the engine at {url} was lost: {error or type(error).__name__}"
         raise EngineError(msg) from error
     if not finished:

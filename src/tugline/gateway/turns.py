@@ -112,6 +112,8 @@ class Turn:
     """As it was sampled, or with arguments and reasoning as they were echoed."""
     wording: tuple[int, ...]
     """`hash_wording` of the answer as it was sampled."""
+    digest: MessageDigest
+    """Of the answer."""
     digests: tuple[MessageDigest, ...]
     """Of the messages it added to the conversation of `parent`, without its answer."""
     parent: Turn | None
@@ -239,7 +241,7 @@ def _entries(turn: Turn) -> list[_Entry]:
     entries: list[_Entry] = []
     for step in reversed(path):
         entries += [_Entry(digest, None) for digest in step.digests]
-        entries.append(_Entry(digest_message(step.answer, {}), step))
+        entries.append(_Entry(step.digest, step))
     return entries
 
 

@@ -145,7 +145,7 @@ class _Routes:
             raise RequestError(msg, param="prompt_logprobs")
         request = body.build_request(self._engine.max_model_len)
         head: dict[str, Any] = {"request_id": f"generate-tokens-{request.id}", "model": self._model}
-        async with http.while_connected():
+        with http.while_connected():
             if scored:
                 values = await self._engine.score(request.prompt_ids, request.temperature)
                 head["prompt_logprobs"] = prompt_logprobs(body.token_ids, values)

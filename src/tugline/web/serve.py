@@ -10,10 +10,10 @@ import contextlib
 import resource
 import socket
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import zstandard
@@ -82,9 +82,11 @@ class _BoundedHttp(HttpToolsProtocol):
         batching = _BatchingTransport(transport, self.loop)  # type: ignore[arg-type]
         super().connection_made(batching)  # type: ignore[arg-type]
         self._deadline = self.loop.call_later(self._headers_timeout_s, transport.close)
+        self._lost = self.loop.create_future()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
+        self._lost.set_result(None)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -99,6 +101,7 @@ class _BoundedHttp(HttpToolsProtocol):
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS:
             self._refuse()
         else:
+            cast("Message", self.scope)["lost"] = self._lost
             super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -238,6 +241,8 @@ class HttpRequest:
         self._more = True
         """Whether a part of the request's body is still to come."""
         self._receive = receive
+        self._lost: asyncio.Future[None] = scope.get("lost") or asyncio.Future()
+        """Done when the connection is lost."""
 
     async def body(
         self, limit: int, timeout_s: float, take: Callable[[int], None] = lambda _size: None
@@ -277,9 +282,8 @@ class HttpRequest:
 
     async def wait_disconnected(self) -> None:
         """Wait until the client hangs up."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.disconnected = not self._complete  # the server says the same after a whole reply
+        await asyncio.wait({self._lost})
+        self.disconnected = True
 
     async def _read(self, limit: int, keep: Callable[[bytes], object]) -> None:
         size = 0
@@ -324,19 +328,24 @@ class Http(HttpRequest):
         self._complete = True
         await self._send_body(data)
 
-    @contextlib.asynccontextmanager
-    async def while_connected(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def while_connected(self) -> Iterator[None]:
         """Leave the block as soon as the client hangs up."""
         task = asyncio.current_task()
-        watch = asyncio.create_task(self.wait_disconnected())
-        watch.add_done_callback(lambda _: task.cancel() if task and self.disconnected else None)
+
+        def leave(_lost: asyncio.Future[None]) -> None:
+            self.disconnected = not self._complete
+            if self.disconnected and task is not None:
+                task.cancel()
+
+        self._lost.add_done_callback(leave)
         try:
             yield
         except asyncio.CancelledError:
             if not self.disconnected:
                 raise
         finally:
-            watch.cancel()
+            self._lost.remove_done_callback(leave)
 
     async def _send_body(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

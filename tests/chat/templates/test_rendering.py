@@ -87,7 +87,7 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(name: str, data: st.DataObje
     whole = made._renderer.bridge_to_next_turn(
         prompt.tolist(),
         sampled.tolist(),
-        made._serialize_tail(prompt.tolist(), sampled.tolist(), tail),
+        made._serialize_tail(prompt.tolist(), sampled, tail),
         tools=made._serialize_tools(TOOLS),
     )
     kept = [*prompt.tolist(), *sampled.tolist()]

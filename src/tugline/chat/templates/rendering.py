@@ -76,6 +76,10 @@ class Rendering:
         self.template: Template = template(renderer)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.markers: Markers = self.template.markers(tokenizer)
+        self.marks = self.markers.ids.union(self.stop_ids) - {-1}
+        """Ids that are no text."""
+        self._is_mark = np.zeros(max(self.marks, default=0) + 2, np.bool_)
+        self._is_mark[list(self.marks)] = True
         self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
         self._openings: dict[tuple[int, ...], bool] = {}
@@ -139,9 +143,8 @@ class Rendering:
         None if the template would change the ids that are there.
         """
         before: list[int] = end[-END:].tolist()
-        answer: list[int] = sampled.tolist()
-        messages = self._serialize_tail(before, answer, tail)
-        answer = self._abridge(answer)
+        messages = self._serialize_tail(before, sampled, tail)
+        answer = self._abridge(sampled)
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 before, answer, messages, tools=self._serialize_tools(tools)
@@ -182,6 +185,11 @@ class Rendering:
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     # ----------------------------------------------------------------------- ids to messages
+    def find_marks(self, ids: Ids) -> list[int]:
+        """The places of `marks` in `ids`."""
+        places: list[int] = np.flatnonzero(self._is_mark.take(ids, mode="clip")).tolist()
+        return places
+
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
     ) -> Parsed:
@@ -278,14 +286,14 @@ class Rendering:
         return serialized
 
     def _serialize_tail(
-        self, end: list[int], sampled: list[int], tail: Sequence[Message]
+        self, end: list[int], sampled: Ids, tail: Sequence[Message]
     ) -> list[JsonObject]:
         """The messages behind an answer, with tool results linked to the calls in it."""
         template = self.template
         messages = [_serialize_message(one) for one in self._place_system(tail, leading=False)]
         results = [one for one in messages if one["role"] == "tool"]
         if results and (template.named_results or template.numbered_calls):
-            parsed = self._parse(sampled, end)
+            parsed = self._parse(sampled.tolist(), end)
             calls = [one for one in parsed.tool_calls if _is_well_formed(one)] if parsed else []
             places = [_call_index(one) for one in results]
             if sorted(places) != list(range(len(calls))):
@@ -300,20 +308,20 @@ class Rendering:
             messages = [{**results[0], "content": joined}, *others]
         return messages
 
-    def _abridge(self, sampled: list[int]) -> list[int]:
+    def _abridge(self, sampled: Ids) -> list[int]:
         """An answer as far as a bridge looks at it: its beginning, its end, and around its marks.
 
         Unchanged where reasoning is marked by text, and where the answer's calls are parsed again.
         """
+        ids: list[int] = sampled.tolist()
         if not self.markers.reasons or self.template.named_results:
-            return sampled
-        result, at = sampled[:_CONTEXT], _CONTEXT
-        marks = self.markers.ids.union(self.stop_ids)
-        for place, token in enumerate(sampled):
-            if token in marks and place + _CONTEXT > at:
-                result += sampled[max(at, place - _CONTEXT) : place + _CONTEXT]
+            return ids
+        result, at = ids[:_CONTEXT], _CONTEXT
+        for place in self.find_marks(sampled):
+            if place + _CONTEXT > at:
+                result += ids[max(at, place - _CONTEXT) : place + _CONTEXT]
                 at = place + _CONTEXT
-        return result + sampled[max(at, len(sampled) - _CONTEXT) :]
+        return result + ids[max(at, len(ids) - _CONTEXT) :]
 
     def _link_result(self, result: JsonObject, call: tuple[str, str | None]) -> None:
         name, call_id = call
