@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tugline.chat.templates.base import CONFIGS
 from tugline.chat.templates.rendering import Rendering
@@ -96,6 +96,23 @@ def tokenizer(specials: Sequence[str] = tuple(_CHATML.split())) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(specials))
     return Tokenizer(backend, "byte-level")
+
+
+def merging_tokenizer(specials: Sequence[str], *, across_words: bool = False) -> Tokenizer:
+    """Byte-level with merges, also of line breaks with what stands beside them `across_words`."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=not across_words
+    )
+    backend.decoder = decoders.ByteLevel()
+    text = ['user\n\nassistant\n  x = {"a": 1}\n\n\n\n\tx\n1\n', " x\n\n  y\n user\n{\n }\n"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(text * 20, trainer)
+    backend.add_special_tokens(list(specials))
+    return Tokenizer(backend, "merging")
 
 
 @functools.cache

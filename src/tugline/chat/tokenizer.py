@@ -99,6 +99,11 @@ class Tokenizer:
         """Number of ids, special tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def added_tokens(self) -> list[str]:
+        """The texts that are one id each, wherever they stand, such as special tokens."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values()]
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it become their ids."""
         if len(text) > _SHORT or add_special_tokens:

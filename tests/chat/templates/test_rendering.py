@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiny import OFFLINE, SPECIALS, rendering, tokenizer
+from tiny import OFFLINE, SPECIALS, merging_tokenizer, rendering, tokenizer
 from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
@@ -99,6 +100,61 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(name: str, data: st.DataObje
         closed = bool(len(sampled)) and sampled[-1] in made.stop_ids
         gap = made.tokenizer.encode(made.template.gap) if closed else []
         assert extension.tolist() == gap + whole.token_ids[len(kept) :]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("merges", ["none", "words", "lines"])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_tails_of_a_known_shape_are_rendered_as_by_the_library(
+    name: str, merges: str, data: st.DataObject
+) -> None:
+    """Whatever the results hold and however the vocabulary merges it with what is around."""
+    made = _merging(name, merges)
+    prompt = made.render((HELLO,), TOOLS)
+    specials = SPECIALS[name].split()
+    pieces = ["x", "ab", " ", "\n", "\n\n", "1", "{", "}", "\t", "é", "<", "<|", "user", *specials]
+    pieces += [special[:-1] for special in specials] + [special[1:] for special in specials]
+    words = st.lists(st.sampled_from(pieces), max_size=6).map("".join)
+    calls = data.draw(st.sampled_from([made.template.call, f"{made.template.call_end}x", ""]))
+    text = made.template.think_end + data.draw(words) + calls
+    sampled = np.asarray([*made.tokenizer.encode(text), made.stop_ids[0]], np.int32)
+    roles = data.draw(st.lists(st.sampled_from((Role.TOOL, Role.USER)), min_size=1, max_size=3))
+    for _ in range(3):
+        tail = [
+            Message(
+                role, data.draw(words), tool_call_id=f"call_0_{i}" if role is Role.TOOL else None
+            )
+            for i, role in enumerate(roles)
+        ]
+        expected = made._bridge(prompt, sampled, tail, TOOLS)
+        extension = made.render_extension(prompt, sampled, tail, TOOLS)
+        assert (extension is None) == (expected is None)
+        assert expected is None or extension.tolist() == expected.tolist()
+
+
+@functools.cache
+def _merging(name: str, merges: str) -> Rendering:
+    if merges == "none":
+        return rendering(name)
+    made = merging_tokenizer(SPECIALS[name].split(), across_words=merges == "lines")
+    return Rendering(made, name)
+
+
+def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is asked for the first tail of a shape, not for one that differs in its words."""
+    made = Rendering(merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
+    prompt = made.render((HELLO,), TOOLS)
+    sampled = np.asarray([*made.tokenizer.encode("</think>Yes."), made.stop_ids[0]], np.int32)
+    first = made.render_extension(prompt, sampled, (RESULT,), TOOLS)
+    bridge = made._bridge
+    monkeypatch.setattr(made, "_bridge", None)
+    other = Message(Role.TOOL, "Another", tool_call_id="call_0_0")
+    second = made.render_extension(prompt, sampled, (other,), TOOLS)
+    assert first is not None
+    assert second is not None
+    assert text_of(made, second) == text_of(made, first).replace(RESULT.content, "Another")
+    assert second.tolist() == bridge(prompt, sampled, (other,), TOOLS).tolist()
 
 
 @pytest.mark.parametrize("name", OFFLINE)

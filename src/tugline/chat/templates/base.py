@@ -9,20 +9,41 @@ JSON objects, or DeepSeek V4's DSML.
 # ruff: noqa: RUF001  # the marks as the model writes them
 import json
 import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+from renderers import create_renderer
 from renderers.configs import RendererConfig
 
 from tugline.chat.tokenizer import Tokenizer
+from tugline.errors import ConfigError
 from tugline.schema import decode, read_values
+from tugline.types import Ids
 
 _CLASSES = {cls.model_fields["name"].default: cls for cls in get_args(get_args(RendererConfig)[0])}
 _GENERIC = {"auto", "default", "custom"}
 CONFIGS: dict[str, Any] = {name: cls for name, cls in _CLASSES.items() if name not in _GENERIC}
 """Typed configuration of every template, by name."""
+RETENTIONS = ("all", "tool_cycle", "template")
+
+
+def create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
+    """The library's renderer. Raises `ConfigError`."""
+    for field, name, known in (
+        ("renderer", renderer, sorted(CONFIGS)),
+        ("thinking_retention", retention, RETENTIONS),
+    ):
+        if name not in known:
+            raise ConfigError(f"{field}={name!r} is unknown; it must be one of {', '.join(known)}")
+    keep = None if retention == "template" else retention
+    try:
+        return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
+    except (AssertionError, ValueError, RuntimeError) as error:
+        msg = f"renderer={renderer!r} cannot be made for {tokenizer.name_or_path}: {error}"
+        raise ConfigError(msg) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +229,69 @@ def encode_arguments(arguments: Any) -> str:
 DSML_CALL = re.compile(r'<｜DSML｜invoke name="[^"]*">\n.*?</｜DSML｜invoke>', re.DOTALL)
 DSML_SECTION = re.compile(r"</?｜DSML｜(?:tool_calls|toolcalls|tool)>")
 """Opens or closes a section of calls."""
+
+
+# --------------------------------------------------------------------------- text around messages
+_PROBES = ("", "x", " x ", "\n\nx\n\n", "1.", '{"a": 2}', "<|x|>", "é界🙂")
+_SHAPES = 256
+"""Shapes that are kept; a conversation has few."""
+
+
+class TailTexts:
+    """What a template writes around the messages of a tail, as its own renderer shows it.
+
+    Tails of one shape differ in their contents alone, so the ids of each are those of one text. A
+    shape is used only if that holds for contents that begin and end in every way that matters, and
+    none is if a content could make one added token out of its end and of what follows it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[Hashable, tuple[list[str], Callable[[str], str]]] = {}
+        """The texts, none for a shape without, and what becomes of contents."""
+        added = tokenizer.added_tokens
+        starts = {token[:size] for token in added for size in range(1, len(token) + 1)}
+        self._usable = not any(
+            token[at:] in starts for token in added for at in range(1, len(token))
+        )
+
+    def encode(self, shape: Hashable, contents: Sequence[str]) -> list[int] | None:
+        """The ids of a tail; None if its shape is not known, or cannot be used."""
+        texts, change = self._known.get(shape, ([], str))
+        return self._join(texts, map(change, contents)) if texts else None
+
+    def learn(
+        self, shape: Hashable, count: int, render: Callable[[Sequence[str]], Ids | None]
+    ) -> None:
+        """Look at how tails of `count` messages come out of `render`, once for each shape."""
+        if shape in self._known or not self._usable:
+            return
+        if len(self._known) >= _SHAPES:
+            self._known.clear()
+        contents = [f" \n{index}~\n " for index in range(count)]
+        for change in (str, str.strip):
+            texts = self._split(render(contents), map(change, contents))
+            self._known[shape] = texts, change
+            if texts and all(self._fits(shape, [probe] * count, render) for probe in _PROBES):
+                return
+        self._known[shape] = [], str
+
+    def _fits(
+        self, shape: Hashable, contents: list[str], render: Callable[[Sequence[str]], Ids | None]
+    ) -> bool:
+        ids = render(contents)
+        return ids is not None and ids.tolist() == self.encode(shape, contents)
+
+    def _split(self, ids: Ids | None, contents: Iterable[str]) -> list[str]:
+        text = "" if ids is None else self._tokenizer.decode(ids.tolist())
+        texts = []
+        for content in contents:
+            before, found, text = text.partition(content)
+            if not found:
+                return []
+            texts.append(before)
+        return [*texts, text]
+
+    def _join(self, texts: Sequence[str], contents: Iterable[str]) -> list[int]:
+        pairs = zip(texts, (*contents, ""), strict=True)
+        return self._tokenizer.encode("".join([text for pair in pairs for text in pair]))

@@ -8,14 +8,13 @@ cannot continue them without changing them (I1). Only `render` costs more than w
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
 import msgspec
 import numpy as np
-from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus, build_training_sample
 
 from tugline.chat.model_call import (
@@ -28,20 +27,20 @@ from tugline.chat.model_call import (
     serialize_tool,
 )
 from tugline.chat.templates.base import (
-    CONFIGS,
     Markers,
+    TailTexts,
     Template,
+    create,
     encode_arguments,
     parse_json_call,
     template,
 )
 from tugline.chat.tokenizer import Tokenizer
-from tugline.errors import ConfigError, Unsupported
+from tugline.errors import Unsupported
 from tugline.types import Ids, Mask, Message, Role, Tool
 
 END = 64
 """Ids at a prompt's end that decide how it can be continued."""
-RETENTIONS = ("all", "tool_cycle", "template")
 _CACHED = 64
 _CONTEXT = 24
 """Ids around a mark that a template may look at."""
@@ -67,12 +66,10 @@ class Rendering:
     def __init__(
         self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
     ) -> None:
-        _check_name("renderer", renderer, sorted(CONFIGS))
-        _check_name("thinking_retention", thinking_retention, RETENTIONS)
         self.name = renderer
         self.tokenizer = tokenizer
         self.thinking_retention = thinking_retention
-        self._renderer = _create(tokenizer, renderer, thinking_retention)
+        self._renderer = create(tokenizer, renderer, thinking_retention)
         self.template: Template = template(renderer)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.markers: Markers = self.template.markers(tokenizer)
@@ -81,6 +78,7 @@ class Rendering:
         self._is_mark = np.zeros(max(self.marks, default=0) + 2, np.bool_)
         self._is_mark[list(self.marks)] = True
         self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
+        self._tails = TailTexts(tokenizer)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
         self._openings: dict[tuple[int, ...], bool] = {}
 
@@ -142,6 +140,39 @@ class Rendering:
 
         None if the template would change the ids that are there.
         """
+        shape = self._find_shape(end[-END:], sampled, tail)
+        known = self._tails.encode(shape, [one.content for one in tail]) if shape else None
+        if known is not None:
+            return np.asarray(known, np.int32)
+        ids = self._bridge(end, sampled, tail, tools)
+        if shape and ids is not None:
+
+            def render(contents: Sequence[str]) -> Ids | None:
+                made = (Message(one.role, text) for one, text in zip(tail, contents, strict=True))
+                return self._bridge(end, sampled, tuple(made), tools)
+
+            self._tails.learn(shape, len(tail), render)
+        return ids
+
+    def _find_shape(self, end: Ids, sampled: Ids, tail: Sequence[Message]) -> Hashable:
+        """All but the contents of `tail` that its ids depend on; None where that is not known.
+
+        A bridge looks at the marks, at what stands before the last, and at nothing of the results
+        but their text, unless it numbers or names them. An open answer is left to it.
+        """
+        template, roles = self.template, [one.role for one in tail]
+        numbered = template.named_results or template.numbered_calls or template.result_separator
+        usable = {Role.TOOL} if self.thinking_retention != "all" else {Role.TOOL, Role.USER}
+        if numbered or not self.markers.reasons or not usable.issuperset(roles):
+            return None
+        if not len(sampled) or sampled[-1] not in self.stop_ids or any(one.images for one in tail):
+            return None
+        marks = [ids[self.find_marks(ids)].tobytes() for ids in (end, sampled)]
+        return (*marks, sampled[-2:].tobytes(), *roles)
+
+    def _bridge(
+        self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
+    ) -> Ids | None:
         before: list[int] = end[-END:].tolist()
         messages = self._serialize_tail(before, sampled, tail)
         answer = self._abridge(sampled)
@@ -343,20 +374,6 @@ class Rendering:
             serialized = [serialize_tool(tool) for tool in tools] or None
             self._tools = (tools, serialized)
         return serialized
-
-
-def _check_name(field: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ConfigError(f"{field}={name!r} is unknown; it must be one of {', '.join(known)}")
-
-
-def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
-    keep = None if retention == "template" else retention
-    try:
-        return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
-    except (AssertionError, ValueError, RuntimeError) as error:
-        msg = f"renderer={renderer!r} cannot be made for {tokenizer.name_or_path}: {error}"
-        raise ConfigError(msg) from error
 
 
 def _serialize_message(message: Message) -> JsonObject:
