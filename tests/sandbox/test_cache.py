@@ -19,7 +19,7 @@ from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox import repos
 from tugline.sandbox.cache import WorkspaceCache
 from tugline.sandbox.local import LocalRuntime
-from tugline.sandbox.overlay import OverlayWorkspace, is_mounted
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
 
@@ -310,7 +310,7 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
         await asyncio.to_thread(layer.make)
         await asyncio.to_thread(layer.mount)
         try:
-            if not is_mounted(layer.work):
+            if not layer.work.is_mount():
                 pytest.skip("no overlay may be mounted here")
             index = layer.work / ".git" / "index"
             before = index.read_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 from tugline.errors import SandboxError
 from tugline.sandbox import overlay
-from tugline.sandbox.overlay import OverlayWorkspace, is_mounted, unmount_all
+from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
@@ -43,7 +43,7 @@ def base(tmp_path: Path) -> Path:
 def by_kernel(layer: OverlayWorkspace, script: str) -> None:
     """Run a script where the layer is mounted on this machine, or skip."""
     layer.mount()
-    if not is_mounted(layer.work) or layer.own == layer.work:
+    if not layer.work.is_mount() or layer.own == layer.work:
         pytest.skip("no overlay may be mounted here")
     _run(script, layer.work)
 
@@ -55,7 +55,7 @@ def by_copy(layer: OverlayWorkspace, script: str) -> None:
     with refusing.context():
         layer.mount()
     refusing.undo()
-    assert not is_mounted(layer.work)
+    assert not layer.work.is_mount()
     _run(script, layer.work)
 
 
@@ -84,7 +84,7 @@ def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
     layer.make()
     yield layer
     layer.unmount()
-    assert not is_mounted(layer.work)
+    assert not layer.work.is_mount()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -298,7 +298,7 @@ def test_what_a_killed_process_left_mounted_is_found(
         assert unmount_all(tmp_path / "bo") == 0
         assert unmount_all(tmp_path / "sandbox") == 1
         assert unmount_all(tmp_path / "sandbox") == 0
-        assert not is_mounted(layer.work)
+        assert not layer.work.is_mount()
     finally:
         sitting.kill()
         sitting.wait()
@@ -320,4 +320,4 @@ def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path
     by_kernel(layer, "rm a.py")
     assert layer.diff() == Patch({"a.py": None})
     layer.unmount()
-    assert not is_mounted(layer.work)
+    assert not layer.work.is_mount()

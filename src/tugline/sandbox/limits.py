@@ -293,9 +293,6 @@ def _can_create(folder: Path) -> bool:
     trial = folder / f"{TRIAL}{secrets.token_hex(8)}"
     try:
         trial.mkdir()
-    except OSError:
-        return False
-    try:
         with subprocess.Popen(["sleep", "10"]) as process:
             try:
                 (trial / "cgroup.procs").write_text(str(process.pid))

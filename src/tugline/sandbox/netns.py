@@ -67,16 +67,8 @@ def _enter(pid: int, port: int, *, with_user: bool) -> socket.socket:
         _join(libc, network, _CLONE_NEWNET)
     finally:
         os.close(network)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        _loopback_up(listener)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    _loopback_up()
+    return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
 
 
 def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
@@ -85,12 +77,13 @@ def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _loopback_up(any_socket: socket.socket) -> None:
+def _loopback_up() -> None:
     """Some tools create a network without bringing its loopback device up."""
-    request = struct.pack("16sh22x", b"lo", 0)
-    _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
-    if not flags & _IFF_UP:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _IFF_UP))
+    with socket.socket() as any_socket:
+        request = struct.pack("16sh22x", b"lo", 0)
+        _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
+        if not flags & _IFF_UP:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _IFF_UP))
 
 
 def _main(pid: int, port: int, answer: int) -> None:

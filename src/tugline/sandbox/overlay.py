@@ -99,7 +99,7 @@ class OverlayWorkspace:
 
     def mount(self) -> None:
         """Mount it at `work` of this machine; without overlayfs, copy the base."""
-        if not self.lower or self._copied or is_mounted(self.work):
+        if not self.lower:
             return
         if error := mount_overlay(self.work, self.mount_options(private=False)):
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {error}")
@@ -288,11 +288,6 @@ def mount_overlay(target: Path, options: str) -> str | None:
         if libc.mount(b"overlay", os.fsencode(target), b"overlay", _NOSUID_NODEV, data) == 0:
             return None
     return os.strerror(ctypes.get_errno())
-
-
-def is_mounted(path: Path) -> bool:
-    """Return whether something is mounted at `path`."""
-    return path.resolve() in _mount_points()
 
 
 def unmount_all(directory: Path) -> int:
