@@ -26,7 +26,7 @@ from tugline import log
 from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox.files import remove, translate_errors
 from tugline.sandbox.processes import SharedTasks
-from tugline.sandbox.repos import RepoSource, resolve, source_of
+from tugline.sandbox.repos import RepoSource, source_of
 from tugline.sandbox.resource_monitor import folder_bytes
 from tugline.types import Workspace
 
@@ -100,7 +100,7 @@ class WorkspaceCache:
         """Return the full hash; a branch is resolved once a minute, not for every session."""
         when, commit = self._resolved.get((source.where, wanted), (-_RESOLVED_FOR_S, ""))
         if time.monotonic() - when > _RESOLVED_FOR_S:
-            commit = await resolve(source, wanted)
+            commit = await source.resolve(wanted)
             self._resolved[source.where, wanted] = (time.monotonic(), commit)
         return commit
 

@@ -69,8 +69,16 @@ class RepoSource(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"repository {_without_secrets(self.where)!r}"
 
-    async def find_commit(self, wanted: str) -> str:
-        """Return the full hash of a tag or a branch."""
+    async def resolve(self, commit: str | None) -> str:
+        """Return the full hash of `commit`; a tag goes before a branch of that name."""
+        wanted = commit or "HEAD"
+        if _HASH.fullmatch(wanted):
+            return wanted
+        if wanted.startswith("-") or not re.fullmatch(r"[\w./@+-]+", wanted):
+            must = "a full hash, a tag or a branch"
+            raise UsageError(f"workspace.commit is {commit!r}, must be {must}")
+        if self.local and not await asyncio.to_thread(Path(self.where).is_dir):
+            raise WorkspaceError(f"{self} is no folder on this node")
         names = [f"refs/tags/{wanted}^{{}}", f"refs/tags/{wanted}", f"refs/heads/{wanted}", wanted]
         output = await self._git("ls-remote", "-q", "--", self.where, *names)
         commits = {name: commit for commit, name in map(str.split, output.splitlines())}
@@ -160,18 +168,6 @@ def source_of(repo: str) -> RepoSource:
         if Path(repo).is_absolute():
             return RepoSource(str(Path(repo).resolve()), local=True)
     raise UsageError(f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node")
-
-
-async def resolve(source: RepoSource, commit: str | None) -> str:
-    """Return the full hash of `commit`; a tag goes before a branch of that name."""
-    wanted = commit or "HEAD"
-    if _HASH.fullmatch(wanted):
-        return wanted
-    if wanted.startswith("-") or not re.fullmatch(r"[\w./@+-]+", wanted):
-        raise UsageError(f"workspace.commit is {commit!r}, must be a full hash, a tag or a branch")
-    if source.local and not await asyncio.to_thread(Path(source.where).is_dir):
-        raise WorkspaceError(f"{source} is no folder on this node")
-    return await source.find_commit(wanted)
 
 
 def _set_times(folder: Path, when: int) -> None:
