@@ -34,9 +34,8 @@ from tugline import log
 from tugline.errors import ImageError, SandboxError
 from tugline.sandbox import files
 from tugline.sandbox.base import HOME, WORKDIR, Exit, SandboxSpec
-from tugline.sandbox.cache import cache_folder, digest
+from tugline.sandbox.cache import digest
 from tugline.sandbox.container_engine import (
-    CALL_S,
     ContainerEngine,
     Docker,
     DockerError,
@@ -107,12 +106,7 @@ class Container(HostRuntime):
         self._image = image
         self.engine = ContainerEngine(engine)
         self._images = ImageCache(
-            self.engine,
-            cache_folder() / "images",
-            pull=pull == "missing",
-            max_gb=images_gb,
-            pull_s=pull_s,
-            build_s=build_s,
+            self.engine, pull=pull == "missing", max_gb=images_gb, pull_s=pull_s, build_s=build_s
         )
         self._info: EngineInfo | None = None
         self._probing = threading.Lock()
@@ -160,7 +154,8 @@ class Container(HostRuntime):
         with self._probing:
             if self._info is None:
                 found = self.engine.find()
-                info = self.engine.run_blocking(lambda docker: probe(docker, found), 2 * CALL_S)
+                what = f"{found.kind} cannot run a container"
+                info = self.engine.run_blocking(lambda docker: probe(docker, found), what)
                 if not info.rootless and os.geteuid() != 0:
                     raise SandboxError(_NOT_ROOT.format(kind=found.kind))
                 fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}

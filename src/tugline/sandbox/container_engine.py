@@ -8,6 +8,7 @@ A client belongs to one event loop and one piece of work; creating one takes und
 
 import asyncio
 import contextlib
+import http.client
 import os
 import socket
 import struct
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 CALL_S = 60.0
 """The engine's time for one request; it is slow when many containers start at once."""
-_PING = b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n"
+_FAILED = "the container engine failed"
 _PEER = struct.Struct("3i")
 """The kernel's ``struct ucred``: process, user, group."""
 _HOW = (
@@ -84,7 +85,7 @@ class ContainerEngine:
     @contextlib.asynccontextmanager
     async def client(
         self,
-        what: str = "the container engine failed",
+        what: str = _FAILED,
         limit_s: float = CALL_S,
         *,
         option: str = "",
@@ -106,11 +107,13 @@ class ContainerEngine:
             named = f" (option {option})" if option else ""
             raise kind(f"{what}: not done within {limit_s:g} s{named}") from error
 
-    def run_blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
-        """Run `work` and return its result. Blocks. Raises `SandboxError`."""
+    def run_blocking(
+        self, work: Callable[[Docker], Awaitable[T]], what: str = _FAILED, limit_s: float = CALL_S
+    ) -> T:
+        """Run `work` in a client and return its result. Blocks. Raises `SandboxError`."""
 
         async def run() -> T:
-            async with self.client(limit_s=limit_s) as docker:
+            async with self.client(what, limit_s) as docker:
                 return await work(docker)
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already
@@ -137,15 +140,16 @@ async def remove_container(docker: Docker, name: str) -> None:
     """Kill and remove a container, which may be missing."""
     for wait_s in (0.05, 0.2, 1.0, 3.0, None):
         try:
-            return await docker.containers.container(name).delete(force=True, v=True)
+            await docker.containers.container(name).delete(force=True, v=True)
         except DockerError as error:
             if error.status == 404:
-                return None
+                return
             if wait_s is None:
                 raise
-        # Podman refuses while it is just ending, Docker while another process removes it.
-        await asyncio.sleep(wait_s)
-    return None
+            # Podman refuses while it is just ending, Docker while another process removes it.
+            await asyncio.sleep(wait_s)
+        else:
+            return
 
 
 def bind(source: Path | str, target: PurePath, *, read_only: bool) -> dict[str, Any]:
@@ -171,17 +175,16 @@ def _list_sockets() -> list[tuple[str, str]]:
 
 def _ping(path: str) -> FoundEngine | None:
     """Return the engine that answers at a socket, if one does."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+    silent = contextlib.suppress(OSError, http.client.HTTPException)
+    with silent, socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10.0)
         connection.connect(path)
-        connection.sendall(_PING)
-        reply = b""
-        while b"\r\n\r\n" not in reply and (part := connection.recv(4096)):
-            reply += part
-        lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
-        headers = {name.lower(): value.strip() for name, _, value in lines}
-        if "api-version" in headers:
-            kind = "podman" if "libpod-api-version" in headers else "docker"
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            return FoundEngine(path, kind, headers["api-version"], _PEER.unpack(peer)[0])
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        engine = http.client.HTTPConnection("engine")
+        engine.sock = connection
+        engine.request("GET", "/_ping")
+        headers = engine.getresponse().headers
+        if "Api-Version" in headers:
+            kind = "podman" if "Libpod-Api-Version" in headers else "docker"
+            return FoundEngine(path, kind, headers["Api-Version"], _PEER.unpack(peer)[0])
     return None

@@ -15,7 +15,7 @@ import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -24,6 +24,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
+from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.container_engine import (
     CALL_S,
     ContainerEngine,
@@ -65,16 +66,18 @@ class ImageCache:
     """The images of one engine."""
 
     engine: ContainerEngine
-    cache: Path
-    """Where it is noted which images were made here, and when they were last used."""
     _: KW_ONLY
     pull: bool
     """Whether missing ones are pulled."""
     max_gb: float
     pull_s: float
     build_s: float
-    _making: SharedTasks = field(default_factory=SharedTasks)
-    _has_path: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._marks = cache_folder() / "images"
+        """Where it is noted which images were made here, and when they were last used."""
+        self._making = SharedTasks()
+        self._has_path: dict[tuple[str, str], bool] = {}
 
     async def get(self, workspace: Workspace) -> ContainerImage:
         """Return the image of `workspace`, pulled or built if missing.
@@ -165,7 +168,7 @@ class ImageCache:
                 raise ImageError(f"{error}\n{lines}".rstrip()) from error
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
-        mark = self.cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
+        mark = self._marks / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
         with contextlib.suppress(OSError, SandboxError):
             if made:
                 mark.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +197,7 @@ class ImageCache:
 
     def _list_marks(self) -> list[tuple[Path, str]]:
         """Mark files and names of images that were made here, the least recently used first."""
-        marks = sorted(self.cache.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
+        marks = sorted(self._marks.glob("*.used"), key=lambda mark: mark.stat().st_mtime)
         return [(mark, mark.read_text()) for mark in marks]
 
 

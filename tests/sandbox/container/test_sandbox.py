@@ -387,7 +387,7 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
 
 def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes a connection and says nothing does not hold up a node's start."""
-    monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", (0.5,))
+    monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", ("it failed", 0.5))
     hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     held = []
 
