@@ -171,11 +171,8 @@ class ApptainerSandbox(host.IsolatedSandbox):
         if not self._child.ended.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._first_process or self._child.pid, signal.SIGKILL)
-            done, _ = await asyncio.wait([self._child.ended], timeout=_KILL_S)
-            if not done:
-                self._child.kill()
-                await asyncio.wait([self._child.ended])
-        self._child.close()
+            await asyncio.wait([self._child.ended], timeout=_KILL_S)
+        await self._child.end()
         await self._guard.end()
         self._child, self._first_process = None, 0
 

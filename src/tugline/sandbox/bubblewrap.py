@@ -40,7 +40,6 @@ from tugline.schema import PositiveFloat
 _SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
-_KILL_S = 60.0
 _INFO_S = 10.0
 _PID = re.compile(rb'"child-pid": (\d+)')
 _HINT = (
@@ -192,11 +191,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                     # bwrap waits for this process, and then ends by itself.
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                     await asyncio.wait([self._child.ended], timeout=_INFO_S)
-            self._child.kill()
-            _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
-            if hanging:
-                raise SandboxError(f"the sandbox of process {self._child.pid} cannot be ended")
-            self._child.close()
+            await self._child.end()
         for descriptor in (self._info, self._pidfd):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from tugline.errors import DiskFull
+from tugline.errors import DiskFull, SandboxError
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ _WIDE_PIPE = 1 << 20
 _DISCARD_PAUSE_S = 0.005
 _EXEC_LOOKS, _EXEC_PAUSE_S = 50, 0.002
 _KILL_S, _KILL_PAUSE_S = 2.0, 0.01
+_HANG_S = 60.0
 _KERNEL_PID = 2
 """Parent of the kernel's own threads, which have no environment."""
 
@@ -81,18 +82,18 @@ class ChildProcess:
         self.ended: asyncio.Future[int] = loop.create_future()
         loop.add_reader(self._pidfd, self._on_exit, loop)
 
-    def kill(self) -> None:
-        """Kill it if it still runs."""
+    async def end(self) -> None:
+        """Kill it if it still runs, and drop its output; raises `SandboxError` if it hangs."""
         self._process.kill()
+        _, hanging = await asyncio.wait([self.ended], timeout=_HANG_S)
+        if hanging:
+            raise SandboxError(f"the sandbox of process {self.pid} cannot be ended")
+        os.close(self._output)
 
     def read_output(self) -> str:
         """Return the last 500 bytes of its output."""
         size = os.fstat(self._output).st_size
         return os.pread(self._output, 500, max(0, size - 500)).decode(errors="replace").strip()
-
-    def close(self) -> None:
-        """Drop its output; call it after its end."""
-        os.close(self._output)
 
     def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self._pidfd)
