@@ -179,17 +179,17 @@ def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
     (record,) = tmp_path.glob(f"*{RECORD}")
     with program("sleep", "60") as left:
         group.add(left.pid)
-        assert reap_cgroups(record) == len({*msgspec.structs.astuple(parent)} - {None})
+        assert reap_cgroups(tmp_path) == len({*msgspec.structs.astuple(parent)} - {None})
         assert left.wait(timeout=5) == -9
     assert not record.exists()
     foreign = tmp_path / f"x{RECORD}"
     own = tmp_path / "tugline-x"
     own.mkdir()
     foreign.write_bytes(msgspec.json.encode([str(own), "/sys/fs/cgroup/unified"]))
-    assert reap_cgroups(foreign) == 0
+    assert reap_cgroups(tmp_path) == 0
     assert own.exists()
     foreign.write_bytes(b"no record")
-    assert reap_cgroups(foreign) == 0
+    assert reap_cgroups(tmp_path) == 0
 
 
 def test_without_groups_each_process_is_bounded() -> None:

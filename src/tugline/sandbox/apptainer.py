@@ -67,18 +67,17 @@ class Apptainer(host.HostRuntime):
         self.limits = limits.check_limits("apptainer", **bounds)
         self._image = image
         self.allow = AllowList(allow) if network == "none" else None
-        self._available, self.hardening = False, ApptainerHardening()
+        self.hardening = ApptainerHardening()
+        self._cgroup_parent: limits.Cgroup | None = None
 
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> ApptainerSandbox:
-        if not self._available:
-            await asyncio.to_thread(self.inspect)
-        self._available = True
+        if self._cgroup_parent is None:
+            self._cgroup_parent = await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
         layout = host.Layout(directory, spec, base, workdir, partial(_image_has, image))
-        parent = await asyncio.to_thread(limits.find_cgroup_parent)
-        return ApptainerSandbox(layout, self, image, parent)
+        return ApptainerSandbox(layout, self, image, self._cgroup_parent)
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
@@ -114,12 +113,13 @@ class Apptainer(host.HostRuntime):
         entry = self._cache.entry(key, partial(_build, image), f"image {image}")
         return await stack.enter_async_context(entry)
 
-    def inspect(self) -> None:
-        """Try ``apptainer --version``."""
+    def inspect(self) -> limits.Cgroup:
+        """Try ``apptainer --version``; return where control groups can be created."""
         if shutil.which("apptainer") is None:
             raise SandboxError(_INSTALL)
         if problem := host.try_command(["apptainer", "--version"]):
             raise SandboxError(f"apptainer does not run here: {problem}")
+        return limits.find_cgroup_parent()
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return what is not isolated."""

@@ -126,11 +126,9 @@ class Bubblewrap(host.HostRuntime):
         if shutil.which("bwrap") is None:
             where = "apt install bubblewrap, dnf install bubblewrap"
             raise SandboxError(f"there is no bwrap on PATH: {where}{_INSTEAD}")
-        try:
+        where = f"bubblewrap cannot write to {cache_folder()}, set TUGLINE_CACHE elsewhere"
+        with files.translate_errors(where):
             etc = view.copy_etc(cache_folder() / "etc")
-        except OSError as error:
-            place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
-            raise SandboxError(f"bubblewrap cannot write to {place}") from error
         first, visible = view.first_arguments(etc), view.visible_folders(self._readable)
         argv = ["bwrap", *first, *visible, *view.LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
         if problem := host.try_command(argv):

@@ -140,7 +140,8 @@ class Container(HostRuntime):
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
         directory = Path.cwd() / directory
-        return sum(map(_reap, find_records(directory, _RECORD))) + super().reap(directory)
+        records = find_records(directory, _RECORD, tuple[str, str])
+        return sum(_reap(path, *record) for path, record in records) + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return what the engine does not isolate; nothing where there is no engine."""
@@ -164,12 +165,8 @@ class Container(HostRuntime):
             return self._info
 
 
-def _reap(record: Path) -> int:
+def _reap(record: Path, name: str, socket: str) -> int:
     """Remove the container of a record, if it is the one; return how many."""
-    try:
-        name, socket = msgspec.json.decode(record.read_bytes(), type=tuple[str, str])
-    except (OSError, msgspec.DecodeError):
-        return 0
 
     async def work(docker: Docker) -> int:
         labels = {"name": [name], "label": [f"{DIRECTORY}={record.parent}"]}

@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -136,20 +137,25 @@ def translate_errors(
         raise SandboxError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-async def remove_container(docker: Docker, name: str) -> None:
-    """Kill and remove a container, which may be missing."""
-    for wait_s in (0.05, 0.2, 1.0, 3.0, None):
+async def retry(call: Callable[[], Awaitable[T]], *pauses_s: float) -> T | None:
+    """Call the engine, again after each pause if it fails; None for what is missing."""
+    for pause_s in (*pauses_s, None):
         try:
-            await docker.containers.container(name).delete(force=True, v=True)
+            return await call()
         except DockerError as error:
             if error.status == 404:
-                return
-            if wait_s is None:
+                break
+            if pause_s is None:
                 raise
-            # Podman refuses while it is just ending, Docker while another process removes it.
-            await asyncio.sleep(wait_s)
-        else:
-            return
+            await asyncio.sleep(pause_s)
+    return None
+
+
+async def remove_container(docker: Docker, name: str) -> None:
+    """Kill and remove a container, which may be missing."""
+    delete = partial(docker.containers.container(name).delete, force=True, v=True)
+    # Podman refuses while it is just ending, Docker while another process removes it.
+    await retry(delete, 0.05, 0.2, 1.0, 3.0)
 
 
 def bind(source: Path | str, target: PurePath, *, read_only: bool) -> dict[str, Any]:

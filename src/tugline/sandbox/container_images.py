@@ -30,6 +30,7 @@ from tugline.sandbox.container_engine import (
     ContainerEngine,
     Docker,
     DockerError,
+    retry,
     translate_errors,
 )
 from tugline.sandbox.files import hash_file, replace_file
@@ -205,16 +206,10 @@ async def find_image(docker: Docker, name: str) -> ContainerImage | None:
     """Return the image that the engine has by that name, if any. Raises `ImageError`."""
     if not _NAME.fullmatch(name):
         raise ImageError(f"image {name!r}: that is no name of an image")
-    for pause_s in (0.2, 1.0, None):
-        try:
-            found = await docker.images.inspect(name)
-            break
-        except DockerError as error:
-            if error.status == 404:
-                return None
-            if error.status < 500 or pause_s is None:
-                raise
-            await asyncio.sleep(pause_s)  # Podman answers 500 while its storage is written
+    # Podman answers 500 while its storage is written.
+    found = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
+    if found is None:
+        return None
     config: dict[str, Any] = found.get("Config") or {}
     workdir = PurePosixPath(config.get("WorkingDir") or "/")
     return ContainerImage(

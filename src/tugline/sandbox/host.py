@@ -19,7 +19,6 @@ from tugline.errors import SandboxError, TuglineError, UsageError
 from tugline.sandbox import base, files
 from tugline.sandbox.cache import Fill, WorkspaceCache
 from tugline.sandbox.limits import (
-    RECORD,
     Cgroup,
     OomKills,
     ProgramLimits,
@@ -31,7 +30,7 @@ from tugline.sandbox.limits import (
 from tugline.sandbox.network import AllowList, PortForwards
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.processes import find_records, finish
+from tugline.sandbox.processes import finish
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.resource_monitor import ResourceMonitor
 from tugline.sandbox.runner import Guard, Runner
@@ -282,8 +281,7 @@ class IsolatedSandbox(HostSandbox):
                     self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
                     await self._kill_processes()
 
-        max_bytes = self._limits.output_mb << 20
-        runner = Runner(self._directory / "control", kill, max_log_bytes=max_bytes)
+        runner = Runner(self._directory / "control", kill, self._limits.output_mb << 20)
         return runner
 
     async def _kill(self) -> None:
@@ -315,8 +313,7 @@ class HostRuntime(base.Runtime):
 
     def reap(self, directory: Path) -> int:
         """Remove the control groups and mounts that a killed process left under `directory`."""
-        groups = sum(map(reap_cgroups, find_records(directory, RECORD)))
-        return groups + unmount_all(directory)
+        return reap_cgroups(directory) + unmount_all(directory)
 
     def check_available(self) -> str | None:
         """Return why `inspect` fails, if it does."""

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from tugline.errors import SandboxError
+from tugline.sandbox.files import translate_errors
+from tugline.sandbox.processes import find_records
 from tugline.schema import PositiveInt, decode
 
 RECORD = ".groups"
@@ -212,13 +214,9 @@ class SandboxCgroup:
     def add(self, pid: int) -> None:
         """Move a process into them; its children follow. Takes some ms. Raises `SandboxError`."""
         for folder in self._folders:
-            try:
+            has_ended = contextlib.suppress(ProcessLookupError)  # whoever waits for it says so
+            with translate_errors(f"process {pid} cannot be put into {folder}"), has_ended:
                 (folder / "cgroup.procs").write_text(str(pid))
-            except ProcessLookupError:  # it has ended: whoever waits for it says so
-                return
-            except OSError as error:
-                msg = f"process {pid} cannot be put into {folder}: {error.strerror}"
-                raise SandboxError(msg) from error
 
     def remove(self) -> None:
         """Remove them and their record; all their processes are dead."""
@@ -227,16 +225,15 @@ class SandboxCgroup:
         self._record.unlink(missing_ok=True)
 
 
-def reap_cgroups(record: Path) -> int:
-    """Remove the groups of a record and kill what still runs in them; return how many."""
+def reap_cgroups(directory: Path) -> int:
+    """Remove the groups of the records there and kill what still runs in them; return how many."""
     count = 0
-    with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
-        for text in msgspec.json.decode(record.read_bytes(), type=list[str]):
-            folder = Path(text)
+    for record, folders in find_records(directory, RECORD, list[str]):
+        for folder in map(Path, folders):
             if folder.name.startswith(_PREFIX) and folder.is_relative_to(_ROOT):
                 count += folder.is_dir()
                 _remove(folder)
-        record.unlink()
+        record.unlink(missing_ok=True)
     return count
 
 

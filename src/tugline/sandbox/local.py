@@ -76,11 +76,9 @@ class LocalRuntime(HostRuntime):
     def reap(self, directory: Path) -> int:
         """End what a killed process left running in sandboxes under `directory`."""
         count = 0
-        for path in find_records(directory, _RECORD):
-            with contextlib.suppress(msgspec.DecodeError):
-                record = msgspec.json.decode(path.read_bytes(), type=ProgramRecord)
-                count += end_program(record)
-                path.unlink(missing_ok=True)
+        for path, record in find_records(directory, _RECORD, ProgramRecord):
+            count += end_program(record)
+            path.unlink(missing_ok=True)
         return count + super().reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:

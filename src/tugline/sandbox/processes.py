@@ -252,11 +252,11 @@ async def run_command(
     return process.returncode or 0, out.decode(errors="replace"), errors.decode(errors="replace")
 
 
-def find_records(directory: Path, suffix: str) -> Iterator[Path]:
-    """Find records by suffix in the sandboxes at or below `directory`.
+def find_records(directory: Path, suffix: str, type_: type[T]) -> Iterator[tuple[Path, T]]:
+    """Read the records of that suffix in the sandboxes at or below `directory`.
 
     A folder that holds ``home`` and ``logs`` is a sandbox; folders in it are not searched, because
-    they belong to its programs.
+    they belong to its programs. A damaged record is left out.
     """
     stack = [os.fspath(directory)]
     while stack:
@@ -264,7 +264,9 @@ def find_records(directory: Path, suffix: str) -> Iterator[Path]:
             entries = list(os.scandir(stack.pop()))
             for entry in entries:
                 if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path)
+                    path = Path(entry.path)
+                    with contextlib.suppress(OSError, msgspec.DecodeError):
+                        yield path, msgspec.json.decode(path.read_bytes(), type=type_)
             if not {"home", "logs"} <= {entry.name for entry in entries}:
                 stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
 
