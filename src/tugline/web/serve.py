@@ -38,20 +38,23 @@ KEEP_ALIVE_S = 75
 
 
 class _BatchingTransport:
-    """A transport that sends what is written in one turn of the event loop at once.
+    """A transport that sends headers together with what is written behind them.
 
     The server writes headers and body apart, and each write wakes the client.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
+        self._headers = b""
 
     def write(self, data: bytes) -> None:
-        """Send soon, together with what else is written until then."""
-        if not self._parts:
+        """Send, or if it is headers, soon."""
+        if data.startswith(b"HTTP/") and not self._headers:
+            self._headers = data
             self._loop.call_soon(self._flush)
-        self._parts.append(data)
+        else:
+            self._transport.write(self._headers + data)
+            self._headers = b""
 
     def close(self) -> None:
         """Send what was written and close."""
@@ -59,10 +62,8 @@ class _BatchingTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._parts:
-            data = b"".join(self._parts)
-            self._parts.clear()
-            self._transport.write(data)
+        if self._headers:
+            self.write(b"")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

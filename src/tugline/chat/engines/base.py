@@ -5,6 +5,7 @@ reports its ids; text mode: it reports none). In exact mode the gateway decodes 
 itself; in the other two it passes on the engine's own text, reasoning and tool calls.
 """
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -149,11 +150,15 @@ class Reader(ABC, Generic[R]):
         one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
         missing, naming the engine flag to add.
         """
-        return self.add_all([self.decode(payload) for payload in payloads])
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            replies = self.decoder.decode_lines(b"\n".join(payloads))
+            if all(reply.error is None for reply in replies):
+                return self.add_all(replies)
+        return self.add_all([self.decode(payload) for payload in payloads])  # one of them raises
 
     def read_body(self, body: bytes) -> list[Delta]:
         """Read a reply that was not streamed. Raises `EngineError` if there is no answer in it."""
-        deltas = self.read_events([body])
+        deltas = self.add_all([self.decode(body)])
         if not deltas:
             raise EngineError("the engine answered without a choice")
         return deltas
