@@ -26,7 +26,7 @@ class Sandbox:
     def __init__(self, folder: Path, shell: Sequence[str] = ("/bin/sh",)) -> None:
         self.folder = folder
         self.shell = shell
-        self.runner = Runner(folder / "control", self.kill, max_log_bytes=1 << 20)
+        self.runner = Runner(folder / "control", lambda _: self.kill(), max_log_bytes=1 << 20)
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -162,11 +162,11 @@ async def test_a_timeout_ends_the_sandbox(sandbox: Sandbox) -> None:
 async def test_the_time_that_killing_takes_is_not_the_programs(sandbox: Sandbox) -> None:
     """On a busy node it is long, and would hide that the program waited for most of its own."""
 
-    async def kill_slowly() -> None:
+    async def kill_slowly(_: Runner) -> None:
         await asyncio.sleep(1.0)
         await sandbox.kill()
 
-    sandbox.runner._kill = kill_slowly
+    sandbox.runner.kill = kill_slowly
     done = await sandbox.sh("sleep 99", timeout_s=0.2)
     assert done.timed_out
     assert done.seconds < 1.0

@@ -33,7 +33,7 @@ from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
-from tugline.sandbox.processes import ChildProcess, finish, wait_readable
+from tugline.sandbox.processes import ChildProcess, close_all, finish, wait_readable
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.schema import PositiveFloat
 
@@ -190,9 +190,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                     await asyncio.wait([self._child.ended], timeout=_INFO_S)
             await self._child.end()
-        for descriptor in (self._info, self._pidfd):
-            if descriptor >= 0:
-                os.close(descriptor)
+        close_all(self._info, self._pidfd)
         self._child, self._first_process, self._info, self._pidfd = None, 0, -1, -1
 
     async def _find_first_process(self) -> None:

@@ -44,7 +44,6 @@ from tugline.sandbox.container_engine import (
 )
 from tugline.sandbox.container_images import LABEL, ContainerImage, ImageCache
 from tugline.sandbox.container_probe import EngineInfo, probe, ulimits
-from tugline.sandbox.hardening import ProcessHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList
@@ -114,12 +113,12 @@ class Container(HostRuntime):
     async def _create(
         self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
     ) -> ContainerSandbox:
-        info = await asyncio.to_thread(self.inspect)
+        await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
         optional = [mount.target for mount in spec.mounts if mount.optional]
         there = await self._images.find_paths(image, optional)
         layout = Layout(directory, spec, base, workdir, there.__contains__)
-        return ContainerSandbox(layout, self, image, info.hardening)
+        return ContainerSandbox(layout, self, image)
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
@@ -187,17 +186,11 @@ def _reap(record: Path, name: str, socket: str) -> int:
 class ContainerSandbox(IsolatedSandbox):
     """One container."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        runtime: Container,
-        image: ContainerImage,
-        hardening: ProcessHardening | None,
-    ) -> None:
+    def __init__(self, layout: Layout, runtime: Container, image: ContainerImage) -> None:
         super().__init__(layout, runtime.limits, runtime.allow, None)
         if not runtime.read_only:
             del self._folders[_TMP]
-        self._runtime, self._image, self._hardening = runtime, image, hardening
+        self._runtime, self._image = runtime, image
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
         self._upper: list[Path] = []
@@ -313,7 +306,8 @@ class ContainerSandbox(IsolatedSandbox):
 
     def _host_config(self) -> dict[str, Any]:
         limits, runtime = self._limits, self._runtime
-        hardening = self._hardening.host_config() if self._hardening else {}
+        found = runtime.inspect().hardening
+        hardening = found.host_config() if found else {}
         # The harness and the workspaces are shared by all; relabelling them for each is no option.
         security = ["no-new-privileges", "label=disable", *hardening.pop("SecurityOpt", ())]
         return {

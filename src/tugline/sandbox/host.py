@@ -256,7 +256,9 @@ class IsolatedSandbox(HostSandbox):
         async with self._starting:
             while self._runner is None or not self._runner.alive:
                 await self._end()
-                runner = self._runner = self._new_runner()
+                max_log_bytes = self._limits.output_mb << 20
+                runner = Runner(self._directory / "control", self._kill, max_log_bytes)
+                self._runner = runner
                 await finish(asyncio.to_thread(runner.prepare))
                 self._pid = await self._start(runner)
                 if not runner.alive:
@@ -274,19 +276,12 @@ class IsolatedSandbox(HostSandbox):
         set_rlimits(self._pid, self._limits, cgroup_parent)
         self._own_cgroup.add(self._pid)
 
-    def _new_runner(self) -> Runner:
-        async def kill() -> None:
-            async with self._starting:
-                if self._runner is runner:  # else it has been killed and another one started
-                    self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
-                    await self._kill_processes()
-
-        runner = Runner(self._directory / "control", kill, self._limits.output_mb << 20)
-        return runner
-
-    async def _kill(self) -> None:
+    async def _kill(self, runner: Runner | None = None) -> None:
+        """Kill what is in it, unless another one than `runner` has been started by now."""
         async with self._starting:
-            await self._kill_processes()
+            if runner in {None, self._runner}:
+                self._cpu_time = await asyncio.to_thread(self._cgroup.read_cpu_time)
+                await self._kill_processes()
 
     async def _stop(self) -> None:
         async with self._starting:

@@ -64,13 +64,8 @@ class OverlayWorkspace:
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
         self._hidden = tuple(f"{path}/" for path in self._files)
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
-        self._copied = False
-        """Whether `work` is a copy of the base, because no overlay could be mounted."""
-
-    @property
-    def own(self) -> Path:
-        """The folder that holds what this sandbox has written."""
-        return self.upper if self.lower and not self._copied else self.work
+        self.own = self.upper if base else self.work
+        """What holds what this sandbox has written: `work` if that is a copy of the base."""
 
     def make(self) -> None:
         """Create the folders with the initial files. Raises `SandboxError` if one is not empty."""
@@ -105,7 +100,7 @@ class OverlayWorkspace:
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {error}")
             copy(self.lower, self.work)
             write_files(self.work, self._files)
-            self._copied = True
+            self.own = self.work
 
     def unmount(self) -> None:
         """Undo `mount`, also while a program still uses it."""

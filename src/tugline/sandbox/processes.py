@@ -173,9 +173,14 @@ class OutputLog:
         if self._source >= 0:
             self._copy()
         with self._lock:
-            for descriptor in (self._source, self._file):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            close_all(self._source, self._file)
+
+
+def close_all(*descriptors: int) -> None:
+    """Close descriptors, except those that are -1: not open."""
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 async def wait_readable(descriptor: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Exit, PausableTimeout, enforce_timeout
 from tugline.sandbox.files import translate_errors
-from tugline.sandbox.processes import OutputLog, finish
+from tugline.sandbox.processes import OutputLog, close_all, finish
 
 CONTROL = "/run/tugline"
 """Where the sandbox sees the control folder."""
@@ -62,12 +62,13 @@ class SandboxEnded(SandboxError):
 class Runner:
     """The host's side of one sandbox's shell.
 
-    `kill` ends the sandbox with all that is in it and returns when nothing is left; it may be
-    called for one that has ended. After that this runner is not `alive`, and another is needed.
+    `kill` is called with this runner: it ends its sandbox with all that is in it and returns when
+    nothing is left, also for one that has ended. After that this runner is not `alive`, and another
+    is needed.
     """
 
     control: Path
-    kill: Callable[[], Awaitable[None]]
+    kill: Callable[["Runner"], Awaitable[None]]
     max_log_bytes: int
 
     def __post_init__(self) -> None:
@@ -152,15 +153,13 @@ class Runner:
         if self._replies >= 0:
             with contextlib.suppress(RuntimeError):  # no event loop: nobody waited for the shell
                 asyncio.get_running_loop().remove_reader(self._replies)
-        for descriptor in (self._requests, self._replies):
-            if descriptor >= 0:
-                os.close(descriptor)
+        close_all(self._requests, self._replies)
         self._requests = self._replies = -1
 
     async def _clear(self, number: int, output: OutputLog, *, kill: bool) -> None:
         if kill:
             self.alive = False
-            await self.kill()
+            await self.kill(self)
         try:
             await output.finish()
         finally:
