@@ -136,18 +136,10 @@ class ApptainerSandbox(host.IsolatedSandbox):
     def __init__(
         self, layout: host.Layout, runtime: Apptainer, image: Path, cgroup_parent: limits.Cgroup
     ) -> None:
-        """Without an `allow` list the network is this machine's."""
         super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
         self._image, self._hardening = image, runtime.hardening
         self._child: ChildProcess | None = None
         self._first_process = 0
-
-    async def expose(self, url: str) -> str:
-        """Forward a port; return `url` itself where the network is this machine's."""
-        if self._allow is not None:
-            return await super().expose(url)
-        await self._ensure_started()
-        return url
 
     async def _start(self, runner: Runner) -> int:
         command = await asyncio.to_thread(self.command)

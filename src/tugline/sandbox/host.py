@@ -139,7 +139,10 @@ class IsolatedSandbox(HostSandbox):
         allow: AllowList | None,
         cgroup_parent: Cgroup | None,
     ) -> None:
-        """Without a `cgroup_parent` the driver enforces `limits` itself."""
+        """Without a `cgroup_parent` the driver enforces `limits` itself.
+
+        Without an `allow` list the network is this machine's.
+        """
         directory, spec, lower, workdir, has = layout
         workspace = OverlayWorkspace(directory, lower, spec.files)
         mounts = [one for one in spec.mounts if not (one.optional and has(one.target))]
@@ -180,9 +183,9 @@ class IsolatedSandbox(HostSandbox):
         await self._ensure_started()
 
     async def expose(self, url: str) -> str:
-        """Forward a port of the sandbox's network to the server at `url`."""
+        """Forward a port to the server at `url`, unless the network is this machine's."""
         await self._ensure_started()
-        return await self._forwards.add(self._pid, url)
+        return url if self._allow is None else await self._forwards.add(self._pid, url)
 
     async def run(
         self,
