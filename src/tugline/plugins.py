@@ -89,8 +89,7 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        msg = f"{what} needs {error.name}: pip install 'tugline[{extra}]'"
-        raise UsageError(msg) from error
+        raise UsageError(f"{what} needs {error.name}: pip install 'tugline[{extra}]'") from error
 
 
 def pack_options(where: str, options: Mapping[str, Any]) -> bytes:

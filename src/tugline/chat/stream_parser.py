@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -28,8 +28,6 @@ from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 Delta = type[TextDelta | ReasoningDelta]
-_FEW = 16
-"""Ids up to which they are looked at one by one, which is faster for so few."""
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")
 
 
@@ -148,8 +146,7 @@ class StreamParser:
     def feed(self, ids: Ids) -> list[Piece]:
         """Add sampled ids; returns the pieces that they complete."""
         start, self._fed = self._fed, self._fed + len(ids)
-        marks = self.rendering.find_marks(ids) if len(ids) > _FEW else None
-        self._walk(ids.tolist(), start, marks)
+        self._walk(ids.tolist(), start)
         return self.output.take_pieces()
 
     def finish(self) -> tuple[list[Piece], Message]:
@@ -181,9 +178,9 @@ class StreamParser:
         opened = len(end) and end[-1] == markers.channels.message
         return state if opened else _ChannelHeader(self, [])
 
-    def _walk(self, ids: list[int], start: int, marks: list[int] | None = None) -> None:
-        """Parse ids, the first of which is the sampled id number `start`; `marks` are places."""
-        for first, last in self._split(ids, range(len(ids)) if marks is None else marks):
+    def _walk(self, ids: list[int], start: int) -> None:
+        """Parse ids, the first of which is the sampled id number `start`."""
+        for first, last in self._split(ids):
             if self._ended:
                 return
             if ids[first] in self._marks:
@@ -215,7 +212,7 @@ class StreamParser:
         self.output.finish_text()
         return _ChannelHeader(self, [token] if token == channels.start else [])
 
-    def _split(self, ids: list[int], marks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    def _split(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges of ids to parse at once: marks by themselves, and the ids between them.
 
         Where stop strings are watched every id is by itself, so that `length` is exact.
@@ -224,7 +221,8 @@ class StreamParser:
             yield from pairwise(range(len(ids) + 1))
             return
         end = 0
-        for place in [at for at in marks if ids[at] in self._marks]:
+        for mark in filter(self._marks.__contains__, ids):
+            place = ids.index(mark, end)
             if place > end:
                 yield end, place
             end = place + 1

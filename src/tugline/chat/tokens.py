@@ -83,11 +83,6 @@ class TokenSequence:
         """All ids as JSON digits without the brackets, between two texts."""
         return b"".join((before, *self._buffer.digits[: self._parts], after))
 
-    def find_rest(self, digits: bytes) -> bytes | None:
-        """The part of `digits` behind these ids; None if they do not come first, with more."""
-        known = self.to_json(after=b",")
-        return digits[len(known) :] if digits.startswith(known) else None
-
     def truncate(self, length: int) -> TokenSequence:
         """The first `length` ids, in the same array."""
         kept, cut = self.to_array()[:length], self.to_array()[length:]

@@ -148,8 +148,7 @@ class Workload:
     def compute(self) -> Needs:
         """What it needs. Raises `UsageError` for a harness that was not measured."""
         if self.harness not in AGENTS:
-            msg = f"--harness is {self.harness!r}, must be one of {', '.join(AGENTS)}"
-            raise UsageError(msg)
+            raise UsageError(f"--harness is {self.harness!r}, must be one of {', '.join(AGENTS)}")
         agent, turns, sampled = AGENTS[self.harness], self.turns, self.turns * self.turn_tokens
         ids = self.prompt + sampled + turns * self.result_tokens
         rate = self.gpus * self.model_tps / sampled

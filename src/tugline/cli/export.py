@@ -53,10 +53,6 @@ class Filters:
         status, tags = frozenset(self.status or ()), _parse_pairs(self.tag, "--tag")
         return copy_fields(Selection, self, status=status, tags=tags)
 
-    def select_traces(self) -> TraceFilter:
-        """Return the conditions of traces."""
-        return TraceFilter(frozenset(self.kind or ()), self.exact_only, self.max_length)
-
 
 ALL = Filters()
 """Nothing is left out."""
@@ -94,7 +90,7 @@ def export(
         exporter=make_exporter(PluginSpec(form, _parse_options(given, "--with"))),
         out=out,
         selection=which.select_sessions(),
-        filter=which.select_traces(),
+        filter=TraceFilter(frozenset(which.kind or ()), which.exact_only, which.max_length),
         builder=_parse_builder(builder, option),
         split=_parse_split(split, seed),
         force=force,

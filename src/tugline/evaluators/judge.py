@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 
 from tugline import log
@@ -27,13 +26,14 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.script import diff_work, has_base
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.types import Call, Message, Reward, Role
+from tugline.web.engine_http import EngineHttp
 
 MAX_SCORE = 10
 """The highest score."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
-_MAX_ANSWER_BYTES, _CHUNK_BYTES = 1 << 20, 64 << 10
+_MAX_ANSWER_BYTES = 1 << 20
 _log = log.get("evaluators.judge")
 _RULES = Path(__file__).with_name("judge_rules.txt").read_text(encoding="utf-8").rstrip()
 
@@ -141,8 +141,7 @@ class JudgeEvaluator(Evaluator):
     async def _request(self, data: bytes) -> Scores:
         """Return the scores. Raises `EvaluatorError`."""
         names = [each.name for each in self._criteria]
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with EngineHttp(key=self._find_key()) as http:
             for attempt in range(self.attempts):
                 try:
                     return parse_scores(await self._post(http, data), names)
@@ -155,33 +154,30 @@ class JudgeEvaluator(Evaluator):
         msg = f"judge {self._url}: no verdict in {self.attempts} attempts, at last: {reason}"
         raise EvaluatorError(msg)
 
-    async def _post(self, http: aiohttp.ClientSession, data: bytes) -> bytes:
+    async def _post(self, http: EngineHttp, data: bytes) -> bytes:
         answer = b""
         try:
-            async with http.post(self._url, data=data, headers=self._headers()) as reply:
-                async for chunk in reply.content.iter_chunked(_CHUNK_BYTES):
+            async with asyncio.timeout(self.timeout_s), http.request(self._url, data) as reply:
+                async for chunk in reply.chunks():
                     answer += chunk
                     if len(answer) > _MAX_ANSWER_BYTES:
                         raise _RetryableError(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except OSError as error:
             raise _RetryableError(str(error) or f"no answer in {self.timeout_s:g} s") from error
         if reply.status == 200:
             return answer
         reason = f"HTTP {reply.status}: {answer[:300].decode(errors='replace').strip()}"
         if reply.status in _RETRIED:
-            after = reply.headers.get("Retry-After", "")
+            after = reply.headers.get("retry-after", "")
             raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
         raise EvaluatorError(f"judge {self._url}: {reason}")
 
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if (name := self.api_key_env) is not None:
-            key = os.environ.get(name)
-            if not key:
-                msg = f"judge {self._url}: the environment variable {name} is not set here"
-                raise EvaluatorError(msg)
-            headers["Authorization"] = f"Bearer {key}"
-        return headers
+    def _find_key(self) -> str:
+        key = os.environ.get(self.api_key_env or "", "")
+        if self.api_key_env and not key:
+            msg = f"judge {self._url}: the environment variable {self.api_key_env} is not set here"
+            raise EvaluatorError(msg)
+        return key
 
 
 def make_prompt(
@@ -192,11 +188,12 @@ def make_prompt(
     max_chars: int,
 ) -> list[dict[str, str]]:
     """Return the messages to the judge, with about `max_chars` of the agent's text."""
+    answers = [call.answer.content for call in calls if call.answer and call.answer.content]
     sections = {
         "TASK": shorten(instruction, max_chars),
         "CONVERSATION": shorten("\n\n".join(_list_messages(calls, max_chars // 4)), max_chars // 2),
         "CHANGES": shorten(diff or "(none)", max_chars // 3),
-        "FINAL ANSWER": shorten(_find_final_answer(calls) or "(none)", max_chars // 6),
+        "FINAL ANSWER": shorten(answers[-1] if answers else "(none)", max_chars // 6),
     }
     sections = {name: text.encode(errors="replace").decode() for name, text in sections.items()}
     mark = hashlib.sha256("\0".join(sections.values()).encode()).hexdigest()[:16]
@@ -240,11 +237,6 @@ def _list_messages(calls: Sequence[Call], most: int) -> Iterator[str]:
 def _format_message(message: Message) -> str:
     requests = "".join(f"\n-> {call.name}({call.arguments})" for call in message.tool_calls)
     return f"[{message.role.value}] {message.content}{requests}"
-
-
-def _find_final_answer(calls: Sequence[Call]) -> str:
-    answers = (call.answer.content for call in reversed(calls) if call.answer)
-    return next((text for text in answers if text), "")
 
 
 async def _diff_work(outcome: SessionOutcome) -> str:

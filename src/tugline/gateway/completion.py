@@ -110,10 +110,10 @@ class Completion:
 
     async def wait_started(self, within_s: float) -> None:
         """Wait for the first token, the end, or `within_s`, whichever is first."""
-        deadline = time.monotonic() + within_s
-        while not (self._started or self.done):
-            if not await self._wait(self._changed, deadline - time.monotonic()):
-                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not (self._started or self.done):
+                    await self._changed.wait()
 
     async def wait_done(self) -> None:
         """Wait until there are answers or an error."""
@@ -123,14 +123,6 @@ class Completion:
     async def wait_recorded(self) -> None:
         """Wait until the call is recorded, whatever its outcome."""
         await asyncio.wait({self.task}, timeout=self._settings.cancel_timeout_s)
-
-    async def _wait(self, changed: asyncio.Event, within_s: float) -> bool:
-        try:
-            async with asyncio.timeout(within_s):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     # ----------------------------------------------------------------------- the task
     async def _run(self) -> None:

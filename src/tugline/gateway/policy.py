@@ -211,9 +211,8 @@ def classify_call(request: Request, *, declares_tools: bool) -> TraceKind:
     if request.thread.kind is not None:
         return request.thread.kind
     opening = not any(message.role is Role.ASSISTANT for message in request.messages)
-    if declares_tools and opening and not request.tools:
-        return TraceKind.SIDE
-    return TraceKind.MAIN
+    aside = declares_tools and opening and not request.tools
+    return TraceKind.SIDE if aside else TraceKind.MAIN
 
 
 def _refuse(field: str, feature: str, reason: str) -> None:

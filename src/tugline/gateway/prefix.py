@@ -159,9 +159,9 @@ class CallTree:
             tokens, shared, _ = self._find_nearest(_decode_ids(inner))
             return replace(prompt, tokens=tokens, reused=shared)
         parent = prompt.turn.tokens
-        rest = parent.find_rest(inner)
-        if rest is not None:
-            tokens = parent.extend(_decode_ids(rest))
+        known = parent.to_json(after=b",")
+        if inner.startswith(known):
+            tokens = parent.extend(_decode_ids(inner[len(known) :]))
             return replace(prompt, tokens=tokens, reused=len(parent))
         ids = _decode_ids(inner)
         shared = parent.shared_prefix(ids)

@@ -268,7 +268,7 @@ class _Probe:
     async def _check_control(self, kind: str, meaning: LogprobMeaning | None) -> None:
         """Whether weights can be swapped over HTTP, and which flags are worth setting."""
         if kind == "vllm":
-            control = bool(await self._engine.get("/is_paused"))
+            control = bool(await self._engine.get_object("/is_paused"))
             self._note("weight control", control, _CONTROL)
             if not control:
                 self._advice.append("weights: start vLLM with VLLM_SERVER_DEV_MODE=1 to swap them")

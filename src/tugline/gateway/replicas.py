@@ -118,7 +118,7 @@ class Upstream(TokenSource):
         settings: CallSettings = DEFAULTS,
         key: str = "",
     ) -> None:
-        """`model` is a served name, the first if None; `idle_s` how long a reply may pause.
+        """`model` is a served name, the first if None; `idle_s` how long its first token may take.
 
         With a `card` the engine is not asked for its model. `key` is its API key, if it wants one.
         """
@@ -129,7 +129,7 @@ class Upstream(TokenSource):
             raise UsageError("an engine needs at least one address, such as http://127.0.0.1:8000")
         self.wire = wire
         self._settings = settings
-        self._http = EngineHttp(key=key, idle_s=idle_s)
+        self._http = EngineHttp(key=key)
         self._probes: asyncio.Task[None] | None = None
         self._waits: set[_Wait] = set()
         self._idle_s = idle_s
@@ -146,7 +146,8 @@ class Upstream(TokenSource):
 
     async def model(self) -> ModelCard:
         """The model that the first replica serves, unless it is known already."""
-        return self._card or await self._fetch_card(self.replicas[0])
+        within_s = self._settings.probe_timeout_s
+        return self._card or await self._http.card(self.name, within_s, url=self.replicas[0].url)
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
         """The replica of a session: always the same while it is healthy and not avoided."""
@@ -173,6 +174,7 @@ class Upstream(TokenSource):
                         if not began:
                             began = True
                             used.append(replica.url)
+                            reading.scope.reschedule(None)
                         yield delta
             except EngineError as error:
                 if _is_fault(error):
@@ -198,17 +200,13 @@ class Upstream(TokenSource):
             ):
                 await done.read()
 
-    async def _fetch_card(self, replica: Replica) -> ModelCard:
-        timeout_s = self._settings.probe_timeout_s
-        return await self._http.card(self.name, timeout_s, url=replica.url)
-
     async def answers(self, session: str) -> bool:
         """See `TokenSource.answers`."""
         return await self._answers(self.choose(session))
 
     async def _answers(self, replica: Replica) -> bool:
         try:
-            await self._fetch_card(replica)
+            await self._http.card(self.name, self._settings.probe_timeout_s, url=replica.url)
         except TuglineError:
             return False
         return True
@@ -216,7 +214,7 @@ class Upstream(TokenSource):
     @contextlib.asynccontextmanager
     async def _watch(self, replica: Replica, session: str) -> AsyncIterator[_Wait]:
         """Raise `EngineError` in the block once its reply is silent and the replica hangs."""
-        scope = asyncio.timeout(None)
+        scope = asyncio.timeout(self._idle_s)
         wait = _Wait(replica, session, scope)
         self._waits.add(wait)
         try:
@@ -250,8 +248,8 @@ class Upstream(TokenSource):
             replica.mark_healthy()
         now = time.monotonic()
         for wait in self._silent(replica):
-            most = self._settings.stalled_s if wait.streams else self._idle_s
-            if replica.ejected or now - wait.since > most:
+            stalled = wait.streams and now - wait.since > self._settings.stalled_s
+            if replica.ejected or stalled:
                 wait.scope.reschedule(asyncio.get_running_loop().time())
 
     def _silent(self, replica: Replica) -> list[_Wait]:

@@ -255,8 +255,7 @@ def find_engines(prefix: str) -> tuple[str, ...]:
             host, port = ray.get(actor.get_server_address.remote(), timeout=ANSWER_S)
             found.append(f"http://{host}:{port}")
     if not found:
-        msg = f"no actor of this cluster has a name that begins with {prefix!r}"
-        raise LookupError(msg)
+        raise LookupError(f"no actor of this cluster has a name that begins with {prefix!r}")
     return tuple(sorted(found))
 
 

@@ -280,15 +280,13 @@ class Node:
         return 0 if closed else self.pools.count_room()
 
     async def _renew(self, registered: protocol.NodeRegistered) -> None:
-        node = registered.node
-
-        def make_renewal() -> protocol.Renewal:
-            return protocol.Renewal(held=self.runner.list_held(), applied=self._controls.applied)
+        def renew() -> Awaitable[protocol.LeaseResponse]:
+            held, applied = self.runner.list_held(), self._controls.applied
+            return self._server.renew(registered.node, protocol.Renewal(held=held, applied=applied))
 
         while True:
             await asyncio.sleep(registered.lease_s / 3)
-            response = await self._dispatcher.call(lambda: self._server.renew(node, make_renewal()))
-            self._follow_orders(response)
+            self._follow_orders(await self._dispatcher.call(renew))
 
     def _follow_orders(self, response: protocol.LeaseResponse) -> None:
         for stop in response.stop:

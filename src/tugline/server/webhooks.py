@@ -259,8 +259,7 @@ class _Resolver(AbstractResolver):
         resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
         if self._public_only and not all(is_public(str(one[4][0])) for one in found):
-            msg = f"{host!r} has a private address, {_MUST_BE_PUBLIC}"
-            raise OSError(errno.EACCES, msg)
+            raise OSError(errno.EACCES, f"{host!r} has a private address, {_MUST_BE_PUBLIC}")
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
             {

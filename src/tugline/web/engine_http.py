@@ -24,11 +24,8 @@ ANSWER_TIMEOUT_S = 120.0
 _CONNECT_S = 10.0
 _UNUSED_S = 60.0
 """How long a connection is kept that nobody uses."""
-_UNREAD = 1 << 20
-"""Bytes of a reply from which the engine waits for its reader."""
 _AWAY = frozenset({502, 503, 504})
 """Statuses of an engine that is loading, or of a proxy whose engine is down."""
-_COMMON = b"accept: */*\r\nuser-agent: tugline\r\n"
 _Origin = tuple[str, int, bool]
 """Host, port, and whether it speaks TLS."""
 
@@ -40,23 +37,19 @@ class Reply(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         """By their names in small letters."""
-        self.replied = self.complete = False
+        self.replied = self.complete = self._keep = False
         """Whether anything came since the request was sent, and whether all has come."""
         self.used_at = 0.0
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._unread, self._active_at, self._keep = 0, 0.0, False
         self._waiter: asyncio.Future[None] | None = None
-        self._silence: asyncio.TimerHandle | None = None
         self._fault: OSError | None = None
 
-    async def send(self, head: bytes, body: bytes, idle_s: float) -> None:
-        """Send a request and wait for the reply's headers. Silence of `idle_s` ends the reply."""
-        self.status, self.replied, self.complete = 0, False, False
-        self._active_at = time.monotonic()
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the reply's headers."""
+        self.status, self.headers, self.replied, self.complete = 0, {}, False, False
         self._transport.writelines([head, body])
-        self._watch(idle_s)
         while self.status < 200:
             await self._wait()
 
@@ -67,9 +60,6 @@ class Reply(asyncio.Protocol):
                 await self._wait()
                 continue
             data, self._parts = b"".join(self._parts), []
-            if self._unread > _UNREAD:
-                self._transport.resume_reading()
-            self._unread = 0
             yield data
 
     async def read(self) -> bytes:
@@ -95,18 +85,6 @@ class Reply(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _watch(self, idle_s: float) -> None:
-        left = self._active_at + idle_s - time.monotonic()
-        if left > 0:
-            self._silence = asyncio.get_running_loop().call_later(left, self._watch, idle_s)
-        else:
-            self._fail(TimeoutError(f"it has sent nothing for {idle_s:g} s"))
-
-    def _rest(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-        self._wake()
-
     def _fail(self, fault: OSError) -> None:
         self._fault = self._fault or fault
         self._transport.abort()
@@ -118,7 +96,7 @@ class Reply(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came."""
-        self.replied, self._active_at = True, time.monotonic()
+        self.replied = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -130,35 +108,33 @@ class Reply(asyncio.Protocol):
         if self.status >= 200 and not sized and exc is None and self._fault is None:
             self.complete = True
         self._fault = self._fault or ConnectionError(str(exc or "it closed the connection"))
-        self._rest()
+        self._wake()
 
     # ----------------------------------------------------------------------- called by the parser
     def on_message_begin(self) -> None:
-        """Begin a reply; one before the reply proper, as of status 100, is skipped."""
-        self.headers = {}
+        """Close a connection on which something comes that nobody asked for."""
+        if self.complete:
+            self._fail(ConnectionError("it replied unasked"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header."""
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Let the sender look at the status."""
+        """Let the sender look at the status, unless it is one before the reply proper, as 100."""
         self.status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
         self._wake()
 
     def on_body(self, data: bytes) -> None:
-        """Keep a part of the body, and stop reading while too much of it waits."""
+        """Keep a part of the body."""
         self._parts.append(data)
-        before, self._unread = self._unread, self._unread + len(data)
-        if before <= _UNREAD < self._unread:
-            self._transport.pause_reading()
         self._wake()
 
     def on_message_complete(self) -> None:
         """End the reply."""
         if self.status >= 200:
             self.complete = True
-            self._rest()
+            self._wake()
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -185,13 +161,11 @@ class _Models(msgspec.Struct):
 class EngineHttp:
     """Connections to engines, and the address of one; nothing is retried."""
 
-    def __init__(self, url: str = "", key: str = "", *, idle_s: float = ANSWER_TIMEOUT_S) -> None:
-        """`key` is the API key, if engines want one; `idle_s` is how long a reply may pause."""
+    def __init__(self, url: str = "", key: str = "") -> None:
+        """`key` is the API key, if engines want one."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._idle_s = idle_s
-        self._common = _COMMON + (
-            f"authorization: Bearer {key.strip()}\r\n".encode() if key else b""
-        )
+        key_line = f"authorization: Bearer {key.strip()}\r\n" if key else ""
+        self._common = f"accept: */*\r\nuser-agent: tugline\r\n{key_line}".encode()
         self._idle: dict[_Origin, list[Reply]] = {}
 
     async def __aenter__(self) -> Self:
@@ -206,7 +180,8 @@ class EngineHttp:
     async def request(self, url: str, body: bytes | None = None) -> AsyncIterator[Reply]:
         """Get `url`, or post JSON to it; yields the reply once its headers have come.
 
-        A reply that was not read to its end when the block ends is aborted. Raises `OSError`.
+        A reply that was not read to its end when the block ends is aborted. Whoever asks sets a
+        deadline for the whole. Raises `OSError`.
         """
         origin, path, host = _split(url)
         head = b"".join((b"GET " if body is None else b"POST ", path, host, self._common))
@@ -228,7 +203,7 @@ class EngineHttp:
             kept = self._take(origin)
             reply = kept or await _connect(origin)
             try:
-                await reply.send(head, body, self._idle_s)
+                await reply.send(head, body)
             except BaseException as error:
                 reply.close()
                 if kept is None or kept.replied or not isinstance(error, ConnectionError):
@@ -293,24 +268,17 @@ class EngineHttp:
             async with asyncio.timeout(timeout_s), self.request(self.url + path, body) as reply:
                 return reply.status, await reply.read()
         except OSError as error:
-            reason = str(error) or type(error).__name__
-            msg = f"the engine at {self.url} did not answer {path}: {reason}"
+            msg = f"the engine at {self.url} did not answer {path}: {str(error) or 'too slow'}"
             raise EngineError(msg) from error
-
-    async def get(self, path: str) -> bytes:
-        """A body; empty unless the status is 200."""
-        with contextlib.suppress(OSError):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S), self.request(self.url + path) as reply:
-                return await reply.read() if reply.status == 200 else b""
-        return b""
 
     async def get_object(self, path: str) -> dict[str, Any]:
         """A JSON object; empty if there is none."""
-        try:
-            value = msgspec.json.decode(await self.get(path) or b"{}")
-        except msgspec.DecodeError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S), self.request(self.url + path) as reply:
+                if reply.status == 200:
+                    value = msgspec.json.decode(await reply.read())
+                    return value if isinstance(value, dict) else {}
+        return {}
 
 
 @lru_cache(maxsize=256)

@@ -242,7 +242,7 @@ class HttpRequest:
         self._more = True
         """Whether a part of the request's body is still to come."""
         self._receive = receive
-        self._lost: asyncio.Future[None] = scope.get("lost") or asyncio.Future()
+        self.lost: asyncio.Future[None] = scope.get("lost") or asyncio.Future()
         """Done when the connection is lost."""
 
     async def body(
@@ -280,11 +280,6 @@ class HttpRequest:
         data = _decompress(raw, encoding, limit)
         take(len(data))
         return data
-
-    async def wait_disconnected(self) -> None:
-        """Wait until the client hangs up."""
-        await asyncio.wait({self._lost})
-        self.disconnected = True
 
     async def _read(self, limit: int, keep: Callable[[bytes], object]) -> None:
         size = 0
@@ -339,14 +334,14 @@ class Http(HttpRequest):
             if self.disconnected and task is not None:
                 task.cancel()
 
-        self._lost.add_done_callback(leave)
+        self.lost.add_done_callback(leave)
         try:
             yield
         except asyncio.CancelledError:
             if not self.disconnected:
                 raise
         finally:
-            self._lost.remove_done_callback(leave)
+            self.lost.remove_done_callback(leave)
 
     async def _send_body(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

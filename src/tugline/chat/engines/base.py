@@ -225,6 +225,7 @@ class EngineFormat(ABC):
 # --------------------------------------------------------------------------- parts of a reply
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
 """Matches every engine's refusal of a long prompt; the group is the window's size."""
+_SECONDS = re.compile(r"\d+(?:\.\d+)?")
 
 
 def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
@@ -236,7 +237,7 @@ def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> Tug
         counts = [int(count) for count in re.findall(r"\d+", text)]
         window = int(too_long[1]) if too_long[1] else None
         return ContextOverflow(text, prompt=max(counts, default=None), window=window)
-    wait = _parse_seconds(retry_after)
+    wait = float(retry_after) if retry_after and _SECONDS.fullmatch(retry_after) else None
     return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
 
 
@@ -250,19 +251,10 @@ def _find_message(body: bytes) -> str:
         return body[:200].decode("utf-8", "replace")
 
 
-def _parse_seconds(retry_after: str | None) -> float | None:
-    """Parse a Retry-After header in its usual form."""
-    try:
-        return max(0.0, float(retry_after)) if retry_after else None
-    except ValueError:
-        return None
-
-
 def parse_finish(reason: str | None) -> Finish | None:
     """Parse a finish reason: all but ``length`` and ``abort`` are the model's own stop."""
-    if not reason:
-        return None
-    return {"length": Finish.LENGTH, "abort": Finish.ABORT}.get(reason, Finish.STOP)
+    known = {"length": Finish.LENGTH, "abort": Finish.ABORT}
+    return known.get(reason, Finish.STOP) if reason else None
 
 
 @lru_cache(maxsize=64)

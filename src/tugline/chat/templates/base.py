@@ -21,7 +21,6 @@ from renderers.configs import RendererConfig
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
 from tugline.schema import decode, read_values
-from tugline.types import Ids
 
 _CLASSES = {cls.model_fields["name"].default: cls for cls in get_args(get_args(RendererConfig)[0])}
 _GENERIC = {"auto", "default", "custom"}
@@ -261,7 +260,7 @@ class TailTexts:
         return self._join(texts, map(change, contents)) if texts else None
 
     def learn(
-        self, shape: Hashable, count: int, render: Callable[[Sequence[str]], Ids | None]
+        self, shape: Hashable, count: int, render: Callable[[Sequence[str]], list[int] | None]
     ) -> None:
         """Look at how tails of `count` messages come out of `render`, once for each shape."""
         if shape in self._known or not self._usable:
@@ -272,18 +271,13 @@ class TailTexts:
         for change in (str, str.strip):
             texts = self._split(render(contents), map(change, contents))
             self._known[shape] = texts, change
-            if texts and all(self._fits(shape, [probe] * count, render) for probe in _PROBES):
+            probes = ([probe] * count for probe in _PROBES)
+            if texts and all(render(probe) == self.encode(shape, probe) for probe in probes):
                 return
         self._known[shape] = [], str
 
-    def _fits(
-        self, shape: Hashable, contents: list[str], render: Callable[[Sequence[str]], Ids | None]
-    ) -> bool:
-        ids = render(contents)
-        return ids is not None and ids.tolist() == self.encode(shape, contents)
-
-    def _split(self, ids: Ids | None, contents: Iterable[str]) -> list[str]:
-        text = "" if ids is None else self._tokenizer.decode(ids.tolist())
+    def _split(self, ids: list[int] | None, contents: Iterable[str]) -> list[str]:
+        text = self._tokenizer.decode(ids or [])
         texts = []
         for content in contents:
             before, found, text = text.partition(content)

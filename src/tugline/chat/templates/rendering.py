@@ -147,9 +147,10 @@ class Rendering:
         ids = self._bridge(end, sampled, tail, tools)
         if shape and ids is not None:
 
-            def render(contents: Sequence[str]) -> Ids | None:
-                made = (Message(one.role, text) for one, text in zip(tail, contents, strict=True))
-                return self._bridge(end, sampled, tuple(made), tools)
+            def render(contents: Sequence[str]) -> list[int] | None:
+                other = [Message(one.role, text) for one, text in zip(tail, contents, strict=True)]
+                made = self._bridge(end, sampled, other, tools)
+                return None if made is None else made.tolist()
 
             self._tails.learn(shape, len(tail), render)
         return ids

@@ -126,7 +126,7 @@ class Waits:
         """End all of them now, and later ones at once."""
         self._stopped.set()
 
-    async def attend(self, work: Coroutine[Any, Any, T], *leaving: Coroutine[Any, Any, None]) -> T:
+    async def attend(self, work: Coroutine[Any, Any, T], *leaving: Awaitable[object]) -> T:
         """The result of `work`. Raises `ClientGone` when `leaving` ends, `Refusal` on `stop`."""
         working = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(each) for each in (*leaving, self._stopped.wait())]
@@ -268,7 +268,7 @@ class ApiCall(Generic[Q, B]):
 
     async def attend(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, at most as long as the client and the server are there."""
-        return await self.waits.attend(work, self.request.wait_disconnected())
+        return await self.waits.attend(work, asyncio.wait({self.request.lost}))
 
     def stream(self, pieces: AsyncGenerator[bytes], media: str, **headers: str) -> Response:
         """An answer in pieces, for as long; a slow reader slows down the source."""
