@@ -100,7 +100,9 @@ class Bench:
     async def running(self) -> int:
         """Requests on the engine."""
         async with EngineHttp(self.served.url) as engine:
-            if found := _RUNNING.findall(await engine.get("/metrics")):
+            async with engine.request(f"{engine.url}/metrics") as reply:
+                found = _RUNNING.findall(await reply.read())
+            if found:
                 return int(sum(map(float, found)))
             loads = (await engine.get_object("/v1/loads"))["loads"]
         return sum(int(load["num_running_reqs"] + load["num_waiting_reqs"]) for load in loads)
