@@ -141,10 +141,9 @@ class Completion:
             self._notify()
 
     def _tick(self) -> None:
-        if self.stream:
-            self._notify()
-            after_s = self._settings.keep_alive_s * _TICK
-            self._ticker = asyncio.get_running_loop().call_later(after_s, self._tick)
+        self._notify()
+        after_s = self._settings.keep_alive_s * _TICK
+        self._ticker = asyncio.get_running_loop().call_later(after_s, self._tick)
 
     def _notify_started(self, pieces: Sequence[Piece]) -> None:
         if pieces or not self._started:
