@@ -37,7 +37,7 @@ def answered(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     plan = tree.match(START, TOOLS)
     ids = sampled(f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>')
     call = ToolCall("call_0_0", "read", arguments)
-    tree.add(plan, 0, ids, Message(Role.ASSISTANT, "", (call,)))
+    tree.add(plan, 0, plan.tokens.extend(ids), Message(Role.ASSISTANT, "", (call,)))
     return tree, plan, ids
 
 
@@ -142,7 +142,7 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
         plan = tree.match(messages, TOOLS)
         calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
         answer = Message(Role.ASSISTANT, f"Turn {number}.", calls, reasoning="Hm.")
-        tree.add(plan, number, sampled(f"turn {number}"), answer)
+        tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
         results = (Message(Role.TOOL, f"{call.id} read", tool_call_id=call.id) for call in calls)
         messages = (*messages, answer, *results)
     return tree, messages
@@ -151,7 +151,8 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
 def test_results_in_another_order_branch() -> None:
     """Parallel results that change places later on change what the model saw."""
     tree, messages = longer(1)
-    tree.add(tree.match(messages, TOOLS), 1, sampled("ok"), Message(Role.ASSISTANT, "ok"))
+    other = tree.match(messages, TOOLS)
+    tree.add(other, 1, other.tokens.extend(sampled("ok")), Message(Role.ASSISTANT, "ok"))
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
@@ -178,7 +179,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
     tree, messages = longer(2)
     plan = tree.match(messages, TOOLS)
-    tree.add(plan, 2, sampled("garbled"), Message(Role.ASSISTANT, "garbled"))
+    tree.add(plan, 2, plan.tokens.extend(sampled("garbled")), Message(Role.ASSISTANT, "garbled"))
     again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
     assert again.reused == len(plan.turn.tokens if plan.turn else ())
@@ -197,7 +198,8 @@ def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, .
     """A harmless change continues exactly, and is told."""
     tree = CallTree(RENDERING)
     plan = tree.match(START, TOOLS)
-    tree.add(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
+    answer = Message(Role.ASSISTANT, "Hi.", reasoning="Hm.")
+    tree.add(plan, 0, plan.tokens.extend(sampled("x")), answer)
     after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
@@ -208,7 +210,8 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
     for number in (0, 1):
         plan = tree.match(START, TOOLS)
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
-        tree.add(plan, number, sampled(f"{number}"), Message(Role.ASSISTANT, "", (call,)))
+        tokens = plan.tokens.extend(sampled(f"{number}"))
+        tree.add(plan, number, tokens, Message(Role.ASSISTANT, "", (call,)))
     for number in (0, 1):
         assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 
@@ -252,7 +255,8 @@ def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     """Without a rendering the engine's prompt decides; a changed one is a branch with its place."""
     tree = CallTree(None)
     plan = tree.set_observed(tree.match(START, TOOLS), b"[1, 2, 3]")
-    tree.add(plan, 0, np.array([4, 5], np.int32), Message(Role.ASSISTANT, "Hi."))
+    tokens = plan.tokens.extend(np.array([4, 5], np.int32))
+    tree.add(plan, 0, tokens, Message(Role.ASSISTANT, "Hi."))
     history = (*START, Message(Role.ASSISTANT, "Hi."), Message(Role.USER, "Go on."))
     same = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,4,5,6,7]")
     assert (same.branch, same.reused, len(same.tokens)) == (None, 5, 7)

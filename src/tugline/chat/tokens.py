@@ -1,8 +1,8 @@
 """What the turns of a session share: token ids, and the JSON of conversations.
 
-A `TokenSequence` is a length in buffers that it shares with what extends it, so forty turns over
-the same sixteen thousand ids hold them once (I7), as numbers and as JSON digits; adding to them
-costs what is added. `BodyItems` tells how much of a request an earlier one has as well.
+A `TokenSequence` is a length in a buffer that it shares with what extends it, so forty turns over
+the same sixteen thousand ids hold them once (I7), as JSON digits; adding to them costs what is
+added. `BodyItems` tells how much of a request an earlier one has as well.
 """
 
 from __future__ import annotations
@@ -17,88 +17,106 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.types import Ids, shared_prefix
+from tugline.types import Ids
+
+_DECODER = msgspec.json.Decoder(list[int])
+_NO_IDS = np.empty(0, np.int32)
 
 
-def encode_digits(ids: Ids) -> bytes:
-    """``1,2,3``: the inside of a compact JSON array."""
-    return msgspec.json.encode(ids.tolist())[1:-1]
+def decode_ids(digits: bytes) -> Ids:
+    """The ids of ``1,2,3``, the inside of a JSON array. Raises `msgspec.DecodeError`."""
+    return np.array(_DECODER.decode(b"[" + digits + b"]"), np.int32)
 
 
 class _Buffer:
-    """Ids and their digits, to which is only appended; large requests extend it in threads."""
+    """Digits of ids, to which is only appended; large requests extend it in threads."""
 
-    __slots__ = ("digits", "ids", "length", "lock")
+    __slots__ = ("added", "last", "length", "lock", "parts")
 
-    def __init__(self, ids: Ids, digits: list[bytes]) -> None:
-        """`digits` are those of `ids` in parts, each with the comma before it."""
-        self.ids, self.length, self.digits = ids, len(ids), digits
+    def __init__(self, parts: list[bytes], length: int) -> None:
+        """`parts` have a comma before each id."""
+        self.parts, self.length = parts, length
+        self.added, self.last = 0, _NO_IDS
+        """How many ids were added last, and those with the ones added before, as numbers."""
         self.lock = threading.Lock()
 
     def append(self, ids: Ids) -> None:
-        end = self.length + len(ids)
-        if end > len(self.ids):
-            grown = np.empty(end + (end >> 3), np.int32)
-            grown[: self.length] = self.ids[: self.length]
-            self.ids = grown
-        self.ids[self.length : end] = ids
-        self.digits.append(b"," * bool(self.length) + encode_digits(ids))
-        self.length = end
+        self.parts.append(b"," + msgspec.json.encode(ids.tolist())[1:-1])
+        self.length += len(ids)
+        self.last = np.concatenate((self.last[len(self.last) - self.added :], ids))
+        self.added = len(ids)
 
 
 class TokenSequence:
-    """An immutable sequence of ids. Shape ``(len(self),)``, int32."""
+    """An immutable sequence of ids, kept as the digits that engines are sent."""
 
     __slots__ = ("_buffer", "_length", "_parts")
 
-    def __init__(self, ids: Ids) -> None:
-        self._buffer = _Buffer(ids, [encode_digits(ids)])
-        self._length, self._parts = len(ids), 1
+    def __init__(self, ids: Ids, behind: _Buffer | None = None) -> None:
+        """Add `ids` to a buffer, by default a new one."""
+        buffer = _Buffer([], 0) if behind is None else behind
+        if len(ids):
+            buffer.append(ids)
+        self._buffer, self._length, self._parts = buffer, buffer.length, len(buffer.parts)
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, ids: Ids) -> TokenSequence:
-        """These ids followed by `ids`: in place, or in a copy if others follow them already."""
+        """These ids followed by `ids`: in place, or beside others that follow them already."""
         if not len(ids):
             return self
         buffer = self._buffer
         with buffer.lock:
             if buffer.length != self._length or not self._length:
-                buffer = _Buffer(self.to_array(), buffer.digits[: self._parts])
-            buffer.append(ids)
-            return _share(buffer, buffer.length)
+                buffer = _Buffer(self._list_parts(), self._length)
+            return TokenSequence(ids, buffer)
 
-    def to_array(self) -> Ids:
-        """All ids, contiguous and read-only."""
-        ids = self._buffer.ids[: self._length]
-        ids.flags.writeable = False
-        return ids
-
-    def tail(self, count: int) -> Ids:
-        """The last `count` ids, or all if there are fewer."""
-        return self._buffer.ids[max(0, self._length - count) : self._length].copy()
+    def to_array(self, count: int | None = None) -> Ids:
+        """All ids, or the last `count` if there are more: shape ``(n,)``, int32."""
+        last, parts = self._buffer.last, self._list_parts()
+        count = self._length if count is None else min(count, self._length)
+        if self._buffer.length != self._length or len(last) < count:
+            found, at = 0, len(parts)
+            while found < count:
+                at -= 1
+                found += parts[at].count(b",")
+            last = decode_ids(b"".join(parts[at:])[1:])
+        return last[len(last) - count :]
 
     def to_json(self, before: bytes = b"", after: bytes = b"") -> bytes:
         """All ids as JSON digits without the brackets, between two texts."""
-        return b"".join((before, *self._buffer.digits[: self._parts], after))
+        first, *others = self._list_parts() or [b","]
+        return b"".join((before, memoryview(first)[1:], *others, after))
 
     def truncate(self, length: int) -> TokenSequence:
-        """The first `length` ids, in the same array."""
-        kept, cut = self.to_array()[:length], self.to_array()[length:]
-        removed = len(encode_digits(cut)) + bool(length) if len(cut) else 0
-        digits = self.to_json()
-        return _share(_Buffer(kept, [digits[: len(digits) - removed]]), length)
+        """The first `length` ids."""
+        kept, left = list[bytes](), length
+        for part in self._list_parts():
+            if left <= 0:
+                break
+            count = part.count(b",")
+            whole = count <= left
+            kept.append(part if whole else b",".join(part.split(b",", left + 1)[: left + 1]))
+            left -= count
+        return TokenSequence(_NO_IDS, _Buffer(kept, length))
 
-    def shared_prefix(self, ids: Ids) -> int:
-        """How many leading ids these and `ids` have in common."""
-        return shared_prefix(self.to_array(), ids)
+    def shared_prefix(self, other: TokenSequence) -> int:
+        """How many leading ids the two have in common."""
+        if self._buffer is other._buffer:
+            return min(len(self), len(other))
+        mine, theirs = self._list_parts(), other._list_parts()
+        same = count_shared(mine, theirs)
+        one, two = b"".join(mine[same:]), b"".join(theirs[same:])
+        size = min(len(one), len(two))
+        differ = np.frombuffer(one, np.uint8, size) != np.frombuffer(two, np.uint8, size)
+        end = int(differ.argmax()) if differ.any() else size
+        complete = one[end : end + 1] in b"," and two[end : end + 1] in b","
+        begun = sum(part.count(b",") for part in mine[:same]) + one.count(b",", 0, end)
+        return begun if complete else begun - 1
 
-
-def _share(buffer: _Buffer, length: int) -> TokenSequence:
-    made = object.__new__(TokenSequence)
-    made._buffer, made._length, made._parts = buffer, length, len(buffer.digits)
-    return made
+    def _list_parts(self) -> list[bytes]:
+        return self._buffer.parts[: self._parts]
 
 
 # --------------------------------------------------------------------------- requests

@@ -250,10 +250,9 @@ class Choice:
         else:
             pieces = self._assembler.finish()
             message = join_pieces(self.pieces + pieces) or Message(Role.ASSISTANT)
-        ids = self._record(outcome, message)
+        tokens = self._record(outcome, message)
         if self._kind() is not TraceKind.SIDE:
-            whole = np.concatenate((*self._given, ids))
-            self._transcript.turns.add(self.prompt, self.number, whole, message)
+            self._transcript.turns.add(self.prompt, self.number, tokens, message)
         if (first := self._request.kept_from) is not None:
             kept = (*self._request.messages[first:], message)
             self._transcript.parse_cache.conversations[self.id] = kept, self._request.tools
@@ -294,8 +293,8 @@ class Choice:
         if not await engine.upstream.answers(self._transcript.session_id):
             self.error = EngineError("the engine did not answer when its client gave up")
 
-    def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
-        """Append the call to the recording; returns its sampled ids."""
+    def _record(self, outcome: CallOutcome, message: Message | None) -> TokenSequence:
+        """Append the call to the recording; returns its ids, prompt and answer."""
         engine, request, sampled = self._engine, self._request, self.sampled
         wire = engine.upstream.wire
         ids, logprobs = sampled.join()
@@ -319,7 +318,7 @@ class Choice:
             sampling=self._sampling,
             requested=request.sampling,
             constrained=self._tools_banned or request.constraint is not None,
-            prompt_ids=self._context().to_array(),
+            prompt_ids=_NO_IDS,
             forced=0 if self._forced is None else len(self._forced),
             resumed=len(self._resumed),
             sampled_ids=ids,
@@ -336,8 +335,9 @@ class Choice:
         )
         self._recorded = True
         call = call if self._replayed is None else mark_replayed(call, self._replayed)
-        self._transcript.append(call)
-        return ids
+        tokens = self._context().extend(ids)
+        self._transcript.append(call, tokens)
+        return tokens
 
     def _kind(self) -> TraceKind:
         return classify_call(self._request, declares_tools=self._transcript.declares_tools)
@@ -368,7 +368,7 @@ class Choice:
             return None
         return StreamParser(
             self._engine.rendering,
-            None if self._request.prompt is not None else self.prompt.tokens.tail(END),
+            None if self._request.prompt is not None else self.prompt.tokens.to_array(END),
             f"{self.number}",
             stops=self._sampling.stop,
             forced=self._forced,

@@ -22,6 +22,7 @@ from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import CaptureError, ContextOverflow, EngineError, Unsupported, UsageError
 from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
 from tugline.gateway.prefix import CallTree
@@ -49,11 +50,11 @@ class Traffic:
     answer_s: Distribution = field(default_factory=Distribution)
     """From the request to the last token."""
 
-    def add(self, call: Call) -> None:
+    def add(self, call: Call, prompt_tokens: int) -> None:
         """Count a recorded call."""
         times = call.timings
         self.calls[call.outcome] += 1
-        self.prompt_tokens += len(call.prompt_ids)
+        self.prompt_tokens += prompt_tokens
         self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         if times.first_token is not None and times.last_token is not None:
             self.first_token_s.add(times.first_token - times.received)
@@ -334,11 +335,14 @@ class Transcript:
         self.declares_tools = self.declares_tools or any(call.tools for call in calls)
         self.turns.restore(calls)
 
-    def append(self, call: Call) -> None:
-        """Write a call: a copy into the page cache, which is quicker than asking a thread."""
+    def append(self, call: Call, tokens: TokenSequence) -> None:
+        """Write a call: a copy into the page cache, which is quicker than asking a thread.
+
+        `tokens` are its ids, prompt and answer.
+        """
         self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
-        self.writer.append(call)
-        self._traffic.add(call)
+        self.writer.append(call, tokens)
+        self._traffic.add(call, len(tokens) - len(call.sampled_ids))
 
     def note(self, kind: RecordedEventKind, detail: str = "", *, call: int | None = None) -> None:
         """Record an event; never fails and never waits for the disk."""

@@ -14,12 +14,11 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 
 from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
 from tugline.chat.templates.rendering import END, Rendering
-from tugline.chat.tokens import TokenSequence, count_shared
+from tugline.chat.tokens import TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway import turns
 from tugline.traces.lineage import adds_to_parent
@@ -156,24 +155,27 @@ class CallTree:
         """
         inner = raw.strip()[1:-1]
         if prompt.turn is None or prompt.branch is not None:
-            tokens, shared, _ = self._find_nearest(_decode_ids(inner))
+            tokens, shared, _ = self._find_nearest(decode_ids(inner))
             return replace(prompt, tokens=tokens, reused=shared)
         parent = prompt.turn.tokens
         known = parent.to_json(after=b",")
         if inner.startswith(known):
-            tokens = parent.extend(_decode_ids(inner[len(known) :]))
+            tokens = parent.extend(decode_ids(inner[len(known) :]))
             return replace(prompt, tokens=tokens, reused=len(parent))
-        ids = _decode_ids(inner)
-        shared = parent.shared_prefix(ids)
+        ids = decode_ids(inner)
+        shared = parent.shared_prefix(TokenSequence(ids))
         tokens = parent.truncate(shared).extend(ids[shared:])
         branch = None if shared == len(parent) else Branch.ENGINE_RERENDERED
         return replace(prompt, tokens=tokens, reused=shared, branch=branch)
 
-    def add(self, prompt: Prompt, number: int, sampled: Ids, answer: Message) -> None:
-        """Make an answered call a turn that later requests can extend."""
+    def add(self, prompt: Prompt, number: int, tokens: TokenSequence, answer: Message) -> None:
+        """Make an answered call a turn that later requests can extend.
+
+        `tokens` are the ids of prompt and answer.
+        """
         turn = turns.Turn(
             number=number,
-            tokens=prompt.tokens.extend(sampled),
+            tokens=tokens,
             prompt_length=len(prompt.tokens),
             answer=answer,
             wording=turns.hash_wording(answer),
@@ -228,7 +230,7 @@ class CallTree:
                 thread=thread,
             )
             rest = np.concatenate((call.prompt_ids[given:], call.sampled_ids))
-            self.add(prompt, call.number, rest, call.answer)
+            self.add(prompt, call.number, prompt.tokens.extend(rest), call.answer)
             made[call.number] = self._turns[-1], (*messages, call.answer)
 
     def is_extended(self, number: int) -> bool:
@@ -308,16 +310,17 @@ class CallTree:
         if self._rendering is None:
             return _EMPTY
         answer = len(turn.tokens) - turn.prompt_length
-        known = turn.tokens.tail(answer + END)
+        known = turn.tokens.to_array(answer + END)
         end, sampled = known[: len(known) - answer], known[len(known) - answer :]
         more = self._rendering.render_extension(end, sampled, tail, tools)
         return None if more is None else turn.tokens.extend(more)
 
     def _find_nearest(self, ids: Ids) -> tuple[TokenSequence, int, turns.Turn | None]:
         """`ids` with the longest front that a turn has as well, its length, and that turn."""
-        shared, near = turns.nearest_by_tokens(self._turns, ids)
+        tokens = TokenSequence(ids)
+        shared, near = turns.nearest_by_tokens(self._turns, tokens)
         if near is None or not shared:
-            return TokenSequence(ids), shared, near
+            return tokens, shared, near
         return near.tokens.truncate(shared).extend(ids[shared:]), shared, near
 
     def _branch(
@@ -385,7 +388,3 @@ def _select_by_call_ids(turns: Sequence[turns.Turn], echoed: Message) -> turns.T
 
 def _digest_ids(ids: Ids) -> bytes:
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-
-
-def _decode_ids(inner: bytes) -> Ids:
-    return np.asarray(msgspec.json.decode(b"[" + inner + b"]", type=list[int]), np.int32)

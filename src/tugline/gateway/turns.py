@@ -22,7 +22,7 @@ import msgspec
 
 from tugline.chat.model_call import UNNAMED, ThreadInfo
 from tugline.chat.tokens import TokenSequence, count_shared
-from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
+from tugline.types import Branch, EchoChange, Message, Role, Tool, ToolCall
 
 MessageDigest = bytes
 """Digest of one message's meaning."""
@@ -143,9 +143,9 @@ class _Entry(NamedTuple):
     turn: Turn | None
 
 
-def nearest_by_tokens(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
-    """The longest prefix that `ids` share with a turn, and the earliest turn that has it."""
-    shared = ((turn.tokens.shared_prefix(ids), turn) for turn in _leaves(turns))
+def nearest_by_tokens(turns: Sequence[Turn], tokens: TokenSequence) -> tuple[int, Turn | None]:
+    """The longest prefix that `tokens` share with a turn, and the earliest turn that has it."""
+    shared = ((turn.tokens.shared_prefix(tokens), turn) for turn in _leaves(turns))
     return max(shared, key=itemgetter(0), default=(0, None))
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import zstandard
 from msgspec.structs import replace
 
+from tugline.chat.tokens import TokenSequence
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
-from tugline.traces.lineage import count_ids, count_shared_ids
 from tugline.types import Call, Ids, Message, Tool, decode, encode
 
 _CANDIDATES = 8
@@ -62,7 +62,8 @@ class Packer:
     """Encodes the records of one section; remembers the last calls' ids and tools."""
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: dict[int, TokenSequence] = {}
+        """Ids of the last calls by their numbers, prompt and answer."""
         self._tools: tuple[Tool, ...] = ()
         self._images: set[str] = set()
         self._stream = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compressobj()
@@ -75,36 +76,44 @@ class Packer:
         encoded = [encode(record) for record in records]
         return [self._stream.compress(one) + self._stream.flush(_FLUSH) for one in encoded]
 
-    def pack_call(self, call: Call) -> list[bytes]:
-        """Encode a call, after the images that it is the first to hold."""
+    def pack_call(self, call: Call, tokens: TokenSequence | None = None) -> list[bytes]:
+        """Encode a call, after the images that it is the first to hold.
+
+        `tokens` are its ids, prompt and answer, if they share a buffer with those of other calls;
+        then `call.prompt_ids` is not looked at.
+        """
         names = {one.url: one.digest for message in call.messages for one in message.images}
         new = [ImageRecord(name, url) for url, name in names.items() if name not in self._images]
-        base, keep = self._find_base(call)
+        if tokens is None:
+            tokens = TokenSequence(np.concatenate((call.prompt_ids, call.sampled_ids)))
+        size = len(tokens) - len(call.sampled_ids)
+        base, keep = self._find_base(call.parent, tokens, size)
         same_tools = self._tools == call.tools
         reduced = replace(
             call,
             messages=tuple(_replace_urls(message, names) for message in call.messages),
             tools=() if same_tools else call.tools,
-            prompt_ids=call.prompt_ids[keep:],
+            prompt_ids=tokens.to_array(len(tokens) - keep)[: size - keep],
         )
-        number = -1 if base is None else base.number
-        packed = self.pack(*new, CallRecord(reduced, number, keep, same_tools))
+        packed = self.pack(*new, CallRecord(reduced, base, keep, same_tools))
         self._images.update(names.values())
         self._tools = call.tools
-        if base is not None and keep == count_ids(base):
-            self._calls = [known for known in self._calls if known is not base]
-        self._calls = [*self._calls[1 - _CANDIDATES :], call]
+        if keep and keep == len(self._calls[base]):
+            del self._calls[base]
+        self._calls[call.number] = tokens
+        if len(self._calls) > _CANDIDATES:
+            del self._calls[next(iter(self._calls))]
         return packed
 
-    def _find_base(self, call: Call) -> tuple[Call | None, int]:
-        """Return the call whose ids begin this prompt, and how many; preferably its parent."""
-        base, keep = None, 0
-        latest_first = reversed(self._calls)
-        for known in sorted(latest_first, key=lambda known: known.number != call.parent):
-            shared = count_shared_ids(call, known)
+    def _find_base(self, parent: int | None, tokens: TokenSequence, size: int) -> tuple[int, int]:
+        """The call whose ids begin this prompt, or -1, and how many; preferably its parent."""
+        base, keep = -1, 0
+        latest_first = reversed(self._calls.items())
+        for number, known in sorted(latest_first, key=lambda known: known[0] != parent):
+            shared = min(size, known.shared_prefix(tokens))
             if shared > keep:
-                base, keep = known, shared
-            if shared == count_ids(known):
+                base, keep = number, shared
+            if shared == len(known):
                 break
         return base, keep
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 import msgspec
 import zstandard
 
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import CaptureError
 from tugline.recording.codec import Packer, Unpacker
 from tugline.recording.records import Header, RecordedEvent, RecordedResult
@@ -209,9 +210,9 @@ class Writer:
         """Whether the file is closed."""
         return self._fd < 0
 
-    def append(self, call: Call) -> int:
-        """Write one call; returns the bytes it took."""
-        return self._write_records(self._packer.pack_call(call))
+    def append(self, call: Call, tokens: TokenSequence | None = None) -> int:
+        """Write one call; returns the bytes it took. See `Packer.pack_call`."""
+        return self._write_records(self._packer.pack_call(call, tokens))
 
     def append_record(self, record: RecordedEvent | RecordedResult) -> int:
         """Write an event or the session's result; returns the bytes it took."""
