@@ -15,7 +15,7 @@ BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 def diff_folder(before: dict[str, str], workdir: Path, limits: PatchLimits | None = None) -> Patch:
     """The changes of a workspace without a base."""
     workspace = OverlayWorkspace(workdir.parent, None, before)
-    workspace.work = workdir
+    workspace.work = workspace.own = workdir
     return workspace.diff(limits)
 
 

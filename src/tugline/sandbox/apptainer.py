@@ -139,9 +139,8 @@ class ApptainerSandbox(host.IsolatedSandbox):
         super().__init__(layout, runtime.limits, runtime.allow, cgroup_parent)
         self._image, self._hardening = image, runtime.hardening
         self._child: ChildProcess | None = None
-        self._first_process = 0
 
-    async def _start(self, runner: Runner) -> int:
+    async def _start(self, runner: Runner) -> None:
         command = await asyncio.to_thread(self.command)
         child = self._child = ChildProcess(command)
         try:
@@ -149,12 +148,11 @@ class ApptainerSandbox(host.IsolatedSandbox):
         except SandboxError as error:
             output = child.read_output()
             if "--security" in command and self._hardening.give_up(output):
-                return 0
+                return
             msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
             raise SandboxError(msg) from error
-        self._first_process = await asyncio.to_thread(find_first_process, child.pid)
-        await self._guard.watch(self._first_process)
-        return self._first_process
+        self._pid = await asyncio.to_thread(find_first_process, child.pid)
+        await self._guard.watch(self._pid)
 
     async def _kill_processes(self) -> None:
         """SIGKILL for process 1, and with it for all in its namespace."""
@@ -162,11 +160,11 @@ class ApptainerSandbox(host.IsolatedSandbox):
             return
         if not self._child.ended.done():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._first_process or self._child.pid, signal.SIGKILL)
+                os.kill(self._pid or self._child.pid, signal.SIGKILL)
             await asyncio.wait([self._child.ended], timeout=_KILL_S)
         await self._child.end()
         await self._guard.end()
-        self._child, self._first_process = None, 0
+        self._child = None
 
     def command(self) -> list[str]:
         """Return the command that starts the container. Blocks."""

@@ -145,11 +145,10 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         super().__init__(layout, runtime.limits, runtime.allow, machine.cgroup_parent)
         self._machine = machine
         self._child: ChildProcess | None = None
-        self._first_process = 0
         self._info = self._pidfd = -1
         """Where bwrap reports its process 1, and a handle of that."""
 
-    async def _start(self, runner: Runner) -> int:
+    async def _start(self, runner: Runner) -> None:
         prefix = await finish(asyncio.to_thread(self._prefix))
         self._child = self._spawn(prefix)
         try:
@@ -158,7 +157,6 @@ class BubblewrapSandbox(host.IsolatedSandbox):
         except SandboxError as error:
             msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
             raise SandboxError(msg) from error
-        return self._first_process
 
     def _spawn(self, prefix: Sequence[str]) -> ChildProcess:
         """Start bwrap by the command `prefix`."""
@@ -191,7 +189,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
                     await asyncio.wait([self._child.ended], timeout=_INFO_S)
             await self._child.end()
         close_all(self._info, self._pidfd)
-        self._child, self._first_process, self._info, self._pidfd = None, 0, -1, -1
+        self._child, self._info, self._pidfd = None, -1, -1
 
     async def _find_first_process(self) -> None:
         """Get a handle of process 1, which bwrap reports as soon as there is one.
@@ -203,9 +201,9 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             return
         await asyncio.wait_for(wait_readable(self._info), _INFO_S)
         if found := _PID.search(os.read(self._info, 4096)):
-            self._first_process = int(found[1])
+            self._pid = int(found[1])
             with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(self._first_process)
+                self._pidfd = os.pidfd_open(self._pid)
 
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
         """Return the folders; an overlay is seen only in its sandbox, which is started for it."""

@@ -188,6 +188,8 @@ class ContainerSandbox(IsolatedSandbox):
         if not runtime.read_only:
             del self._folders[_TMP]
         self._runtime, self._image = runtime, image
+        self._user = image.user if runtime.user is None else runtime.user
+        self._is_root = self._user.partition(":")[0] in {"", "0", "root"}
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._started = False
         self._upper: list[Path] = []
@@ -230,7 +232,7 @@ class ContainerSandbox(IsolatedSandbox):
             config = await asyncio.to_thread(self._config)
             await docker.containers.create(config, name=self._name)
 
-    async def _start(self, runner: Runner) -> int:
+    async def _start(self, runner: Runner) -> None:
         async with self._call_engine("started") as docker:
             container = docker.containers.container(self._name)
             self._started = True
@@ -242,13 +244,12 @@ class ContainerSandbox(IsolatedSandbox):
                 msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
                 raise ImageError(msg) from error
             shown = await container.show()
-        pid = int(shown["State"]["Pid"])
+        self._pid = int(shown["State"]["Pid"])
         upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
-        self._cgroup = await asyncio.to_thread(cgroup_of, pid)
-        await self._guard.watch(pid)
+        self._cgroup = await asyncio.to_thread(cgroup_of, self._pid)
+        await self._guard.watch(self._pid)
         await runner.wait_ready()
-        return pid
 
     async def _kill_processes(self) -> None:
         """SIGKILL for all that is in it; the container stays."""
@@ -279,14 +280,6 @@ class ContainerSandbox(IsolatedSandbox):
         return self._runtime.engine.client(f"container {self._name} cannot be {done}")
 
     # ------------------------------------------------------------------ its configuration
-    @property
-    def _user(self) -> str:
-        return self._image.user if self._runtime.user is None else self._runtime.user
-
-    @property
-    def _is_root(self) -> bool:
-        return self._user.partition(":")[0] in {"", "0", "root"}
-
     def _config(self) -> dict[str, Any]:
         return {
             "Image": self._image.id,

@@ -33,7 +33,6 @@ _STALE_S = 3600.0
 _OPEN_FILES = 65536
 _MOST_PROCESSES = 32768
 _FOLDERS = tuple(map(Path, ("/bin", "/lib", "/lib64", "/usr")))
-_COPYING_STORAGE = {"vfs"}
 _log = log.get("sandbox")
 
 
@@ -57,26 +56,21 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     def list_weaknesses(self) -> tuple[str, ...]:
         """Return what is not isolated here, one line each."""
         who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
-        found = []
-        if not self.memory:
-            found.append(f"memory has no limit: {who} sets none")
-        if not self.processes:
-            found.append(f"the number of processes has no limit: {who} sets none")
-        if not self.seccomp:
-            found.append(f"no system call is refused: {who} has no seccomp profile")
-        if self.hardening is None:
-            found.append(
-                "a program can take over the shell that runs it, so forge its exit code and outlive"
-                f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
-            )
-        if not self.rootless:
-            found.append("root in a container is this machine's root with few of its rights")
-        if self.storage in _COPYING_STORAGE:
-            found.append(
-                f"slow: storage driver {self.storage} copies the image for each container; for"
-                ' podman, set driver = "overlay" in storage.conf and begin with empty storage'
-            )
-        return tuple(found)
+        forged = (
+            "a program can take over the shell that runs it, so forge its exit code and outlive"
+        )
+        forged += f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
+        slow = "slow: storage driver vfs copies the image for each container; for podman, set"
+        slow += ' driver = "overlay" in storage.conf and begin with empty storage'
+        rules = (
+            (self.memory, f"memory has no limit: {who} sets none"),
+            (self.processes, f"the number of processes has no limit: {who} sets none"),
+            (self.seccomp, f"no system call is refused: {who} has no seccomp profile"),
+            (self.hardening is not None, forged),
+            (self.rootless, "root in a container is this machine's root with few of its rights"),
+            (self.storage != "vfs", slow),
+        )
+        return tuple(weakness for holds, weakness in rules if not holds)
 
 
 def ulimits(engine: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
-from tugline.sandbox.patch import FileChange, unusable_name
+from tugline.sandbox.patch import FileChange, read_change, unusable_name
 
 ARTIFACTS = "home"
 """Folder of a sandbox's logs that `collect_artifacts` copies to."""
@@ -29,7 +29,6 @@ _MAX_ARTIFACT_BYTES = 64 << 20
 _MAX_ARTIFACTS_BYTES = 256 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 Root = Path | int
 """A folder: its path, or an open descriptor, which stays open."""
@@ -58,12 +57,8 @@ def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes |
     """Return a regular file's bytes; None if there is none, it is a link or too large."""
     parts = PurePosixPath(check_path(path))
     with contextlib.suppress(OSError), open_folder(root, parts.parent) as parent:
-        if not stat.S_ISREG(os.lstat(parts.name, dir_fd=parent).st_mode):
-            return None  # not even opened: a device may do something then
-        with os.fdopen(os.open(parts.name, _READ, dir_fd=parent), "rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                data = file.read(max_bytes + 1)
-                return data if len(data) <= max_bytes else None
+        found = read_change(parts.name, max_bytes, parent)
+        return found.data if isinstance(found, FileChange) and not found.link else None
     return None
 
 

@@ -235,8 +235,8 @@ class IsolatedSandbox(HostSandbox):
 
     # ------------------------------------------------------------------ for the drivers
     @abstractmethod
-    async def _start(self, runner: Runner) -> int:
-        """Start the sandbox, wait for its shell and return the number of its process 1.
+    async def _start(self, runner: Runner) -> None:
+        """Start the sandbox, set `_pid` and wait for its shell.
 
         Whatever was begun must be found by `_kill_processes`, also if this is cancelled. A runner
         that is not alive on return is not used; this is called again with another one.
@@ -263,7 +263,7 @@ class IsolatedSandbox(HostSandbox):
                 runner = Runner(self._directory / "control", self._kill, max_log_bytes)
                 self._runner = runner
                 await finish(asyncio.to_thread(runner.prepare))
-                self._pid = await self._start(runner)
+                await self._start(runner)
                 if not runner.alive:
                     continue
                 if self._cgroup_parent is not None:

@@ -158,18 +158,14 @@ def find_cgroup_parent() -> Cgroup:
 
 def list_unenforced(parent: Cgroup) -> list[str]:
     """Return the limits that are not enforced on this machine, one line each."""
-    lines = []
-    if parent.memory is None:
-        lines.append(
-            "memory is limited for each process, not for the sandbox (no control groups here)"
-        )
-    if parent.processes is None:
-        by_root = os.geteuid() == 0
-        how = "has no limit" if by_root else "is limited by an rlimit, not a control group"
-        lines.append(f"the number of processes {how} (no control groups here)")
-    if parent.cpu is None:
-        lines.append("a sandbox of many busy processes slows the others (no control groups here)")
-    return lines
+    by_root = os.geteuid() == 0
+    how = "has no limit" if by_root else "is limited by an rlimit, not a control group"
+    limits = (
+        (parent.memory, "memory is limited for each process, not for the sandbox"),
+        (parent.processes, f"the number of processes {how}"),
+        (parent.cpu, "a sandbox of many busy processes slows the others"),
+    )
+    return [f"{line} (no control groups here)" for group, line in limits if group is None]
 
 
 def is_starved(used_s: float, waited_s: float, wall_s: float) -> bool:

@@ -18,7 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -110,8 +110,7 @@ class OverlayWorkspace:
         """Return what was changed; no program runs."""
         limits = limits or PatchLimits()
         collector = ChangeCollector(limits, lambda path: self._before(path, limits.file_bytes))
-        layered = self.own == self.upper
-        return collect_patch(collector, self._read_upper if layered else self._compare)
+        return collect_patch(collector, self._collect)
 
     def _copy_base_modes(self) -> None:
         """Give folders of the upper layer the mode and owner that they have in the base."""
@@ -167,7 +166,10 @@ class OverlayWorkspace:
         else:
             self._remove_below(collector, path)
 
-    def _remove_below(self, collector: ChangeCollector, path: str) -> None:
+    def _remove_below(
+        self, collector: ChangeCollector, path: str, but: Collection[str] = ()
+    ) -> None:
+        """Add the removal of what the base has below `path`, but for some."""
         folder = self._base_path(path)
         if folder is None or folder.is_symlink() or IGNORED & set(path.split("/")):
             return
@@ -175,8 +177,8 @@ class OverlayWorkspace:
             links = [name for name in folders if Path(here, name).is_symlink()]
             folders[:] = [name for name in folders if name not in IGNORED]
             for name in [*files, *links]:
-                below = f"{path}/{Path(here, name).relative_to(folder).as_posix()}"
-                if self._old_file(below):
+                below = str(PurePosixPath(path, Path(here, name).relative_to(folder)))
+                if below not in but and self._old_file(below):
                     collector.add_removed(below)
 
     def _add_if_changed(
@@ -190,9 +192,10 @@ class OverlayWorkspace:
             collector.add_entry(path, entry)
 
     # ------------------------------------------------------------------ the new state
-    def _read_upper(self, collector: ChangeCollector) -> None:
+    def _collect(self, collector: ChangeCollector) -> None:
+        """Add what is in the upper layer, a plain folder or a copy, and what is not any more."""
         seen: set[str] = set()
-        stack = [("", str(self.upper))]
+        stack = [("", str(self.own))]
         while stack:
             for path, entry in collector.list_folder(*stack.pop()):
                 try:
@@ -204,46 +207,30 @@ class OverlayWorkspace:
                     stack.append((f"{path}/", entry.path))
                 elif kind == "file":
                     seen.add(path)
-        self._add_missing(collector, seen)
-
-    def _read_entry(self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]) -> str:
-        """Add an entry; return whether it is a file, a folder to be searched, or neither."""
-        if entry.is_dir(follow_symlinks=False):
-            collector.count()
-            if not collector.should_enter(path, entry.name):
-                return ""
-            if _has_xattr(entry, _OPAQUE) or self._old_file(path):
-                self._remove_path(collector, path)
-            return "folder"
-        if _is_whiteout(entry):
-            self._remove_path(collector, path)
-            return ""
-        self._remove_below(collector, path)
-        self._add_if_changed(collector, path, entry)
-        return "file"
-
-    def _compare(self, collector: ChangeCollector) -> None:
-        """Compare a plain folder with its initial files, a copy with the base as well."""
-        seen: set[str] = set()
-        for path, entry in collector.walk(self.work, counted=self.lower is None):
-            seen.add(path)
-            try:
-                if self.lower is None:
-                    collector.add_entry(path, entry)
-                else:
-                    self._add_if_changed(collector, path, entry)
-            except OSError as error:
-                collector.note(path, f"cannot be read ({error.strerror})")
-        if self.lower is not None:
-            for path, _ in collector.walk(self.lower, counted=False):
-                if path not in seen and self._old_file(path):
-                    collector.add_removed(path)
-        self._add_missing(collector, seen)
-
-    def _add_missing(self, collector: ChangeCollector, seen: set[str]) -> None:
+        if self.own == self.work:  # nothing in it marks what was removed
+            self._remove_below(collector, "", but=seen)
         for path in self._files.keys() - seen:
             if not IGNORED & set(path.split("/")):
                 collector.add_removed(path)
+
+    def _read_entry(self, collector: ChangeCollector, path: str, entry: os.DirEntry[str]) -> str:
+        """Add an entry; return whether it is a file, a folder to be searched, or neither."""
+        layered = self.own == self.upper
+        if entry.is_dir(follow_symlinks=False):
+            if layered or self.lower is None:
+                collector.count()  # of a copy, only what has changed counts
+            if not collector.should_enter(path, entry.name):
+                return ""
+            if layered and (_has_xattr(entry, _OPAQUE) or self._old_file(path)):
+                self._remove_path(collector, path)
+            return "folder"
+        if layered and _is_whiteout(entry):
+            self._remove_path(collector, path)
+            return ""
+        if layered:
+            self._remove_below(collector, path)
+        self._add_if_changed(collector, path, entry)
+        return "file"
 
 
 def _is_whiteout(entry: os.DirEntry[str]) -> bool:

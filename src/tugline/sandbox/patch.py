@@ -9,7 +9,6 @@ of an overlay is in `workspace.overlay`.
 import os
 import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -20,6 +19,8 @@ INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+"""A pipe must not hold us, nor a link lead us out."""
 _TOO_MANY = "more files than are looked at; no change is taken along"
 
 
@@ -139,18 +140,6 @@ class ChangeCollector:
                 self.count()
                 self.note(path, reason)
 
-    def walk(self, workdir: Path, *, counted: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield all files and links below, without ignored folders."""
-        stack = [("", str(workdir))]
-        while stack:
-            for path, entry in self.list_folder(*stack.pop()):
-                if counted:
-                    self.count()
-                if not entry.is_dir(follow_symlinks=False):
-                    yield path, entry
-                elif self.should_enter(path, entry.name):
-                    stack.append((f"{path}/", entry.path))
-
     def should_enter(self, path: str, name: str) -> bool:
         """Return whether a folder is searched."""
         if name in INSTALLED:
@@ -183,17 +172,20 @@ def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector
     return collector.build_patch()
 
 
-def read_change(path: str, max_bytes: int) -> FileChange | str:
-    """Return a file's or a link's content, or the reason why it cannot be read."""
+def read_change(path: str, max_bytes: int, parent: int | None = None) -> FileChange | str:
+    """Return a file's or a link's content, or the reason why it cannot be read.
+
+    `parent` is an open folder that `path` is a name in.
+    """
     try:
-        mode = os.lstat(path).st_mode
+        mode = os.lstat(path, dir_fd=parent).st_mode
         if stat.S_ISLNK(mode):
-            return FileChange(os.fsencode(os.readlink(path)), link=True)  # noqa: PTH115 - bytes matter
+            return FileChange(os.fsencode(os.readlink(path, dir_fd=parent)), link=True)
         if not stat.S_ISREG(mode):
-            return "not a regular file"
-        # NONBLOCK and NOFOLLOW: a pipe must not hold us, nor a link lead us out.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with os.fdopen(handle, "rb") as file:
+            return "not a regular file"  # not even opened: a device may do something then
+        with os.fdopen(os.open(path, _READ, dir_fd=parent), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return "not a regular file any more"
             data = file.read(max_bytes + 1)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
