@@ -71,7 +71,7 @@ def parse(
     pieces: list[Piece] = []
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     for start, end in itertools.pairwise(edges):
-        pieces += parser.feed(np.asarray(ids[start:end], np.int32))
+        pieces += parser.feed(ids[start:end])
     rest, message = parser.finish()
     return [*pieces, *rest], message, parser
 
@@ -146,8 +146,8 @@ def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) ->
         ids = [one for one in ids if one not in made.stop_ids]
         expected = made.tokenizer.decode(ids)
         parser = StreamParser(made, None, "0", stops=stops)
-        pieces = parser.feed(np.asarray(ids[: len(ids) // 2], np.int32))
-        pieces += parser.feed(np.asarray([*ids[len(ids) // 2 :], end, *ids], np.int32))
+        pieces = parser.feed(ids[: len(ids) // 2])
+        pieces += parser.feed([*ids[len(ids) // 2 :], end, *ids])
         rest, message = parser.finish()
         adds_up([*pieces, *rest], message)
         assert message == Message(
@@ -163,7 +163,7 @@ def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
     parser = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
 
     def feed(text: str) -> list[Piece]:
-        return parser.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+        return parser.feed(made.tokenizer.encode(text))
 
     pieces = feed(answered(name, thought, "Look", ""))
     assert pieces == [ReasoningDelta("deep")] * (thought is not None) + [TextDelta("Look")]
@@ -252,7 +252,7 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     assert whole.startswith(beginning.strip())
     ids = [*made.tokenizer.encode(whole.removeprefix(beginning.lstrip())), made.stop_ids[0]]
     parser = StreamParser(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
-    pieces = parser.feed(np.asarray(ids, np.int32))
+    pieces = parser.feed(ids)
     rest, message = parser.finish()
     adds_up([*pieces, *rest], message)
     assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a.txt"}'),)
@@ -305,7 +305,7 @@ def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:
         parser = StreamParser(harmony, end, "0")
         pieces: list[Piece] = []
         for start in range(0, len(ids), size):
-            pieces += parser.feed(np.asarray(ids[start : start + size], np.int32))
+            pieces += parser.feed(ids[start : start + size])
         rest, message = parser.finish()
         adds_up([*pieces, *rest], message)
         assert (message.reasoning, message.content) == ("I think", "Now")
@@ -315,8 +315,8 @@ def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:
     assert parsed.calls == (("read", '{"path":"a"}'),)
     forced = harmony.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
     parser = StreamParser(harmony, end, "0", forced=forced)
-    parser.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
+    parser.feed(harmony.tokenizer.encode('{"path":"a"}<|call|>'))
     assert parser.finish()[1].tool_calls == message.tool_calls
     bare = StreamParser(harmony, end[:10], "0")
-    bare.feed(np.asarray(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")))
+    bare.feed(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>"))
     assert bare.finish()[1].content == "Hi"

@@ -230,7 +230,7 @@ def test_versions_join_into_spans() -> None:
     """Tokens of one policy version form one span; a swap starts another."""
     sampled = SampledTokens()
     for version in (3, 3, 4):
-        sampled.add(np.ones(2, np.int32), np.zeros(2, np.float32), version)
+        sampled.add([1, 1], [0.0, 0.0], version)
     assert sampled.versions == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
     assert [len(array) for array in sampled.join()] == [6, 6]
 
@@ -238,4 +238,4 @@ def test_versions_join_into_spans() -> None:
 def test_tokens_without_logprobs_are_refused() -> None:
     """An engine that leaves logprobs out is told so at the first token (I2)."""
     with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
-        SampledTokens().add(np.ones(2, np.int32), np.zeros(0, np.float32), 0)
+        SampledTokens().add([1, 1], [], 0)

@@ -143,10 +143,10 @@ class StreamParser:
         """How many sampled ids belong to the answer: all, or those up to the stop string's end."""
         return self._fed if self.matched_stop is None else self._position
 
-    def feed(self, ids: Ids) -> list[Piece]:
+    def feed(self, ids: list[int]) -> list[Piece]:
         """Add sampled ids; returns the pieces that they complete."""
         start, self._fed = self._fed, self._fed + len(ids)
-        self._walk(ids.tolist(), start)
+        self._walk(ids, start)
         return self.output.take_pieces()
 
     def finish(self) -> tuple[list[Piece], Message]:
@@ -217,7 +217,7 @@ class StreamParser:
 
         Where stop strings are watched every id is by itself, so that `length` is exact.
         """
-        if self._single:
+        if self._single or len(ids) == 1:
             yield from pairwise(range(len(ids) + 1))
             return
         end = 0

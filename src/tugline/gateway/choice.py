@@ -115,7 +115,7 @@ class Choice:
         """Continue an answer that broke off: its ids become context, its pieces are replayed."""
         if self._decoder is not None:
             self._resumed = np.concatenate((earlier._resumed, earlier.sampled.join()[0]))
-            self.pieces = list(self._decoder.feed(self._resumed))
+            self.pieces = list(self._decoder.feed(self._resumed.tolist()))
             self.prompt = replace(self.prompt, parent=earlier.number, branch=None, added=())
 
     async def stop_early(self) -> None:
@@ -219,8 +219,7 @@ class Choice:
             self.prompt = self._transcript.turns.set_observed(self.prompt, delta.prompt)
         sampled = self.sampled
         version = self._engine.version if delta.version is None else delta.version
-        ids = np.asarray(delta.ids, np.int32)
-        sampled.add(ids, np.asarray(delta.logprobs, np.float32), version)
+        sampled.add(delta.ids, delta.logprobs, version)
         if delta.spans:
             sampled.set_versions(delta.spans)
         sampled.finish = delta.finish or sampled.finish
@@ -229,7 +228,7 @@ class Choice:
         sampled.prompt_count = delta.prompt_count or sampled.prompt_count
         self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
-            pieces = self._decoder.feed(ids)
+            pieces = self._decoder.feed(delta.ids)
         else:
             pieces = self._assembler.feed(delta)
         self.pieces += pieces

@@ -110,13 +110,13 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 class SampledTokens:
     """The answer so far; a reply is the part that one engine request gave.
 
-    Arrays are stored as they came and joined once, so this costs O(tokens) (I7). Ids, logprobs and
-    policy versions must cover the same tokens; a gap is an error at once, because a token without
-    its logprob cannot be trained (I2).
+    They are lists until the end, so this costs O(tokens) (I7). Ids, logprobs and policy versions
+    must cover the same tokens; a gap is an error at once, because a token without its logprob
+    cannot be trained (I2).
     """
 
-    ids: list[Ids] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     finish: Finish | None = None
     stop: str | None = None
@@ -126,25 +126,29 @@ class SampledTokens:
     """Tokens that `truncate` dropped."""
     prompt_count: int = 0
     """Tokens of the prompt, where the engine only counts them."""
-    length: int = 0
     reply_start: int = 0
     """Index of the current reply's first token."""
     first_at: float | None = None
     last_at: float | None = None
 
-    def add(self, ids: Ids, logprobs: Logprobs, version: int) -> None:
+    @property
+    def length(self) -> int:
+        """How many tokens have ids."""
+        return len(self.ids)
+
+    def add(self, ids: list[int], logprobs: list[float], version: int) -> None:
         """Append tokens sampled under one policy version."""
         if len(ids) != len(logprobs):
             msg = f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; ask for all"
             raise EngineError(msg)
-        if not len(ids):
+        if not ids:
             return
         self.last_at = time.time()
         self.first_at = self.first_at or self.last_at
-        self.ids.append(ids)
-        self.logprobs.append(logprobs)
-        start, self.length = self.length, self.length + len(ids)
-        self._add_span(VersionSpan(version, start, self.length))
+        start = len(self.ids)
+        self.ids += ids
+        self.logprobs += logprobs
+        self._add_span(version, start, len(self.ids))
 
     def set_versions(self, spans: Iterable[VersionSpan]) -> None:
         """Set the versions of the current reply; spans count from its first token.
@@ -156,7 +160,7 @@ class SampledTokens:
         for span in spans:
             end = min(span.end + shift, self.length)
             if span.start + shift < end:
-                self._add_span(VersionSpan(span.version, span.start + shift, end))
+                self._add_span(span.version, span.start + shift, end)
         covered = self.versions[-1].end if self.versions else 0
         if covered != self.length:
             self.versions = before
@@ -167,26 +171,20 @@ class SampledTokens:
         """Drop the tokens after the first `length`, such as those after a stop string."""
         if length >= self.length:
             return
-        ids, logprobs = self.join()
         self.cut_tokens += self.length - length
-        self.ids, self.logprobs, self.length = [ids[:length]], [logprobs[:length]], length
+        del self.ids[length:], self.logprobs[length:]
         self._trim_versions(length)
 
     def join(self) -> tuple[Ids, Logprobs]:
         """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``."""
-        if not self.ids:
-            return np.empty(0, np.int32), np.empty(0, np.float32)
-        if len(self.ids) > 1:
-            self.ids = [np.concatenate(self.ids)]
-            self.logprobs = [np.concatenate(self.logprobs)]
-        return self.ids[0], self.logprobs[0]
+        return np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
 
-    def _add_span(self, span: VersionSpan) -> None:
+    def _add_span(self, version: int, start: int, end: int) -> None:
         last = self.versions[-1] if self.versions else None
-        if last is not None and last.version == span.version and last.end == span.start:
-            self.versions[-1] = VersionSpan(span.version, last.start, span.end)
+        if last is not None and last.version == version and last.end == start:
+            self.versions[-1] = VersionSpan(version, last.start, end)
         else:
-            self.versions.append(span)
+            self.versions.append(VersionSpan(version, start, end))
 
     def _trim_versions(self, length: int) -> None:
         self.versions = [

@@ -82,8 +82,9 @@ class Reply(asyncio.Protocol):
         await self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _fail(self, fault: OSError) -> None:
         self._fault = self._fault or fault
@@ -128,7 +129,8 @@ class Reply(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         """Keep a part of the body."""
         self._parts.append(data)
-        self._wake()
+        if self._waiter is not None:  # one read may bring hundreds of parts
+            self._wake()
 
     def on_message_complete(self) -> None:
         """End the reply."""

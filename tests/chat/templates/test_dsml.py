@@ -19,7 +19,7 @@ def parse(text: str) -> list[str | tuple[str, object]]:
     made = rendering("deepseek-v4")
     end = np.asarray(made.tokenizer.encode("</think>"), np.int32)
     parser = StreamParser(made, end, "0")
-    pieces: list[Piece] = parser.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+    pieces: list[Piece] = parser.feed(made.tokenizer.encode(text))
     return [
         (one.name, json.loads(one.arguments)) if isinstance(one, ToolCall) else one.text
         for one in [*pieces, *parser.finish()[0]]

@@ -280,7 +280,7 @@ def test_whatever_is_sampled_reads_the_same_again(
     pieces: list[Piece] = []
     while at < len(sampled) and decoder.matched_stop is None:
         more = sampled[at : at + data.draw(st.integers(1, 9))]
-        pieces += decoder.feed(np.asarray(more, np.int32))
+        pieces += decoder.feed(more)
         at += len(more)
     folder = tmp_path_factory.getbasetemp() / "tokenizer"
     if not folder.exists():

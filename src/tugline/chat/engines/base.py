@@ -5,7 +5,6 @@ reports its ids; text mode: it reports none). In exact mode the gateway decodes 
 itself; in the other two it passes on the engine's own text, reasoning and tool calls.
 """
 
-import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -150,11 +149,13 @@ class Reader(ABC, Generic[R]):
         one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
         missing, naming the engine flag to add.
         """
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        try:
             replies = self.decoder.decode_lines(b"\n".join(payloads))
-            if all(reply.error is None for reply in replies):
-                return self.add_all(replies)
-        return self.add_all([self.decode(payload) for payload in payloads])  # one of them raises
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            replies = []
+        if not replies or any(reply.error is not None for reply in replies):
+            replies = [self.decode(payload) for payload in payloads]  # one of them raises
+        return self.add_all(replies)
 
     def read_body(self, body: bytes) -> list[Delta]:
         """Read a reply that was not streamed. Raises `EngineError` if there is no answer in it."""

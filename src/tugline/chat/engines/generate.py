@@ -111,8 +111,14 @@ class ChoiceReader(TokenReader[_Reply]):
         """Add the first choice."""
         if not reply.choices:
             return
-        choice = reply.choices[0]
+        choice, latest = reply.choices[0], self.deltas[-1]
         ids, logprobs = choice.token_ids or [], choice.list_logprobs()
+        plain = choice.finish_reason is None and choice.weight_versions is None
+        if plain and len(ids) == len(logprobs) and not (latest.finish or latest.spans):
+            latest.ids += ids
+            latest.logprobs += logprobs
+            self.count += len(ids)
+            return
         finish = base.parse_finish(choice.finish_reason)
         if choice.token_ids is None and finish is not None and not self.count:
             raise EngineError(self.missing_ids)

@@ -89,7 +89,7 @@ def _decode(rendering: Rendering, call: Call) -> Message:
         forced=call.prompt_ids[forced:resumed] if call.forced else None,
         tools=call.tools,
     )
-    pieces = [*decoder.feed(call.prompt_ids[resumed:]), *decoder.feed(call.sampled_ids)]
+    pieces = decoder.feed([*call.prompt_ids[resumed:].tolist(), *call.sampled_ids.tolist()])
     if call.outcome is CallOutcome.CLIENT_GONE:
         return join_pieces(pieces) or Message(Role.ASSISTANT)
     return decoder.finish()[1]
