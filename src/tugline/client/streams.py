@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import asdict, replace
 
 from tugline import log, protocol
-from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
+from tugline.client.transport import BROKEN, RetryBudget, Transport, is_transient, quote_id
 from tugline.errors import Missing, ServerError
 from tugline.recording.trajectories import unpack
 from tugline.types import TERMINAL, Trajectory
@@ -48,7 +48,7 @@ async def stream_log(
     A stream also ends when its server stops. So the log is complete when a request that began after
     the end of the session brings nothing more. Raises `ServerError` at the deadline.
     """
-    path, budget = f"/v1/sessions/{quote_id(session)}/log", http.start_budget()
+    path, budget = f"/v1/sessions/{quote_id(session)}/log", RetryBudget(http.deadline_s)
     offset: int | None = None if tail else 0
     complete = not follow
     while True:

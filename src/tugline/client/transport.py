@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -23,7 +23,6 @@ from tugline.errors import QuotaExceeded, ServerError, UsageError
 from tugline.protocol import PROBLEM, Problem
 
 T = TypeVar("T")
-Sleep = Callable[[float], Awaitable[None]]
 Query = Mapping[str, str | int | float | bool | Sequence[str] | None]
 """None leaves a parameter out, a sequence gives it several times."""
 
@@ -49,9 +48,8 @@ _log = log.get("client")
 class RetryBudget:
     """Remaining time of an operation, and the pauses between its attempts."""
 
-    def __init__(self, seconds: float, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._sleep = sleep
         self.renew()
 
     @property
@@ -75,19 +73,16 @@ class RetryBudget:
             raise error
         _log.debug("retrying", error=str(error), pause_s=round(pause, 3))
         self._pause = min(MAX_PAUSE_S, self._pause * 2)
-        await self._sleep(pause)
+        await asyncio.sleep(pause)
 
 
 class Transport:
     """A connection pool to one server; an async context manager."""
 
-    def __init__(
-        self, url: str, token: str, *, deadline_s: float, sleep: Sleep = asyncio.sleep
-    ) -> None:
+    def __init__(self, url: str, token: str, *, deadline_s: float) -> None:
         self.url = url.rstrip("/")
         self.deadline_s = deadline_s
         self._token = token
-        self._sleep = sleep
         if not self.url.startswith(("http://", "https://")):
             raise UsageError(f"server {url!r} must be a URL such as http://127.0.0.1:7700")
         self._http: aiohttp.ClientSession | None = None
@@ -126,7 +121,7 @@ class Transport:
             content = msgspec.json.encode(body)
             headers["Content-Type"] = "application/json"
         sending_s = len(content) / SLOWEST if isinstance(content, bytes) else 0.0
-        budget = RetryBudget(self.deadline_s + wait_s + sending_s, self._sleep)
+        budget = RetryBudget(self.deadline_s + wait_s + sending_s)
         while True:
             timeout = aiohttp.ClientTimeout(
                 total=max(0.01, budget.left),
@@ -158,10 +153,6 @@ class Transport:
     ) -> T:
         """Read what is at `path`; see `ask`."""
         return await self.ask("GET", path, kind, query=query, wait_s=wait_s)
-
-    def start_budget(self) -> RetryBudget:
-        """Start the retry budget of a stream, to be renewed by progress."""
-        return RetryBudget(self.deadline_s, self._sleep)
 
     @contextlib.asynccontextmanager
     async def stream(

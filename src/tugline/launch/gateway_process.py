@@ -12,7 +12,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import uvloop
 
@@ -36,11 +36,6 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-
-    @classmethod
-    async def open(cls, end: socket.socket) -> Self:
-        """Use one end of a pair of sockets."""
-        return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, *message: object) -> None:
         """Send a message, without waiting."""
@@ -136,7 +131,7 @@ class _Process:
 
 
 async def _serve(end: socket.socket) -> None:
-    channel = await Channel.open(end)
+    channel = Channel(*await asyncio.open_connection(sock=end))
     (start,) = await channel.receive()
     log.configure(**start.logging)
     raise_file_limit()

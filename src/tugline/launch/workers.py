@@ -106,7 +106,7 @@ class _Worker:
         with other:
             command = (sys.executable, "-m", "tugline.launch.gateway_process", str(other.fileno()))
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[other.fileno()])
-        channel = await Channel.open(own)
+        channel = Channel(*await asyncio.open_connection(sock=own))
         channel.send(replace(self.start, sessions=tuple(self.sessions.values())))
         reading = asyncio.create_task(self._read(channel), name="gateway-process-messages")
         try:

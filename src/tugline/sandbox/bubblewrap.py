@@ -251,14 +251,11 @@ class BubblewrapSandbox(host.IsolatedSandbox):
 
 def _check(spec: SandboxSpec) -> PurePosixPath:
     """Return the workdir. Raises `UsageError` for a workspace that it cannot provide."""
-    workspace = spec.workspace
-    if workspace.image or workspace.build:
-        name = "image" if workspace.image else "build"
-        msg = f"runtime 'bubblewrap' has no container images (workspace.{name}); take 'container'"
-        raise UsageError(msg)
-    workdir = host.resolve_workdir(workspace)
+    host.refuse_fields("bubblewrap", spec.workspace, image="container", build="container")
+    workdir = host.resolve_workdir(spec.workspace)
     if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
-        msg = f"workspace.path is {workspace.path!r}, must be absolute and no folder of the system"
+        path = spec.workspace.path
+        msg = f"workspace.path is {path!r}, must be absolute and no folder of the system"
         raise UsageError(msg)
     return workdir
 

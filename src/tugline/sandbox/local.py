@@ -23,20 +23,11 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox import files
+from tugline.sandbox import files, processes
 from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
-from tugline.sandbox.host import HostRuntime, HostSandbox
+from tugline.sandbox.host import HostRuntime, HostSandbox, refuse_fields
 from tugline.sandbox.overlay import OverlayWorkspace
-from tugline.sandbox.processes import (
-    MARK,
-    MAX_LOG_MB,
-    OutputLog,
-    ProgramRecord,
-    end_program,
-    find_records,
-    finish,
-    start_time,
-)
+from tugline.sandbox.processes import OutputLog, ProgramRecord
 from tugline.schema import PositiveFloat, PositiveInt
 
 _RECORD = ".started"
@@ -56,7 +47,7 @@ class LocalRuntime(HostRuntime):
         cpu_s: PositiveInt = 3600,
         file_mb: PositiveInt = 512,
         open_files: PositiveInt = 4096,
-        output_mb: PositiveInt = MAX_LOG_MB,
+        output_mb: PositiveInt = 64,
         cache_gb: PositiveFloat = 50.0,
     ) -> None:
         super().__init__(cache_gb)
@@ -76,8 +67,8 @@ class LocalRuntime(HostRuntime):
     def reap(self, directory: Path) -> int:
         """End what a killed process left running in sandboxes under `directory`."""
         count = 0
-        for path, record in find_records(directory, _RECORD, ProgramRecord):
-            count += end_program(record)
+        for path, record in processes.find_records(directory, _RECORD, ProgramRecord):
+            count += processes.end_program(record)
             path.unlink(missing_ok=True)
         return count + super().reap(directory)
 
@@ -133,14 +124,14 @@ class LocalSandbox(HostSandbox):
         timed_out = False
         try:
             process = await self._spawn(argv, env, record.mark, output)
-            record = ProgramRecord(process.pid, start_time(process.pid), record.mark)
+            record = ProgramRecord(process.pid, processes.start_time(process.pid), record.mark)
             await asyncio.to_thread(self._write_record, record)
             async with enforce_timeout(timeout_s):
                 await process.wait()
         except TimeoutError:
             timed_out = True
         finally:
-            await finish(self._end(process, record, output))
+            await processes.finish(self._end(process, record, output))
         code = process.returncode if process and process.returncode is not None else 0
         return Exit(code, timed_out, time.monotonic() - began)
 
@@ -155,7 +146,7 @@ class LocalSandbox(HostSandbox):
             return await asyncio.create_subprocess_exec(
                 *("sh", "-c", self._runtime.ulimits, "sh", *argv),
                 cwd=self.workdir,
-                env={**self._environment(), **env, MARK: mark},
+                env={**self._environment(), **env, processes.MARK: mark},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write,
                 stderr=asyncio.subprocess.STDOUT,
@@ -170,7 +161,7 @@ class LocalSandbox(HostSandbox):
         self, process: asyncio.subprocess.Process | None, record: ProgramRecord, output: OutputLog
     ) -> None:
         """Without a process, cancelled while it was being started, the mark finds what there is."""
-        await asyncio.to_thread(end_program, record)
+        await asyncio.to_thread(processes.end_program, record)
         if process is not None:
             await process.wait()
         await output.finish()
@@ -191,12 +182,8 @@ class LocalSandbox(HostSandbox):
 
 def _check(spec: SandboxSpec) -> None:
     """Raise `UsageError` for what only an isolated sandbox can provide."""
-    workspace = spec.workspace
-    fields = {"image": "container", "build": "container", "path": "bubblewrap"}
-    for name, other in fields.items():
-        if (value := getattr(workspace, name)) is not None:
-            msg = f"runtime 'local' cannot give workspace.{name} ({value!r}); take {other!r}"
-            raise UsageError(msg)
+    other = {"image": "container", "build": "container", "path": "bubblewrap"}
+    refuse_fields("local", spec.workspace, **other)
     for mount in spec.mounts:
         there = mount.optional and Path(mount.target).exists()
         if mount.source != mount.target and not there:

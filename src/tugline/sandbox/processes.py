@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 MARK = "TUGLINE_SANDBOX"
 """Name of the environment variable that holds the mark."""
-MAX_LOG_MB = 64
-"""Size of a log, unless a runtime's option says otherwise."""
 
 _CHUNK = 1 << 16
 _CHUNKS_PER_COPY = 16

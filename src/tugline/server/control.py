@@ -159,7 +159,7 @@ class ControlPlane:
     # ------------------------------------------------------------------ weights
     async def announce(self, version: int) -> protocol.Barrier:
         """Announce new weights; sessions too far behind restart if their task says so."""
-        control = await self.database.write(_announce, version)
+        control = await self.database.write(_change, protocol.EventKind.VERSION, version=version)
         return await self._barrier(control, WITHIN_S)
 
     async def pause(
@@ -214,12 +214,6 @@ class ControlPlane:
 
 
 # --------------------------------------------------------------------------- weights
-def _announce(tx: Tx, version: int) -> protocol.Control:
-    control = _change(tx, protocol.EventKind.VERSION, version=version)
-    leases.abort_stale(tx, version)
-    return control
-
-
 def _change(
     tx: Tx, /, kind: protocol.EventKind, **fields: int | protocol.PauseMode | None
 ) -> protocol.Control:
@@ -230,6 +224,7 @@ def _change(
         return old
     new = msgspec.structs.replace(new, generation=old.generation + 1)
     nodes.set_control(tx, new)
+    leases.abort_stale(tx, new.version)
     mode = new.paused.value if new.paused else ""
     events.add(tx, kind, events.Note(detail={"version": new.version, "mode": mode}))
     return new

@@ -91,9 +91,9 @@ class Logs:
         if not ended:
             self._followed[session] = time.monotonic() + wait_s + _FOLLOW_S
         with self._hub.subscribe(session) as subscription:
-            part = await self._look(session, offset, limit, ended=ended)
+            part = await self._run(self._read, session, offset, limit, ended)
             if not part.data and not ended and await subscription.wait(until):
-                part = await self._look(session, part.offset, limit, ended=False)
+                part = await self._run(self._read, session, part.offset, limit, False)
         return part
 
     def notify(self, session: str) -> None:
@@ -109,10 +109,6 @@ class Logs:
     async def sweep(self) -> int:
         """Delete what is too old or too much; returns the number of deleted logs."""
         return await asyncio.to_thread(self._sweep, time.time() - self.keep_s)
-
-    async def _look(self, session: str, offset: int, limit: int, *, ended: bool) -> LogPart:
-        data, at, more = await self._run(self._read, session, offset, limit)
-        return LogPart(data, at, ended and not more)
 
     async def _run(self, work: Callable[..., T], session: str, *args: int | bytes) -> T:
         """Run `work` in a thread, alone. Raises `StoreError`."""
@@ -134,8 +130,7 @@ class Logs:
                 file.write(new)
         return length + len(new)
 
-    def _read(self, session: str, offset: int, limit: int) -> tuple[bytes, int, bool]:
-        """The bytes, the next offset, and whether there is more."""
+    def _read(self, session: str, offset: int, limit: int, ended: bool) -> LogPart:  # noqa: FBT001 - by position, through a thread
         parts: list[tuple[bytes | Path, int]] = []
         for path in sorted(spread(self.folder, session).glob("*.log")):
             if parts:
@@ -150,7 +145,7 @@ class Logs:
             if skip < size and left > 0:
                 data += _read_part(source, skip, left)
             at += size
-        return data, start + len(data), start + len(data) < length
+        return LogPart(data, start + len(data), ended and start + len(data) == length)
 
     def _sweep(self, before: float) -> int:
         found = []

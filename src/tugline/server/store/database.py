@@ -58,13 +58,14 @@ class Hub:
     """Topics and their subscribers. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._topics: dict[str, set[Subscription]] = {}
+        self.topics: dict[str, set[Subscription]] = {}
+        """Those that somebody is subscribed to."""
 
     def add(self, *topics: str) -> Subscription:
         """Subscribe to all of `topics` for good."""
         subscription = Subscription()
         for topic in topics:
-            self._topics.setdefault(topic, set()).add(subscription)
+            self.topics.setdefault(topic, set()).add(subscription)
         return subscription
 
     @contextmanager
@@ -75,21 +76,16 @@ class Hub:
             yield subscription
         finally:
             for topic in topics:
-                subscribers = self._topics[topic]
+                subscribers = self.topics[topic]
                 subscribers.discard(subscription)
                 if not subscribers:
-                    del self._topics[topic]
+                    del self.topics[topic]
 
     def notify(self, topics: Iterable[str] | None) -> None:
         """Wake all subscribers of `topics`; None is everybody: something may have been missed."""
-        for topic in tuple(self._topics) if topics is None else topics:
-            for subscription in self._topics.get(topic, ()):
+        for topic in tuple(self.topics) if topics is None else topics:
+            for subscription in self.topics.get(topic, ()):
                 subscription.notify()
-
-    @property
-    def topics(self) -> frozenset[str]:
-        """Topics that somebody is subscribed to."""
-        return frozenset(self._topics)
 
 
 def uptime() -> float:
