@@ -15,12 +15,8 @@ from engines import servers, tool_model
 from engines.tool_model import Folders
 from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
-from tugline.trainers.publish import (
-    RemoteWeightUpdater,
-    Running,
-    SglangWeightUpdater,
-    VllmWeightUpdater,
-)
+from tugline.protocol import PauseMode
+from tugline.trainers.publish import RemoteWeightUpdater, SglangWeightUpdater, VllmWeightUpdater
 
 FURTHEST = "largest logprob difference"
 """What a test notes and the end of the run tells, since it is the point of it all."""
@@ -37,9 +33,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 class EmbeddedUpdater(RemoteWeightUpdater):
     """The embedded engine's server of the tests, which pauses and resumes within a swap."""
 
-    _running: Running = "keep"
+    _running: PauseMode = PauseMode.KEEP
 
-    async def pause(self, running: Running = "keep") -> None:
+    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
         """Store the mode for `load`."""
         self._running = running
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tugline.errors import UsageError
+from tugline.recording.trajectories import read_results
 from tugline.trainers.evaluation import (
     Attempt,
     compare,
     estimate,
     evaluate,
     pass_at_k,
-    read_attempts,
     summarize,
     wilson,
 )
@@ -120,4 +120,4 @@ def test_a_comparison_is_paired() -> None:
 def test_an_earlier_run_must_be_one(tmp_path: Path) -> None:
     """A folder without results is an error that names the file."""
     with pytest.raises(UsageError, match=r"results\.jsonl has no results"):
-        read_attempts(tmp_path)
+        read_results(tmp_path)

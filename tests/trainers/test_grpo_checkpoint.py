@@ -38,7 +38,6 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     resumed = trainer(seed=99)
     state = checkpoint.load(path, resumed)
     assert (state.step, state.version, state.extra) == (1, 1, {"row": 7})
-    assert state.config == CONFIG.digest()
     for version in (1, 2):
         resumed.step(batch, version=version)
     pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)

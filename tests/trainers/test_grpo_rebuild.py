@@ -17,8 +17,8 @@ from tugline.node.settings import NodeSettings
 from tugline.recording.trajectories import read_folder, rebuild_all
 from tugline.testing import Reply, ScriptedEngine
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.samples import Prepared, prepare
-from tugline.types import Ids, Limits, PluginSpec, Reward, Task, Trajectory, encode
+from tugline.trainers.grpo.samples import prepare
+from tugline.types import Ids, Ledger, Limits, PluginSpec, Reward, Sample, Task, Trajectory, encode
 from tugline.web.serve import serve
 
 RENDERING = rendering()
@@ -93,9 +93,10 @@ def rebuilt(folder: Path, out: Path, part: PluginSpec | None) -> list[Trajectory
     return list(read_folder(out))
 
 
-def to_bytes(prepared: Prepared) -> list[bytes]:
+def to_bytes(prepared: tuple[list[Sample], Ledger]) -> list[bytes]:
     """Every sample and the ledger."""
-    return [encode(one) for one in (*prepared.samples, prepared.ledger)]
+    samples, ledger = prepared
+    return [encode(one) for one in (*samples, ledger)]
 
 
 async def test_recordings_are_enough_to_train_from(tmp_path: Path) -> None:
@@ -111,10 +112,8 @@ async def test_recordings_are_enough_to_train_from(tmp_path: Path) -> None:
     assert sorted(map(encode, again)) == sorted(map(encode, live))
     for config in CHOICES:
         ours, theirs = (prepare(one, config, version=0) for one in (live, again))
-        assert len(ours.samples) == 3 * 2 + 3 * 3
+        assert len(ours[0]) == 3 * 2 + 3 * 3
         assert to_bytes(ours) == to_bytes(theirs)
     single = rebuilt(tmp_path, tmp_path / "single", PluginSpec("per_request"))
     assert [len(one.traces) for one in single] == [3] * 6
-    assert (
-        prepare(single, CHOICES[0], version=0).ledger == prepare(live, CHOICES[0], version=0).ledger
-    )
+    assert prepare(single, CHOICES[0], version=0)[1] == prepare(live, CHOICES[0], version=0)[1]

@@ -152,7 +152,7 @@ def test_the_gradient_is_that_of_trl(
     ours, theirs = tiny(), tiny()
     reference = tiny(REFERENCE) if config.kl else None
     report = Grpo(ours, config, reference).step(batch, version=VERSION)
-    inputs = trl_inputs(prepare(batch, config, version=VERSION).samples, config)
+    inputs = trl_inputs(prepare(batch, config, version=VERSION)[0], config)
     loss = trl_loss(trl_trainer(theirs, config), theirs, inputs)
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)

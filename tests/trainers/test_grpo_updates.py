@@ -58,7 +58,7 @@ def spoil(one: Trajectory) -> Trajectory:
 @given(sessions=st.integers(1, 40), most=st.integers(1, 10), seed=st.integers(0, 3))
 def test_updates_are_of_even_size(sessions: int, most: int, seed: int) -> None:
     """As few as possible, sizes at most one apart, every session once, the same order by seed."""
-    sample = prepare(groups(MODEL), GrpoConfig(), version=VERSION).samples[0]
+    sample = prepare(groups(MODEL), GrpoConfig(), version=VERSION)[0][0]
     rows = [Row(replace(sample, session=str(i))) for i in range(sessions)]
     config = GrpoConfig(sessions_per_update=most, seed=seed)
     first, again = (

@@ -25,7 +25,7 @@ from tugline.server.store.database import open_database
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.metrics import find_alarms, measure_rollout
-from tugline.trainers.publish import Probe, Publication, Publisher, Running
+from tugline.trainers.publish import Probe, Publication, Publisher
 from tugline.types import Call, Message, Role, Tool, ToolCall, Trajectory
 from tugline.web.serve import serve
 
@@ -106,7 +106,7 @@ async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Pat
         ControlPlane(database, LocalBlobs(folder / "blobs"), folder=folder) as server,
     ):
 
-        async def swap(_folder: Path, version: int, running: Running) -> None:
+        async def swap(_folder: Path, version: int, running: PauseMode) -> None:
             await engine.swap(sent.state_dict(), version, running)
 
         make = partial(Publisher, server, {url: swap}, mode=PauseMode.WAIT, within_s=60)

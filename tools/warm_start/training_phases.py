@@ -269,7 +269,8 @@ class _PhaseTrainer(Sft):
     """One phase; its learning rates fall from the first step on, also during the warm-up."""
 
     def __init__(self, model: Qwen3ForCausalLM, phase: Phase) -> None:
-        super().__init__(model, SftConfig(tree_packing=False), _MuonAndAdamW(model, phase))
+        super().__init__(model, SftConfig(tree_packing=False))
+        self.optimizer = _MuonAndAdamW(model, phase)
         self._steps = phase.steps
 
     @property

@@ -36,6 +36,7 @@ from tugline.launch.server import handle_signals
 from tugline.protocol import ResultView
 from tugline.recording.file import read
 from tugline.recording.folder import list_recordings
+from tugline.recording.trajectories import read_results
 from tugline.trainers import evaluation
 from tugline.types import Boundary, PluginSpec, Task
 
@@ -126,12 +127,11 @@ def eval(  # noqa: A001 - the name of the command
         earlier: Folder of an earlier run of the same tasks.
     """
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
-    before = evaluation.read_attempts(earlier) if earlier else None
+    before = read_results(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
     views = run_with_progress(tasks, local, out, console)
-    attempts = [evaluation.to_attempt(view) for view in views]
-    found = evaluation.evaluate(attempts, k=k, tags=_read_tags(tasks))
-    change = evaluation.compare(attempts, before) if before is not None else None
+    found = evaluation.evaluate(views, k=k, tags=_read_tags(tasks))
+    change = evaluation.compare(views, before) if before is not None else None
     save_report(out / "evaluation.json", {"evaluation": found, "change": change}, as_json=as_json)
     if as_json:
         return

@@ -8,20 +8,13 @@ the policy version it was sampled under), and nothing here imports torch.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
-
-Mode = Literal["wait", "keep", "abort"]
-"""How running requests are treated when weights change.
-
-``wait``: they finish first. ``keep``: they continue over a context that is computed again.
-``abort``: they end with the tokens they have. New requests are held meanwhile in all three.
-"""
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature besides 0; below it float32 logits overflow."""

@@ -18,10 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tugline.errors import EngineError, UsageError
-from tugline.inference.base import EngineStats, GenerateRequest, Mode, SampledChunk, check
+from tugline.inference.base import EngineStats, GenerateRequest, SampledChunk, check
 from tugline.inference.batch import Batch
 from tugline.inference.batch import Sequence as Sampled
 from tugline.inference.sampling import score
+from tugline.protocol import PauseMode
 from tugline.types import Ids, Logprobs, VersionSpan
 
 T = TypeVar("T")
@@ -132,13 +133,14 @@ class Engine:
         return await self._run_in_thread(lambda: score(self._model, ids, temperature))
 
     async def swap(
-        self, weights: Mapping[str, torch.Tensor], version: int, mode: Mode = "wait"
+        self, weights: Mapping[str, torch.Tensor], version: int, mode: PauseMode = PauseMode.WAIT
     ) -> None:
         """Replace the weights between two steps; returns when they are in use.
 
-        All cached KV is forgotten. Rows that run on (``keep``) have their context computed again
-        under the new weights, and their answer gets a new version span. Raises `UsageError`, with
-        the old weights in place, when names or shapes do not fit.
+        New requests are held meanwhile. Running ones finish first (``wait``), end with the tokens
+        they have (``abort``) or go on (``keep``): their context is computed again under the new
+        weights, and their answer gets a new version span. All cached KV is forgotten. Raises
+        `UsageError`, with the old weights in place, when names or shapes do not fit.
         """
         await self._run_in_thread(lambda: self._batch.swap(weights, version), mode)
 
@@ -165,7 +167,7 @@ class Engine:
         self._raise_if_down()
         self._commands.put(command)
 
-    async def _run_in_thread(self, action: Callable[[], T], mode: Mode = "keep") -> T:
+    async def _run_in_thread(self, action: Callable[[], T], mode: PauseMode = PauseMode.KEEP) -> T:
         """Run `action` in the thread and wait for it: now, once drained, or after an abort."""
         done = Future[T]()
         self._pending.add(done)
@@ -180,10 +182,10 @@ class Engine:
                 done.set_exception(error)
 
         def command() -> None:
-            if mode == "wait":
+            if mode == PauseMode.WAIT:
                 self._when_drained.append(act)
                 return
-            if mode == "abort":
+            if mode == PauseMode.ABORT:
                 self._batch.cancel(list(self._batch.running))
             act()
 

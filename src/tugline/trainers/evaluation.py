@@ -8,7 +8,6 @@ interval, because attempts at one task resemble each other. No torch here.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +16,6 @@ import numpy.typing as npt
 
 from tugline.errors import UsageError
 from tugline.protocol import ResultView
-from tugline.recording.trajectories import read_results
 from tugline.types import Failure, is_pass
 
 _Z = 1.96
@@ -32,11 +30,6 @@ class Attempt(NamedTuple):
     task: str
     reward: float | None
     failure: Failure | None = None
-
-    @property
-    def passed(self) -> bool:
-        """Whether it solved the task."""
-        return self.reward is not None and is_pass(self.reward)
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -85,21 +78,11 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 
-def read_attempts(path: Path) -> list[Attempt]:
-    """Read the sessions of an earlier run from its folder or ``results.jsonl``.
-
-    Raises `UsageError` for another file.
-    """
-    return [to_attempt(view) for view in read_results(path)]
-
-
-def to_attempt(view: ResultView) -> Attempt:
-    """Return the attempt that a result is."""
-    return Attempt(view.task, view.reward, view.failure)
-
-
 def evaluate(
-    attempts: Iterable[Attempt], *, k: int = 1, tags: Mapping[str, Mapping[str, str]] = {}
+    attempts: Iterable[Attempt | ResultView],
+    *,
+    k: int = 1,
+    tags: Mapping[str, Mapping[str, str]] = {},
 ) -> Evaluation:
     """Sum up attempts, with pass@1 and pass@j for the powers of two `j` up to `k`, and for `k`.
 
@@ -129,7 +112,9 @@ def _sizes(k: int) -> list[int]:
     return sorted({k, *(1 << i for i in range(k.bit_length()))})
 
 
-def compare(now: Iterable[Attempt], earlier: Iterable[Attempt]) -> Comparison:
+def compare(
+    now: Iterable[Attempt | ResultView], earlier: Iterable[Attempt | ResultView]
+) -> Comparison:
     """Compare two runs task by task. Raises `UsageError` if they have no task in common.
 
     The interval is that of Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479) for paired
@@ -186,11 +171,11 @@ _Count = tuple[int, int]
 """How many attempts at a task have a reward, and how many of them passed."""
 
 
-def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
+def _count(attempts: Iterable[Attempt | ResultView]) -> dict[str, _Count]:
     """Rewarded attempts of each task that has any, in the order of the tasks."""
-    rewarded = [one for one in attempts if one.reward is not None]
-    passed = Counter(one.task for one in rewarded if one.passed)
-    number = Counter(one.task for one in rewarded)
+    rewarded = [(one.task, one.reward) for one in attempts if one.reward is not None]
+    passed = Counter(task for task, reward in rewarded if is_pass(reward))
+    number = Counter(task for task, _ in rewarded)
     return {task: (count, passed[task]) for task, count in number.items()}
 
 

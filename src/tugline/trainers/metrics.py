@@ -109,8 +109,6 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 
 
 # --------------------------------------------------------------------------- alarms
-Alarms = dict[str, str]
-"""Name to what is wrong, with its likely cause."""
 _COLLAPSE = 0.1
 """Share of the first steps' entropy below which it has collapsed."""
 _FIRST = 5
@@ -119,9 +117,12 @@ _MALFORMED, _MISMATCH, _TOOL_CALLS = 0.2, 0.1, 0.01
 
 def find_alarms(
     rollout: RolloutFigures, ledger: Ledger, publish: Publication, entropies: Sequence[float]
-) -> Alarms:
-    """Return the alarms of a step; `entropies` are those of all steps so far, this one included."""
-    alarms: Alarms = {}
+) -> dict[str, str]:
+    """Return the alarms of a step by name: what is wrong, with its likely cause.
+
+    `entropies` are those of all steps so far, this one included.
+    """
+    alarms: dict[str, str] = {}
     if ledger.trained == 0:
         lost = {**ledger.masked, **ledger.dropped}
         most = max(lost, key=lambda reason: lost[reason], default=None)

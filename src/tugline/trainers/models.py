@@ -39,20 +39,14 @@ from tugline.launch.engine import (
 )
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import Settings
+from tugline.protocol import PauseMode
 from tugline.recording.verify.engine import connect_scorer
 from tugline.server.settings import ServerSettings
 from tugline.trainers.config import Lora, TrainConfig
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
 from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.trainers.publish import (
-    ADAPTER,
-    Publisher,
-    Running,
-    Update,
-    VllmWeightUpdater,
-    make_updater,
-)
+from tugline.trainers.publish import ADAPTER, Publisher, Update, VllmWeightUpdater, make_updater
 from tugline.types import Ids, Logprobs, Task, Trajectory
 
 _BETWEEN_CALLS = timedelta(days=365)
@@ -237,7 +231,7 @@ async def open_replicas(
                     raise UsageError(msg)
                 await asyncio.to_thread(write_model, config, models, folder)
                 for each in remotes:
-                    await each.update(folder, 0, "wait")
+                    await each.update(folder, 0, PauseMode.WAIT)
                 template = connection.rendering and connection.rendering.name
                 named = replace(config.engine, served_name=ADAPTER, renderer=template)
                 connection = await stack.enter_async_context(open_engine(named, slots=slots))
@@ -252,7 +246,7 @@ async def open_replicas(
         threads=1,
     )
 
-    async def swap(_folder: Path, version: int, running: Running) -> None:
+    async def swap(_folder: Path, version: int, running: PauseMode) -> None:
         await engine.swap(await asyncio.to_thread(models.trainer.weights), version, running)
 
     rendering = make_rendering(config.engine, models.tokenizer, str(text.model_type))

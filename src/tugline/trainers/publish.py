@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,13 +31,11 @@ from tugline.server.control import ControlPlane
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 
-Running = Literal["keep", "abort", "wait"]
-"""How answers that are being sampled are treated."""
 _TIMEOUT_S = 600.0
 ADAPTER = "tugline-adapter"
 """Name by which calls use an adapter that is published as such."""
 
-Update = Callable[[Path, int, Running], Awaitable[None]]
+Update = Callable[[Path, int, PauseMode], Awaitable[None]]
 """Makes one engine serve the model, or on vLLM the adapter, in a folder that it can read."""
 
 
@@ -45,7 +43,7 @@ class RemoteWeightUpdater(EngineHttp, ABC):
     """Control routes of an engine behind HTTP; use it in an ``async with``."""
 
     @abstractmethod
-    async def pause(self, running: Running = "keep") -> None:
+    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
         """Hold new requests; returns once nothing is sampled any more."""
 
     @abstractmethod
@@ -56,7 +54,7 @@ class RemoteWeightUpdater(EngineHttp, ABC):
     async def resume(self) -> None:
         """Admit requests again."""
 
-    async def update(self, folder: Path, version: int, running: Running) -> None:
+    async def update(self, folder: Path, version: int, running: PauseMode) -> None:
         """Load new weights in a pause."""
         await self.pause(running)
         try:
@@ -79,7 +77,7 @@ class RemoteWeightUpdater(EngineHttp, ABC):
 class VllmWeightUpdater(RemoteWeightUpdater):
     """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
 
-    async def pause(self, running: Running = "keep") -> None:
+    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
         """Hold new requests; running ones freeze, end or finish."""
         await self._post(f"/pause?mode={running}")
 
@@ -115,14 +113,14 @@ class SglangWeightUpdater(RemoteWeightUpdater):
 
     _waits = False
 
-    async def pause(self, running: Running = "keep") -> None:
+    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
         """Hold new requests; running ones go back to the queue, or end.
 
         With ``wait``, `load` itself waits until nothing runs.
         """
-        self._waits = running == "wait"
+        self._waits = running == PauseMode.WAIT
         if not self._waits:
-            mode = "retract" if running == "keep" else "abort"
+            mode = "retract" if running == PauseMode.KEEP else "abort"
             await self._post("/pause_generation", {"mode": mode})
 
     async def load(self, folder: Path, version: int) -> None:
@@ -233,7 +231,7 @@ class Publisher:
     async def _load(self, url: str, folder: Path, version: int) -> None:
         try:
             async with asyncio.timeout(self.within_s):
-                await self.updaters[url](folder, version, self.mode.value)
+                await self.updaters[url](folder, version, self.mode)
         except TimeoutError as error:
             msg = f"the replica {url} did not load version {version} within {self.within_s:g} s"
             raise EngineError(msg) from error

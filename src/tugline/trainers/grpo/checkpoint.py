@@ -39,8 +39,6 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     version: int
     """Policy version of these weights."""
-    config: str
-    """Digest of the trainer's config, to detect changes."""
     updates: int
     files: dict[str, str]
     """File name to SHA-256."""
@@ -84,7 +82,6 @@ def save(
         state = CheckpointState(
             step=step,
             version=version,
-            config=trainer.config.digest(),
             updates=trainer.updates,
             files={file.name: _digest(file) for file in sorted(draft.iterdir())},
             extra=extra or {},

@@ -1,13 +1,10 @@
 """Settings of the GRPO trainer.
 
-Strict and frozen: an unknown key is an error, and the digest of a config stands in every
-checkpoint, so a resumed run can tell whether it was changed.
+Strict and frozen: an unknown key is an error.
 """
 
-import hashlib
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from tugline.config import Config
@@ -15,7 +12,6 @@ from tugline.errors import ConfigError
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.advantage import Estimator
 
-RewardOf = Literal["outcome", "per_trace"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 
@@ -66,15 +62,11 @@ class UpdateConfig(Config, frozen=True):
             msg += f" is {self.warmup_updates}: the decay begins after the warm-up"
             raise ConfigError(msg, "decay_updates")
 
-    def digest(self) -> str:
-        """Sixteen hex digits that change with any field."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
-
 
 class GrpoConfig(UpdateConfig, frozen=True):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
 
-    reward: RewardOf = "outcome"
+    reward: Literal["outcome", "per_trace"] = "outcome"
     """Reward of a trained token: `outcome`, that of its session; `per_trace`, that of its trace
     if the evaluator gives one."""
     turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,17 +18,13 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
 
-class Prepared(NamedTuple):
-    """Samples of a step, and the ledger of all its sessions."""
-
-    samples: tuple[Sample, ...]
-    ledger: Ledger
-
-
-def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int) -> Prepared:
+def prepare(
+    trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int
+) -> tuple[list[Sample], Ledger]:
     """Give each token its advantage within its task; one sample per trace that trains anything.
 
-    Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean.
+    Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean; the
+    ledger is that of all sessions.
     `version` is the policy about to be updated; staleness is measured from it.
     """
     masked, dropped = Counter[Reason](), Counter[Reason]()
@@ -50,7 +45,7 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
                 advantages = graded[trajectory.session]
                 samples += _samples(trajectory, advantages, config, version, masked)
     ledger = sum_ledgers(trajectory.ledger for trajectory in trajectories)
-    return Prepared(tuple(samples), leave_out(ledger, masked=masked, dropped=dropped))
+    return samples, leave_out(ledger, masked=masked, dropped=dropped)
 
 
 def read_group(group: Sequence[Trajectory], config: GrpoConfig) -> Iterator[Sample]:

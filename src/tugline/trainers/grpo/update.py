@@ -58,21 +58,13 @@ class Update:
 class Updater(ABC):
     """Trains `model` in place; a subclass defines the loss of a token."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: UpdateConfig,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        """`optimizer` None is AdamW as `config` says.
-
-        A group's own ``initial_lr`` replaces the learning rate of `config`.
-        """
+    def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
         _check_dtypes(model)
         self.model = model
         self.config = config
         self.policy = PolicyModel(model, config)
-        self.optimizer = optimizer or _make_adamw(model, config)
+        self.optimizer: torch.optim.Optimizer = _make_adamw(model, config)
+        """A group's own ``initial_lr`` replaces the learning rate of `config`."""
         self.order = torch.Generator().manual_seed(config.seed)
         """Order of sessions in updates; part of every checkpoint."""
         self.updates = 0
