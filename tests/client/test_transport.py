@@ -128,7 +128,7 @@ async def test_a_foreign_server_is_told_apart() -> None:
         with pytest.raises(ServerError, match="is it a Tugline server"):
             await http.ask("GET", "/x", Version)
     page = PlainTextResponse("no such page", 404)
-    async with server(lambda _n: page, deadline_s=0.2) as (http, _, _):
+    async with server(lambda _n: page, deadline_s=0.5) as (http, _, _):
         with pytest.raises(ServerError, match="404 Not Found: no such page"):
             await http.ask("GET", "/x", Version)
     with pytest.raises(UsageError, match="must be a URL"):

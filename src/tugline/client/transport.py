@@ -36,7 +36,7 @@ SLOWEST = 1 << 20
 SILENCE_S = 45.0
 """Longest silence of a stream: three missed keep-alives."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
-"""Bounds of the pause between two attempts."""
+"""Bounds of the pause between two attempts; the least is also what an attempt needs."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CLASSES = {kind.problem: kind for kind in ServerError.__subclasses__()}
@@ -69,7 +69,7 @@ class RetryBudget:
     async def wait(self, error: ServerError, at_least: float = 0.0) -> None:
         """Pause before the next attempt. Raises `error` if the deadline would pass first."""
         pause = max(at_least, self._pause * random.uniform(0.5, 1.0))
-        if pause >= self.left:
+        if pause + MIN_PAUSE_S >= self.left:  # a try that has no time would hide this error
             raise error
         _log.debug("retrying", error=str(error), pause_s=round(pause, 3))
         self._pause = min(MAX_PAUSE_S, self._pause * 2)
