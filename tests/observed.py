@@ -121,7 +121,7 @@ async def observed(
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
         node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, tracer=tracer)
         engines = await enter(Engines([url]))
-        metrics = NodeMetrics(node, gateway, engines)
+        metrics = NodeMetrics(node, engines)
         pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:

@@ -133,11 +133,11 @@ async def open_local(
     """Server, gateway and node in `folder`, in front of an engine."""
     async with (
         open_control_plane(settings.server, folder) as control,
-        open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as opened,
+        open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as (node, _),
     ):
-        running = asyncio.create_task(opened.node.run(), name="node")
+        running = asyncio.create_task(node.run(), name="node")
         try:
-            yield LocalServer(control, opened.gateway, running)
+            yield LocalServer(control, node.gateway, running)
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_STOP_S)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,16 +31,6 @@ from tugline.web.serve import raise_file_limit, serve
 NODES = "nodes"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenNode:
-    """A node with its gateway and metrics."""
-
-    node: Node
-    gateway: Gateway
-    metrics: NodeMetrics
-    parts: Parts
-
-
 @contextlib.asynccontextmanager
 async def open_node(
     settings: Settings,
@@ -50,7 +39,7 @@ async def open_node(
     engine: EngineConnection,
     *,
     keep_recordings: bool = False,
-) -> AsyncIterator[OpenNode]:
+) -> AsyncIterator[tuple[Node, NodeMetrics]]:
     """A node that works for `server` in `folder` once it is run.
 
     With `keep_recordings` it never removes a recording, however old.
@@ -73,19 +62,17 @@ async def open_node(
     async with gateway, Engines(own.engines) as engines, contextlib.AsyncExitStack() as stack:
         if tracer is not None:
             stack.push_async_callback(asyncio.to_thread, tracer.close)
-        parts = Parts()
         node = Node(
             server,
             gateway,
-            parts,
+            Parts(),
             folder,
             own,
             recordings=None if keep_recordings else recordings,
             tracer=tracer,
             engines=engines,
         )
-        metrics = NodeMetrics(node, gateway, engines)
-        yield OpenNode(node, gateway, metrics, parts)
+        yield node, NodeMetrics(node, engines)
 
 
 def name_node(settings: Settings) -> str:
@@ -97,10 +84,10 @@ async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> N
     """Run a server and a node that talk to each other without a socket, until a signal."""
     async with (
         open_server(settings.server, folder, echo) as (control, metrics),
-        _open_announced(settings, folder, control.dispatcher, echo) as opened,
+        _open_announced(settings, folder, control.dispatcher, echo) as (node, own),
     ):
-        metrics.others.append(opened.metrics.render)
-        await opened.node.run()
+        metrics.others.append(own.render)
+        await node.run()
 
 
 async def run_node(settings: Settings, folder: Path, url: str, token: str, echo: Echo) -> None:
@@ -108,20 +95,20 @@ async def run_node(settings: Settings, folder: Path, url: str, token: str, echo:
     token_file = folder / NODES / name_node(settings) / "token"
     async with (
         NodeClient(url, token, token_file=token_file) as server,
-        _open_announced(settings, folder, server, echo) as opened,
+        _open_announced(settings, folder, server, echo) as (node, metrics),
         contextlib.AsyncExitStack() as stack,
     ):
         if settings.node.metrics_port is not None:
-            app, host = opened.metrics.make_app(), settings.gateway.host
+            app, host = metrics.make_app(), settings.gateway.host
             page = await stack.enter_async_context(serve(app, host, settings.node.metrics_port))
             echo(f"metrics are at {page}/metrics")
-        await opened.node.run()
+        await node.run()
 
 
 @contextlib.asynccontextmanager
 async def _open_announced(
     settings: Settings, folder: Path, server: Dispatcher, echo: Echo
-) -> AsyncIterator[OpenNode]:
+) -> AsyncIterator[tuple[Node, NodeMetrics]]:
     """Open a node that drains at a signal, and say what it is and lacks."""
     raise_file_limit()
     name, slots = name_node(settings), settings.node.slots
@@ -140,13 +127,13 @@ async def _open_announced(
         echo(f"node {name} asks its engine what it can do")
         async with (
             open_engine(settings.engine, slots=slots) as engine,
-            open_node(settings, own_folder, server, engine) as opened,
+            open_node(settings, own_folder, server, engine) as (opened, metrics),
         ):
-            node = opened.node
+            node = opened
             model, mode = opened.gateway.card.id, engine.upstream.wire.mode
             echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
             default = PluginSpec("auto")  # the runtime of tasks that name none
             await opened.parts.report_weaknesses(default)
-            node.check = opened.parts.runtime(default).check_available
+            opened.check = opened.parts.runtime(default).check_available
             async with managed_gc(lambda: opened.gateway.idle):
-                yield opened
+                yield opened, metrics

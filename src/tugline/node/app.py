@@ -131,7 +131,7 @@ class Node:
         """
         self.stats = Stats()
         self.settings = settings
-        self._gateway, self._parts, self._server = gateway, parts, server
+        self.gateway, self.parts, self._server = gateway, parts, server
         self._leave_s, self._folder, self._instance = leave_s, folder, ""
         self._changed = asyncio.Event()
         self._dispatcher = RetryingDispatcher(server, self.stats)
@@ -171,7 +171,7 @@ class Node:
         """
         log.bind(node=self.settings.name)
         pending = self.runner.journal.list_pending()
-        await asyncio.to_thread(self._disk.reap, self._parts, pending)
+        await asyncio.to_thread(self._disk.reap, self.parts, pending)
         self._instance = await asyncio.to_thread(
             read_or_make, self._folder / "instance", lambda: secrets.token_hex(8)
         )
@@ -205,7 +205,7 @@ class Node:
         registration = copy_fields(
             protocol.NodeRegistration,
             self.settings,
-            gateway=self._gateway.url,
+            gateway=self.gateway.url,
             instance=self._instance,
             problem=problem[:2000],
         )

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tugline.gateway.app import Gateway
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.admission import Engines
 from tugline.node.app import Node
@@ -20,10 +19,10 @@ _LEASE_EVENTS = ("leased", "committed", "requeued", "fenced", "released")
 
 
 class NodeMetrics:
-    """The metrics of one node."""
+    """The metrics of one node and of its gateway and engines."""
 
-    def __init__(self, node: Node, gateway: Gateway, engines: Engines) -> None:
-        self._node, self._gateway, self._engines = node, gateway, engines
+    def __init__(self, node: Node, engines: Engines) -> None:
+        self._node, self._engines = node, engines
 
     async def render(self) -> bytes:
         """All of them as text."""
@@ -73,7 +72,7 @@ class NodeMetrics:
         }
 
     def _read_gateway_and_engines(self) -> dict[str, Values]:
-        traffic, loads = self._gateway.traffic, self._engines.loads
+        traffic, loads = self._node.gateway.traffic, self._engines.loads
         tokens = {"prompt": traffic.prompt_tokens, "sampled": traffic.sampled_tokens}
         return {
             "tugline_gateway_calls_total": traffic.calls,

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from tugline import errors, log
 from tugline.evaluators.base import SessionOutcome, Verdict
@@ -57,14 +56,6 @@ _log = log.get("node")
 
 OnStage = Callable[[Status], None]
 """Called before each stage."""
-
-
-class _AgentRun(NamedTuple):
-    """How the agent's program ended and what it left; by default it did not run."""
-
-    exit: Exit = Exit(0, timed_out=False, seconds=0.0)
-    patch: Patch = Patch()
-    log_tail: str = ""
 
 
 class _EarlyEnd(Exception):
@@ -122,9 +113,8 @@ class _Rollout:
     slots: StageSlots
     sandbox: Sandbox | None = None
     """The agent's."""
-    agent_run: _AgentRun = field(default_factory=_AgentRun)
+    log_tail: str = ""
     calls: Sequence[Call] = ()
-    built: Built = field(default_factory=lambda: Built((), Ledger()))
     verdict: Verdict | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     recording: bool = False
@@ -136,6 +126,9 @@ class _Rollout:
         self.builder = self.parts.builder(self.task.builder)
         self.sandboxes = TaskSandboxes(self.task, self.directory, self.parts)
         self.sandbox_stack = AsyncExitStack()
+        self.exit, self.patch = Exit(0, timed_out=False, seconds=0.0), Patch()
+        """How the agent's program ended and what it changed; so far it did not run."""
+        self.built = Built((), Ledger())
         self.prewarmed = PrewarmedSandbox(self.sandboxes.open_evaluation)
 
     async def initialize(self, model: AsyncExitStack) -> tuple[Sandbox, Launch]:
@@ -168,13 +161,12 @@ class _Rollout:
             if self.evaluator.opens_sandbox and not self.evaluator.in_place:
                 self.prewarmed.prepare()
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
-            end = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
+            self.exit = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
             _check_disk(self.directory)
             home = self.directory / "agent" / "home"  # where built-in runtimes have it
             await asyncio.to_thread(collect_artifacts, home, self.harness.log_globs, sandbox.logs)
-            patch = await sandbox.diff()
-            tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
-            self.agent_run = _AgentRun(end, patch, tail)
+            self.patch = await sandbox.diff()
+            self.log_tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
 
     async def build(self) -> None:
         """BUILD: traces from the recorded calls."""
@@ -200,7 +192,7 @@ class _Rollout:
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
             msg = "the engine was lost in the middle of an answer, which the agent saw cut short"
             raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
-        end, tail, name = self.agent_run.exit, self.agent_run.log_tail, self.task.harness.name
+        end, tail, name = self.exit, self.log_tail, self.task.harness.name
         if end.cause is not None:
             return
         crash = self.harness.find_crash(end, tail)
@@ -304,12 +296,12 @@ class _Rollout:
         timeout_s = self.task.limits.eval_s
         outcome = SessionOutcome(
             task=self.task,
-            patch=self.agent_run.patch,
+            patch=self.patch,
             open_sandbox=self.prewarmed.open,
             timeout_s=timeout_s,
             calls=self.calls,
             traces=self.built.traces,
-            exit=self.agent_run.exit,
+            exit=self.exit,
             spent=self._spent,
             sandbox=self.sandbox if self.evaluator.in_place else None,
         )
@@ -318,14 +310,14 @@ class _Rollout:
 
     def _find_agent_failure(self) -> Failure | None:
         """The limit that ended the agent; its work was evaluated all the same."""
-        end = self.agent_run.exit
+        end = self.exit
         if not (end.timed_out or end.cause):
             return None
         cause = end.cause or Cause.AGENT_TIMEOUT
         return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
     def _make_trajectory(self, end: _EarlyEnd | None) -> Trajectory:
-        completed = Status.TIMED_OUT if self.agent_run.exit.timed_out else Status.COMPLETED
+        completed = Status.TIMED_OUT if self.exit.timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,
             task=self.task.id,
