@@ -98,8 +98,9 @@ def test_the_dockerfile_is_clean() -> None:
 
 
 def test_the_scripts_are_clean() -> None:
-    """Shellcheck finds nothing in the shell scripts that we give away."""
+    """Shellcheck finds nothing in the shell scripts that we give away, or judge with."""
     check(tool("shellcheck"), JOB, ROOT / ".ci" / "run")
+    check(tool("shellcheck"), "--shell=sh", *(ROOT / "src/tugline/evaluators").glob("*.sh"))
 
 
 def test_the_manifests_are_valid() -> None:

@@ -15,63 +15,26 @@ Refused paths stay as the task has them; the rest of the patch is evaluated as i
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated, NamedTuple
 
 import msgspec
 
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
+from tugline.schema import read_values
 
-AUTOLOADED = (
-    *("sitecustomize.*", "sitecustomize/", "usercustomize.*", "usercustomize/"),
-    *("site-packages/", "dist-packages/", "*.egg-link", "*.egg-info", "*.dist-info"),
-    *("__pycache__/", "*.pyc"),
-)
+_PATTERNS = read_values(Path(__file__).with_name("patterns.toml"))
+AUTOLOADED: Sequence[str] = _PATTERNS["autoloaded"]
 """Code that Python runs, or pytest loads as a plug-in, without any import; always refused."""
-
-PYTEST_CONFIGS = {
-    "pytest.ini": "",
-    ".pytest.ini": "",
-    "pytest.toml": "",
-    ".pytest.toml": "",
-    "tox.ini": "[pytest]",
-    "setup.cfg": "[tool:pytest]",
-    "pyproject.toml": "[tool.pytest",
-}
+PYTEST_CONFIGS: Mapping[str, str] = _PATTERNS["pytest_configs"]
 """Files at the top of a task, and the section that makes each a configuration of pytest."""
-
 PYTHON = ("conftest.py", *PYTEST_CONFIGS, ".coveragerc")
 """Configuration of pytest and its plug-ins."""
-
 FOLDERS = ("tests/", "test/")
 """Folders of tests in most languages."""
-
-_SCRIPTS = ("test", "spec", "*-test", "*_test", "test-*")
-"""Names that ``node --test`` and Jest take for tests."""
-
-_HIDDEN = (".*",)
-"""Settings of tools, by the convention of most of them."""
-
-TESTS: dict[str, tuple[str, ...]] = {
-    "python": (*PYTHON, *FOLDERS, "test*.py", "*_test.py"),
-    "go": ("*_test.go", "testdata/", "vendor/", "go.mod", "go.sum", "go.work*"),
-    "rust": (*FOLDERS, "target/", "Cargo.toml", ".cargo/", "build.rs", "rust-toolchain*", *_HIDDEN),
-    "java": (
-        *("src/test/*", "*/src/test/*", "pom.xml", ".mvn/", "mvnw*"),
-        *("*.gradle", "*.gradle.kts", "gradle/", "gradlew*", "gradle.properties", "buildSrc/"),
-        *("target/", "build/", "*.class", "junit-platform.properties", *_HIDDEN),
-    ),
-    "node": (
-        *FOLDERS,
-        *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/"),
-        *(f"{name}.{end}" for name in _SCRIPTS for end in ("?s", "?s?", "??s")),
-        *("node_modules/", "package.json", "jest.config.*", "jest.setup.*"),
-        *("vitest.config.*", "vitest.workspace.*", "vite.config.*"),
-        *("babel.config.*", "[jt]sconfig*.json", "bunfig.toml", "deno.json*", *_HIDDEN),
-    ),
-    "tap": ("*.bats", "*.t", "/t/", "build/", "*.o", "*.a", "GNUmakefile", "makefile", *_HIDDEN),
-}
+_PYTHON_TESTS = (*PYTHON, *FOLDERS, "test*.py", "*_test.py")
+TESTS: Mapping[str, Sequence[str]] = {"python": _PYTHON_TESTS, **_PATTERNS["tests"]}
 """Test files and settings of test runners, by language."""
 
 _SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}

@@ -69,14 +69,8 @@ def _add_junit(report: TestReport, data: bytes) -> bool:
 
 
 # --------------------------------------------------------------------------- Jest
-_JEST_OUTCOMES = {
-    "passed": TestOutcome.PASS,
-    "failed": TestOutcome.FAIL,
-    "pending": TestOutcome.SKIP,
-    "skipped": TestOutcome.SKIP,
-    "disabled": TestOutcome.SKIP,
-    "todo": TestOutcome.SKIP,
-}
+_JEST_OUTCOMES = dict.fromkeys(("pending", "skipped", "disabled", "todo"), TestOutcome.SKIP)
+_JEST_OUTCOMES["passed"] = TestOutcome.PASS
 
 
 class _JestCase(msgspec.Struct, rename="camel"):

@@ -46,16 +46,7 @@ _PLACE = (
 )
 _PLACE_S = 60.0
 _JUDGED = ".judged"
-_CLIENT = b"""#!/bin/sh
-n=1
-while ! mkdir "$0.$n" 2>/dev/null; do n=$((n + 1)); done
-cat > "$0.$n/input"
-printf '%s\\0' "$@" > "$0.$n/asked" && mv "$0.$n/asked" "$0.$n/argv"
-until [ -s "$0.$n/code" ]; do sleep 0.02; done
-cat "$0.$n/error" >&2
-cat "$0.$n/output"
-exit "$(cat "$0.$n/code")"
-"""
+_CLIENT = Path(__file__).with_name("judged.sh").read_bytes()
 """Has a program run in the other sandbox: asks by files, and waits for the answer."""
 _REDIRECT = 'exec "$@" < "$0.input" 2> "$0.error"'
 _ASKED_S, _POLL_S = 60.0, 0.02

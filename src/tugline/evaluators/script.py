@@ -118,17 +118,7 @@ async def open_runner(
 
 
 # Workdirs and images have interpreters of their own; all tell what they could import.
-_INSPECT = r"""
-exec 2>/dev/null
-xargs -0 sh -c 'for f; do if [ -e "$f" ] || [ -h "$f" ]
-then printf "%s\0" "$f"; fi; done' sh < "$0"
-find . -name .git -prune -o -name "*.py" -exec printf "%s\0" {} +
-IFS=:
-for d in $PATH /opt/*/bin /opt/*/envs/*/bin ./*/bin ./.*/bin
-do if [ -x "$d/python3" ]; then "$d/python3" -B -c "$1"
-elif [ -x "$d/python" ]; then "$d/python" -B -c "$1"; fi
-done
-"""
+_INSPECT = Path(__file__).with_name("inspect_tree.sh").read_text(encoding="utf-8")
 _LIST_MODULES = r"""
 import os, sys
 top = os.path.realpath('.') + os.sep

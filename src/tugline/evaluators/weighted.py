@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,6 +31,7 @@ class PartOptions(msgspec.Struct, frozen=True):
     required: bool = True
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightedEvaluator(Evaluator):
     """`parts` has for each name its ``evaluator`` (name, options), ``weight`` and ``required``.
 
@@ -38,14 +39,11 @@ class WeightedEvaluator(Evaluator):
     of the reward are named ``<name>`` and ``<name>.<part>``.
     """
 
-    def __init__(
-        self,
-        *,
-        parts: Annotated[dict[str, PartOptions], msgspec.Meta(min_length=1)],
-        mode: Literal["mean", "product", "min"] = "mean",
-    ) -> None:
-        self._mode = mode
-        self._parts = msgspec.convert(parts, dict[str, PartOptions])
+    parts: Annotated[dict[str, PartOptions], msgspec.Meta(min_length=1)]
+    mode: Literal["mean", "product", "min"] = "mean"
+
+    def __post_init__(self) -> None:
+        self._parts = msgspec.convert(self.parts, dict[str, PartOptions])
         self._evaluators = {name: _make(name, part) for name, part in self._parts.items()}
         own = self._evaluators.values()
         self.in_place = any(each.in_place for each in own)
@@ -153,9 +151,9 @@ class WeightedEvaluator(Evaluator):
 
     def _value(self, by_name: Mapping[str, float]) -> float:
         values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]
-        if self._mode == "min":
+        if self.mode == "min":
             return min(values)
-        if self._mode == "product":
+        if self.mode == "product":
             return math.prod(values)
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 

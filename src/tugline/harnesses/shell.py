@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tugline.errors import ConfigError
@@ -19,6 +20,7 @@ _MAX_VARIABLE = 100_000
 """Bytes. Linux starts no program with a longer variable (128 KiB with its name)."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Shell(Harness):
     """`command` runs in the task's folder: a list is a program, a string goes to ``sh -c``.
 
@@ -29,13 +31,12 @@ class Shell(Harness):
 
     name = "shell"
 
-    def __init__(
-        self,
-        *,
-        command: str | Sequence[str],
-        env: Mapping[str, str] | None = None,
-        folders: Sequence[str] = (),
-    ) -> None:
+    command: str | Sequence[str]
+    env: Mapping[str, str] | None = None
+    folders: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        command = self.command
         words = re.split(r"(\s+)", command) if isinstance(command, str) else command
         files = [_find_file(word) for word in words]
         if isinstance(command, str):
@@ -45,15 +46,14 @@ class Shell(Harness):
             self._argv: tuple[str, ...] = ("sh", "-c", "".join(quoted))
         else:
             self._argv = tuple(file or word for word, file in zip(words, files, strict=True))
-        for folder in folders:
+        for folder in self.folders:
             if not Path(folder).is_absolute():
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
                 raise ConfigError(msg)
-        paths = dict.fromkeys([*filter(None, files), *folders])
+        paths = dict.fromkeys([*filter(None, files), *self.folders])
         self.mounts = tuple(Mount(path, path) for path in paths)
         if not "".join(command).strip():
             raise ConfigError(f"harness 'shell': command is {command!r}, must name a program")
-        self._env = dict(env or {})
 
     def launch(self, context: LaunchContext) -> Launch:
         """The command, with base URL, key and model under the names that SDKs read."""
@@ -74,7 +74,7 @@ class Shell(Harness):
             variables["TUGLINE_INSTRUCTION"] = context.instruction
         return Launch(
             argv=self._argv,
-            env={**variables, **self._env},
+            env={**variables, **(self.env or {})},
             files={"instruction.txt": context.instruction},
         )
 

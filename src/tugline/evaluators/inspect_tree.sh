@@ -1,0 +1,12 @@
+# Lists what a fresh copy has: those of the paths in file $0 that exist, Python files, and what
+# each interpreter prints that runs the program $1.
+exec 2>/dev/null
+# shellcheck disable=SC2016 # the inner shell expands it
+xargs -0 sh -c 'for f; do if [ -e "$f" ] || [ -h "$f" ]
+then printf "%s\0" "$f"; fi; done' sh < "$0"
+find . -name .git -prune -o -name "*.py" -exec printf "%s\0" {} +
+IFS=:
+for d in $PATH /opt/*/bin /opt/*/envs/*/bin ./*/bin ./.*/bin
+do if [ -x "$d/python3" ]; then "$d/python3" -B -c "$1"
+elif [ -x "$d/python" ]; then "$d/python" -B -c "$1"; fi
+done
