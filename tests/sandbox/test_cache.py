@@ -262,10 +262,10 @@ def test_what_killed_processes_left_is_swept_up(tmp_path: Path) -> None:
         (tmp_path / name / "below").mkdir(parents=True)
     handle = os.open(tmp_path / "git-1.make", os.O_CREAT | os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    assert bases.evict() == 0
+    bases.evict()
     assert {path.name for path in tmp_path.glob("*.part")} == {"git-1.part"}
     os.close(handle)
-    assert bases.evict() == 0
+    bases.evict()
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -282,10 +282,11 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
         assert other.stdout is not None
         assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
         bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
-        assert bases.evict() == 0
+        bases.evict()
+        assert (bases.folder / "a").is_dir()
         other.kill()
         await asyncio.to_thread(other.wait)
-        assert bases.evict() == 1
+        bases.evict()
         assert not (bases.folder / "a").exists()
     finally:
         other.kill()

@@ -168,8 +168,8 @@ class WorkspaceCache:
             os.close(lock)
 
     # ------------------------------------------------------------------ all of them
-    def evict(self, keep: str = "") -> int:
-        """Remove the least recently used entries until the rest fits; return how many.
+    def evict(self, keep: str = "") -> None:
+        """Remove the least recently used entries until the rest fits.
 
         Also removes what killed processes left half-made or half-removed. Blocks.
         """
@@ -179,17 +179,14 @@ class WorkspaceCache:
                     remove(self.folder, part.name)
         entries = self._list_entries()
         total = sum(size for _, _, size in entries)
-        count = 0
         for _, key, size in entries:
             if total <= self._max_bytes:
                 break
             if key != keep and self._try_evict(key):
                 total -= size
-                count += 1
         if total > self._max_bytes:
             gb, limit = total / _GB, self._max_bytes / _GB
             _log.warning("workspaces in use exceed their limit", gb=gb, limit_gb=limit)
-        return count
 
     def _list_entries(self) -> list[tuple[float, str, int]]:
         """Time of last use, key and bytes of each; the one used longest ago first."""

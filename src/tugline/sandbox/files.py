@@ -62,15 +62,14 @@ def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes |
     return None
 
 
-def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> tuple[str, ...]:
-    """Copy regular files below an agent's `home` to ``<logs>/home``; return their paths.
+def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:
+    """Copy regular files below an agent's `home` to ``<logs>/home``.
 
     A pattern is a relative POSIX path with ``*`` within a name and ``**`` for any folders. Files
     over 64 MiB, those beyond 256 MiB in all and those with unusable names are left out. Blocks.
     Raises as `write_files` does.
     """
     wanted = re.compile("|".join(map(_glob_regex, patterns)) or r"(?!)")
-    collected: list[str] = []
     bytes_left = _MAX_ARTIFACTS_BYTES
     for path in _walk_files(home) if home.is_dir() else ():
         if wanted.fullmatch(path) is None or unusable_name(path) is not None:
@@ -79,9 +78,7 @@ def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> tuple[
         if data is not None:
             (logs / ARTIFACTS).mkdir(exist_ok=True)
             write_files(logs / ARTIFACTS, {path: data})
-            collected.append(path)
             bytes_left -= len(data)
-    return tuple(collected)
 
 
 def _walk_files(folder: Path) -> Iterator[str]:

@@ -293,13 +293,10 @@ async def read_blob(blobs: Blobs, name: str, digest: str) -> bytes:
     return data
 
 
-async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> int:
-    """Delete the blobs that no result refers to; returns how many."""
-    deleted = 0
+async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> None:
+    """Delete the blobs that no result refers to."""
     async for names in blobs.list_older(time.time() - older_s):
         for start in range(0, len(names), _SWEPT):
             some = names[start : start + _SWEPT]
             for name in set(some) - await database.read(results.list_blobs, some):
                 await blobs.delete(name)
-                deleted += 1
-    return deleted
