@@ -146,11 +146,11 @@ def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "row 1 needs messages, or ids and loss_mask of one length; it has"),
+        ({"text": "x"}, "line 1 needs messages, or ids and loss_mask of one length; it has"),
         ({"ids": [1, 2], "loss_mask": [True]}, "ids and loss_mask of one length"),
         ({"ids": [1], "loss_mask": [0], "tokenizer": "00"}, "another tokenizer than the model's"),
-        ({"messages": "hi"}, "row 1 is no conversation in the form of the OpenAI API"),
-        ({"messages": [{"role": "boss", "content": ""}]}, r"row 1 is no .*messages\[0\].role"),
+        ({"messages": "hi"}, "line 1 is no conversation in the form of the OpenAI API"),
+        ({"messages": [{"role": "boss", "content": ""}]}, r"line 1 is no .*messages\[0\].role"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(

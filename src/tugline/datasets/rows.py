@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,9 @@ class RowSource:
     def rows(self) -> Iterator[tuple[str, Row, str | None]]:
         """Yield each row with its place for messages, and its split if there is one."""
         if self.path is not None:
-            for where, row in _read_file(Path(self.path)):
-                if not isinstance(row, dict):
-                    msg = f"{where} is not a row; it must be an object with keys and values"
-                    raise ConfigError(msg)
-                yield where, row, None
-            return
-        yield from self._read_hub()
+            yield from ((where, row, None) for where, row in read_rows(Path(self.path)))
+        else:
+            yield from self._read_hub()
 
     def _read_hub(self) -> Iterator[tuple[str, Row, str | None]]:
         name = self.dataset or ""
@@ -76,6 +73,14 @@ class RowSource:
         for split in [self.split] if self.split is not None else list(found):
             for number, row in enumerate(found[split]):
                 yield f"{name}, {split} row {number}", row, split
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a file, each with its place for messages. Raises `ConfigError`."""
+    for where, row in _read_file(path):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} is not a row; it must be an object with keys and values")
+        yield where, row
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -108,18 +113,12 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ConfigError(f"{path}: Parquet files need `pip install tugline[hub]`") from error
-    number = 0
+    parquet = import_extra("pyarrow.parquet", "export", f"{path}, a Parquet file,")
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(256):
-                for row in batch.to_pylist():
-                    yield f"{path}, row {number}", row
-                    number += 1
-    except (OSError, ArrowException) as error:
+            rows = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+    except (OSError, import_module("pyarrow").ArrowException) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 

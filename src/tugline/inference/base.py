@@ -82,10 +82,6 @@ class GenerationEngine(Protocol):
         """Most tokens of prompt and answer together."""
 
     @property
-    def vocab_size(self) -> int:
-        """Ids from 0 to one less than this are valid in a prompt."""
-
-    @property
     def version(self) -> int:
         """Policy version of the weights in use."""
 

@@ -30,12 +30,12 @@ from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.config import Config, load
-from tugline.errors import RequestError, UsageError
+from tugline.datasets.rows import read_rows
+from tugline.errors import ConfigError, RequestError, UsageError
 from tugline.inference.load import load as load_model
 from tugline.launch.engine import make_rendering
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import EngineSettings
-from tugline.plugins import import_extra
 from tugline.schema import PositiveFloat, PositiveInt
 from tugline.trainers.config import Lora
 from tugline.trainers.grpo import checkpoint
@@ -118,8 +118,7 @@ def read_set(
     left_out: Counter[str] = Counter()
     for path in paths:
         file = _choose_file(path, digest)
-        for number, row in enumerate(_read_rows(file), 1):
-            where = f"{file}, row {number}"
+        for where, row in _read_set_rows(file):
             if "messages" in row or "prompt" in row:
                 rendering = rendering or make()
                 ids, mask = _render(rendering, row, where)
@@ -140,21 +139,17 @@ def _choose_file(path: Path, digest: str) -> Path:
     if not path.is_dir():
         return path
     exact = path / TRACES
-    fits = exact.exists() and all(row.get("tokenizer") == digest for row in _read_rows(exact))
+    fits = exact.exists() and all(
+        row.get("tokenizer") == digest for _, row in _read_set_rows(exact)
+    )
     return exact if fits else path / CONVERSATIONS
 
 
-def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file or of JSON lines. Raises `UsageError`."""
+def _read_set_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a set, each with its place for messages. Raises `UsageError`."""
     try:
-        if file.suffix != ".parquet":
-            with file.open("rb") as lines:
-                yield from (msgspec.json.decode(line, type=dict[str, Any]) for line in lines)
-            return
-        parquet = import_extra("pyarrow.parquet", "export", f"{file}, a Parquet file,")
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
-            yield from batch.to_pylist()
-    except (OSError, ValueError) as error:
+        yield from read_rows(file)
+    except ConfigError as error:
         raise UsageError(f"{file} is no set of conversations or traces: {error}") from error
 
 
@@ -171,7 +166,7 @@ def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mas
     return np.array(ids, np.int32), np.array(mask, np.bool_)
 
 
-def _render(rendering: Rendering, row: dict[str, Any], where: str) -> tuple[Ids, Mask]:
+def _render(rendering: Rendering, row: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
     """Render a conversation in the form of the OpenAI API, or of Hugging Face templates."""
     messages = row.get("messages") or [*(row.get("prompt") or ()), *(row.get("completion") or ())]
     try:
