@@ -171,11 +171,14 @@ class BodyItems:
             count, at = count + 1, at + len(text)
         return count if data[at : at + 1] == b"," else max(count - 1, 0)
 
-    def add(self, items: Sequence[msgspec.Raw], data: bytes, text: bytes, shift: int) -> None:
-        """Add items that lie in `text`, which lies `shift` bytes later in the body `data`."""
+    def add(self, items: Sequence[msgspec.Raw], data: bytes) -> None:
+        """Add the items that follow in the body `data`."""
         end = self.end()
         for item in items:
-            start, size = offset(item, text) + shift, len(memoryview(item))
+            start = end
+            while data[start] in b", \t\r\n":
+                start += 1
+            size = len(memoryview(item))
             self.texts.append(data[end : start + size])
             self.items.append(msgspec.Raw(memoryview(self.texts[-1])[start - end :]))
             end = start + size

@@ -11,7 +11,6 @@ recorded with the call (`Branch`).
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,12 +78,12 @@ def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
     return changes
 
 
-def _canonical_call(call: ToolCall) -> list[str]:
+def _canonical_call(call: ToolCall) -> list[Any]:
     try:
-        parsed = json.loads(call.arguments or "{}", parse_float=_parse_float)
+        parsed = _ARGUMENTS.decode(call.arguments or "{}")
     except ValueError:
         return [call.name, "raw", call.arguments]
-    return [call.name, "json", json.dumps(parsed, sort_keys=True, separators=(",", ":"))]
+    return [call.name, "json", msgspec.Raw(_SORTED.encode(parsed))]
 
 
 def _parse_float(text: str) -> Any:
@@ -92,6 +91,10 @@ def _parse_float(text: str) -> Any:
     value = float(text)
     exact = value.is_integer() and abs(value) < _LONGEST_EXACT_INTEGER
     return int(value) if exact else value
+
+
+_ARGUMENTS = msgspec.json.Decoder(float_hook=_parse_float)
+_SORTED = msgspec.json.Encoder(order="sorted")
 
 
 # --------------------------------------------------------------------------- turns

@@ -194,17 +194,17 @@ class ParseCache:
         made = BodyItems(best.front, best.texts[:count], best.items[:count])
         body, start = None, len(best.front)
         if count:
-            text, shift = best.front + data[end + 1 :], end + 1 - start
+            text = best.front + data[end + 1 :]
             with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
                 body = decoder.decode(text)
         new = getattr(body, name, None) or [ABSENT]
         if body is None or text[start : offset(new[0], text)].strip():
-            body, text, shift = decode(data, decoder, "the request body"), data, 0
+            body = decode(data, decoder, "the request body")
             new = getattr(body, name)
             if not isinstance(new, list) or not new:
                 return body
             made = BodyItems(data[: offset(new[0], data)])
-        made.add(new, data, text, shift)
+        made.add(new, data)
         setattr(body, name, list(made.items))
         gone = best if count and best.end() - end < _NEARBY else None
         self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]

@@ -198,14 +198,10 @@ class _JsonCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _JSON_CALL = msgspec.json.Decoder(_JsonCall)
-_LONG_NUMBER = re.compile(r"\d{16}")
-"""Digits that the library's parser reads with more precision than msgspec."""
 
 
 def parse_json_call(text: str) -> tuple[str, str] | None:
     """Parse a block of plain JSON; None leaves it to the library's parser."""
-    if _LONG_NUMBER.search(text):
-        return None
     try:
         call = _JSON_CALL.decode(text)
     except (ValueError, RecursionError):
@@ -220,7 +216,7 @@ def encode_arguments(arguments: Any) -> str:
         return arguments
     try:
         return msgspec.json.encode(arguments).decode()
-    except (ValueError, OverflowError):  # surrogates, and numbers beyond 64 bits
+    except ValueError:  # surrogates
         return json.dumps(arguments)
 
 

@@ -168,7 +168,7 @@ class Rendering:
             return None
         if not len(sampled) or sampled[-1] not in self.stop_ids or any(one.images for one in tail):
             return None
-        marks = [ids[self.find_marks(ids)].tobytes() for ids in (end, sampled)]
+        marks = [ids[self._find_marks(ids)].tobytes() for ids in (end, sampled)]
         return (*marks, sampled[-2:].tobytes(), *roles)
 
     def _bridge(
@@ -217,10 +217,10 @@ class Rendering:
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     # ----------------------------------------------------------------------- ids to messages
-    def find_marks(self, ids: Ids) -> list[int]:
-        """The places of `marks` in `ids`."""
-        places: list[int] = np.flatnonzero(self._is_mark.take(ids, mode="clip")).tolist()
-        return places
+    def _find_marks(self, ids: Ids) -> Mask:
+        """Which of `ids` are `marks`."""
+        mask: Mask = self._is_mark.take(ids, mode="clip")
+        return mask
 
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
@@ -349,7 +349,7 @@ class Rendering:
         if not self.markers.reasons or self.template.named_results:
             return ids
         result, at = ids[:_CONTEXT], _CONTEXT
-        for place in self.find_marks(sampled):
+        for place in np.flatnonzero(self._find_marks(sampled)).tolist():
             if place + _CONTEXT > at:
                 result += ids[max(at, place - _CONTEXT) : place + _CONTEXT]
                 at = place + _CONTEXT
