@@ -24,6 +24,7 @@ from tugline.launch.engine import EngineConnection
 from tugline.launch.gateway_process import Channel, GatewayStart
 from tugline.protocol import PauseMode
 from tugline.recording.folder import tokenizer_name
+from tugline.sandbox.base import run_beside
 from tugline.types import Session, Task
 from tugline.web.engine_http import ModelCard
 
@@ -75,12 +76,6 @@ class _Worker:
             count = len(self.sessions)
             _log.error("gateway process ended", url=self.url, sessions=count, reason=repr(reason))
             await asyncio.sleep(_PAUSE_S)
-
-    async def stop(self, running: asyncio.Task[None]) -> None:
-        """End the process and the task that runs it."""
-        running.cancel()
-        await asyncio.wait({running})
-        self.ready.set()
 
     async def ask(self, name: str, *args: Any, deadline_s: float = _ANSWER_S, **named: Any) -> Any:
         """Have the process do something, or its replacement if it dies meanwhile.
@@ -184,7 +179,8 @@ class Workers(Gateway):
                 at = {"host": self._host, "port": self._port and self._port + number}
                 start = GatewayStart(self._replicas, template, self._folder, at, log.configured)
                 worker = _Worker(start)
-                stack.push_async_callback(worker.stop, asyncio.create_task(worker.run()))
+                stack.callback(worker.ready.set)  # whoever still asks is told that it is closed
+                await stack.enter_async_context(run_beside(worker.run()))
                 self.workers.append(worker)
             up = (worker.ready.wait() for worker in self.workers)
             try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from tugline.datasets.base import Solution
-from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.evaluators.base import SessionOutcome
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
@@ -36,56 +36,6 @@ class TaskValidation(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class _SolutionRun:
-    """One solution of one task; `stage` is where it is."""
-
-    def __init__(self, task: Task, directory: Path, parts: Parts) -> None:
-        self._task = task
-        self._evaluator = parts.evaluator(task.evaluator)
-        self._sandboxes = TaskSandboxes(task, directory, parts)
-        self.stage = Status.INIT
-
-    async def evaluate(self, solution: Solution) -> tuple[Verdict, str]:
-        """The verdict, and why the solution's program failed if it did."""
-        in_place = self._evaluator.in_place
-        limits = self._task.limits
-        async with contextlib.AsyncExitStack() as stack:
-            async with asyncio.timeout(limits.init_s):
-                opening = self._sandboxes.open_agent(solution.mounts)
-                sandbox = await stack.enter_async_context(opening)
-            self.stage = Status.RUN
-            end, error = await self._run_solution(sandbox, solution)
-            patch = await sandbox.diff()
-            if not in_place:
-                await stack.aclose()
-            self.stage = Status.EVAL
-            outcome = SessionOutcome(
-                task=self._task,
-                patch=patch,
-                open_sandbox=PrewarmedSandbox(self._sandboxes.open_evaluation).open,
-                timeout_s=limits.eval_s,
-                exit=end,
-                sandbox=sandbox if in_place else None,
-            )
-            async with asyncio.timeout(limits.eval_s + _EVAL_GRACE_S):
-                return await self._evaluator.evaluate(outcome), error
-
-    async def _run_solution(self, sandbox: Sandbox, solution: Solution) -> tuple[Exit, str]:
-        await sandbox.put(sandbox.workdir, solution.changes)
-        await sandbox.put(sandbox.home, solution.home)
-        if not solution.argv:
-            return Exit(0, timed_out=False, seconds=0.0), ""
-        timeout_s = self._task.limits.agent_s
-        end = await sandbox.run(
-            solution.argv, env=solution.env, timeout_s=timeout_s, log_name="solution"
-        )
-        if end.code == 0 and not end.timed_out:
-            return end, ""
-        how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-        tail = await asyncio.to_thread(read_tail, sandbox.logs / "solution.log")
-        return end, f"the solution {how}: {tail}"
-
-
 async def validate_task(
     task: Task, solution: Solution | None, directory: Path, parts: Parts
 ) -> TaskValidation:
@@ -93,21 +43,57 @@ async def validate_task(
 
     Raises `ConfigError` and `UnknownPlugin` for plug-ins that cannot be made.
     """
-    began = time.monotonic()
-    run = _SolutionRun(task, directory, parts)
+    began, limits, solution = time.monotonic(), task.limits, solution or Solution()
+    evaluator, sandboxes = parts.evaluator(task.evaluator), TaskSandboxes(task, directory, parts)
     await parts.report_weaknesses(task.runtime)
+    stage = Status.INIT
     try:
-        verdict, error_text = await run.evaluate(solution or Solution())
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(limits.init_s):
+                opening = sandboxes.open_agent(solution.mounts)
+                sandbox = await stack.enter_async_context(opening)
+            stage = Status.RUN
+            end, reason = await _run_solution(sandbox, solution, limits.agent_s)
+            patch = await sandbox.diff()
+            if not evaluator.in_place:
+                await stack.aclose()
+            stage = Status.EVAL
+            outcome = SessionOutcome(
+                task=task,
+                patch=patch,
+                open_sandbox=PrewarmedSandbox(sandboxes.open_evaluation).open,
+                timeout_s=limits.eval_s,
+                exit=end,
+                sandbox=sandbox if evaluator.in_place else None,
+            )
+            async with asyncio.timeout(limits.eval_s + _EVAL_GRACE_S):
+                verdict = await evaluator.evaluate(outcome)
     except Exception as error:  # noqa: BLE001 - one task's failure must not end the others
-        failure = classify(run.stage, error)
+        failure = classify(stage, error)
         return TaskValidation(None, failure.message, failure, time.monotonic() - began)
     finally:
         with contextlib.suppress(OSError):
             await asyncio.to_thread(remove, directory.parent, directory.name)
-    reason = error_text or str(verdict.report.get("reason", ""))
+    reason = reason or str(verdict.report.get("reason", ""))
     if refused := verdict.report.get("refused"):
         reason += f" (not applied: {', '.join(refused)})"
     return TaskValidation(verdict.reward.value, reason, None, time.monotonic() - began)
+
+
+async def _run_solution(sandbox: Sandbox, solution: Solution, timeout_s: float) -> tuple[Exit, str]:
+    """How the solution's program ended, and why it failed if it did."""
+    await sandbox.put(sandbox.workdir, solution.changes)
+    await sandbox.put(sandbox.home, solution.home)
+    if not solution.argv:
+        return Exit(0, timed_out=False, seconds=0.0), ""
+    end = await sandbox.run(
+        solution.argv, env=solution.env, timeout_s=timeout_s, log_name="solution"
+    )
+    if end.code == 0 and not end.timed_out:
+        return end, ""
+    how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+    tail = await asyncio.to_thread(read_tail, sandbox.logs / "solution.log")
+    return end, f"the solution {how}: {tail}"
 
 
 def fingerprint(task: Task, solution: Solution | None) -> str:
