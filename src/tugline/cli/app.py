@@ -10,53 +10,18 @@ server that was killed is back before its clients notice.
 
 import os
 import sys
+import tomllib
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, Parameter
 
 from tugline.errors import ServerError, TuglineError, UsageError
 
-GROUPS = {
-    "Begin": {
-        "demo": "Train a tiny model on a real, unmodified agent in minutes.",
-        "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
-        "task": "Task files and task sets.",
-        "harness": "The agent programs that can be run.",
-    },
-    "Run agents on this machine": {
-        "run": "Run tasks on this machine and keep every result in a folder.",
-        "eval": "Measure a model on tasks: pass@1, pass@k, intervals, and what changed.",
-        "generate": "Run tasks with a strong model; keep what was accepted for `tugline sft`.",
-    },
-    "Run agents for a trainer": {
-        "up": "Start server, node and engine, and run what is submitted until it is stopped.",
-        "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
-        "server": "The data of a server.",
-        "launch": "Start a run on a cluster, and see what became of it.",
-        "plan": "Say how many machines a run needs, and what will be the narrowest.",
-    },
-    "Ask a server": {
-        "submit": "Submit tasks.",
-        "status": "Show what is queued, running and done.",
-        "logs": "Print the log of a session.",
-        "results": "Read results in order of commit, and save them with their trajectories.",
-        "cancel": "Cancel tasks or sessions; results so far are kept.",
-    },
-    "Train": {
-        "train": "Train a model on tasks, with evaluations on the way; resumable at any point.",
-        "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
-    },
-    "Read what was recorded": {
-        "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
-        "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
-        "export": "Write recorded sessions to a file that other tools and trainers read.",
-        "rebuild": "Build trajectories from recorded sessions alone, for a trainer to load.",
-        "replay": "Run the harness of a recorded session again on the recorded answers.",
-    },
-    "Measure": {"bench": "Measure what a part costs, next to the least that it could."},
-}
-"""The commands by what they are for. Each is a function, or a group of commands, of this name."""
+_TABLE = Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
+GROUPS: dict[str, dict[str, str]] = tomllib.loads(_TABLE)
+"""The commands by what they are for, and what each does."""
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 MODULES = {"cancel": "status", "logs": "status", "node": "up", "plan": "bench", "server": "up"}
 MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}

@@ -12,31 +12,17 @@ import re
 import reprlib
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from tugline.errors import ConfigError
-from tugline.schema import decode
+from tugline.schema import decode, read_values
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-TEST_COMMANDS: dict[str, tuple[str, str]] = {
-    "bokeh/bokeh": ("pytest -rA -n0", "parse_log_pytest"),
-    "conan-io/conan": ("pytest -n0 -rA", "parse_log_pytest"),
-    "dask/dask": ("pytest -n0 -rA --color=no", "parse_log_pytest"),
-    "facebookresearch/hydra": ("pytest -rA --tb=long", "parse_log_pytest"),
-    "getmoto/moto": ("pytest -n0 -rA", "parse_log_pytest"),
-    "iterative/dvc": ("pytest -rA", "parse_log_pytest"),
-    "modin-project/modin": ("pytest -n0 -rA", "parse_log_pytest"),
-    "pandas-dev/pandas": ("pytest -rA --tb=long", "parse_log_pytest"),
-    "project-monai/monai": ("pytest -rA", "parse_log_pytest"),
-    "pydantic/pydantic": (
-        "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
-        "parse_log_pytest_v2",
-    ),
-    "python/mypy": ("pytest -n0 -rA", "parse_log_pytest"),
-}
+TEST_COMMANDS: dict[str, tuple[str, str]] = read_values(Path(__file__).with_name("swe_gym.toml"))
 """Test commands and log parsers of SWE-Gym's repositories, which its rows do not have."""
 
 _ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)

@@ -247,15 +247,14 @@ async def _run_beside(
     run: Coroutine[Any, Any, _HarborRun], serve: Coroutine[Any, Any, None]
 ) -> _HarborRun:
     """Return the result of `run`, beside which `serve` works until then; raises what it raises."""
-    tasks = running, _ = asyncio.create_task(run), asyncio.create_task(serve)
     try:
-        for task in (await asyncio.wait(tasks, return_when="FIRST_COMPLETED"))[0]:
-            task.result()
-        return await running
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(serve)
+            result = await run
+            serving.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return result
 
 
 async def _run_asked(script: ScriptRunner, work: ScriptRunner) -> None:

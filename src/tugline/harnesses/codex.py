@@ -8,10 +8,12 @@ switches below it looks up no host name; it compacts its history by ``model_cont
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import ExtensiblePreset, McpServer, Window
 
+_CONFIG = Path(__file__).with_name("codex.toml").read_text(encoding="utf-8")
 _KEY = "TUGLINE_KEY"
 _OFF = (
     "plugins", "remote_plugin", "apps", "tool_suggest", "skill_search", "goals", "shell_snapshot",
@@ -48,28 +50,14 @@ class Codex(ExtensiblePreset):
     def _make_config(self, context: LaunchContext) -> str:
         features = dict.fromkeys(_OFF, False) | {"multi_agent": self.sub_agents}
         switches = "\n".join(f"{name} = {_toml(on)}" for name, on in features.items())
-        return f"""\
-model = {_toml(context.model)}
-model_provider = "tugline"
-model_context_window = {self.context_window}
-check_for_update_on_startup = false
-web_search = "disabled"
-
-[model_providers.tugline]
-name = "tugline"
-base_url = {_toml(f"{context.base_url}/v1")}
-env_key = "{_KEY}"
-wire_api = "responses"
-
-[analytics]
-enabled = false
-
-[feedback]
-enabled = false
-
-[features]
-{switches}
-{"".join(_format_server(name, server) for name, server in self.servers.items())}"""
+        return _CONFIG.format(
+            model=_toml(context.model),
+            window=self.context_window,
+            base_url=_toml(f"{context.base_url}/v1"),
+            key=_KEY,
+            switches=switches,
+            servers="".join(_format_server(*each) for each in self.servers.items()),
+        )
 
 
 def _format_server(name: str, server: McpServer) -> str:
