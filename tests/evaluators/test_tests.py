@@ -12,8 +12,7 @@ from containers import podman
 from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.own_pytest import find_tests
-from tugline.evaluators.tests import TestsEvaluator
+from tugline.evaluators.tests import TestsEvaluator, find_tests
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
 from tugline.types import Workspace

@@ -18,6 +18,7 @@ from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.schema import decode, read_values
 from tugline.testing import ScriptedTurn, serve_scripted_model
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
@@ -78,24 +79,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _in_dialects(dialects: Sequence[str], options: dict[str, Any], **case: Any) -> list[Case]:
-    return [Case(dialect=d, options={"dialect": d, **options}, **case) for d in dialects]
-
-
-_ALL = ("openai_chat", "openai_responses", "anthropic", "google")
-_DESCRIBED, _AWAITED = {"description": "As asked"}, {"is_background": False}
-_PI = {"reasoning": True, "args": ["--no-context-files", "--mode", "json"]}
-CASES: tuple[Case, ...] = (
-    Case(harness="codex", dialect="openai_responses", tool="exec_command", argument="cmd"),
-    Case(harness="claude_code", dialect="anthropic", tool="Bash", arguments=_DESCRIBED),
-    Case(harness="qwen_code", dialect="openai_chat", tool="run_shell_command", arguments=_AWAITED),
-    Case(harness="gemini_cli", dialect="google", tool="run_shell_command"),
-    *_in_dialects(
-        *(_ALL[:3], {}), harness="mini_swe_agent", tool="bash", ends_by_command=True, streams=False
-    ),
-    *_in_dialects(_ALL, _PI, harness="pi", tool="bash"),
-    *_in_dialects(_ALL, {}, harness="opencode", tool="bash", arguments=_DESCRIBED),
-)
+CASES = decode(read_values(Path(__file__).with_name("harness_cases.yaml")), tuple[Case, ...])
 """Every preset in every dialect that it speaks."""
 
 

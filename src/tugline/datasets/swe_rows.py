@@ -168,11 +168,7 @@ def _decode(raw: Mapping[str, Any], kind: type[T], where: str) -> T:
 
 # --------------------------------------------------------------------------- the script
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
-_CONDA = (
-    "if [ -f /opt/miniconda3/bin/activate ]; then set +u; "
-    "source /opt/miniconda3/bin/activate; conda activate testbed; set -u; fi"
-)
-"""Activates the environment of SWE-bench's images."""
+_SCRIPT = Path(__file__).with_name("swe_eval.sh").read_text(encoding="utf-8")
 _NO_TESTS = (
     *(".json", ".yml", ".yaml", ".toml", ".csv", ".pkl"),
     *(".txt", ".md", ".png", ".jpg", ".jpeg"),
@@ -228,30 +224,23 @@ def make_eval_script(row: SweRow, folder: str, setup: Sequence[str] = ()) -> str
     """
     files = list_files(row.test_patch)
     restore = f"git checkout {row.commit} -- {shlex.join(files.before)}" if files.before else ":"
-    lines = [
-        "#!/bin/bash",
-        "set -uxo pipefail",
-        _CONDA,
-        f"cd {shlex.quote(folder)}",
-        f"git config --global --add safe.directory {shlex.quote(folder)}",
-        *([_SETUP[row.repo]] if row.repo in _SETUP else []),
-        *setup,
-        restore,
-        *_apply_patch(row.test_patch),
-        f": '{START}'",
-        _make_command(row, files),
-        f": '{END}'",
-        restore,
-    ]
-    return "\n".join(lines) + "\n"
+    own = [_SETUP[row.repo]] if row.repo in _SETUP else []
+    return _SCRIPT.format(
+        folder=shlex.quote(folder),
+        setup="".join(f"{line}\n" for line in (*own, *setup)),
+        restore=restore,
+        patch=_apply_patch(row.test_patch),
+        command=_make_command(row, files),
+    )
 
 
-def _apply_patch(patch: str) -> list[str]:
+def _apply_patch(patch: str) -> str:
     if not patch.strip():
-        return []
+        return ""
+    text = patch.rstrip("\n")
     end = f"EOF_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
     refused = "{ echo 'the test patch cannot be applied'; exit 1; }"
-    return [f"git apply -v - <<'{end}' || {refused}", patch.rstrip("\n"), end]
+    return f"git apply -v - <<'{end}' || {refused}\n{text}\n{end}\n"
 
 
 def _make_command(row: SweRow, files: PatchedFiles) -> str:

@@ -13,22 +13,22 @@ Not covered: its code shares a process with the tests, so a program written to f
 the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
+import ast
 import itertools
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators import own_pytest
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules
+from tugline.evaluators.filters import FOLDERS, PYTEST_CONFIGS, PYTHON, TESTS, Patterns, Rules
 from tugline.evaluators.formats import FORMATS, read_report
 from tugline.evaluators.scoring import ExpectedTests, Names, TestReport, parse_expected, score
-from tugline.evaluators.script import ScriptRunner, open_runner
+from tugline.evaluators.script import ScriptRunner, has_base, open_runner
 from tugline.sandbox.base import Content, Exit, check_path
 from tugline.schema import PositiveFloat
 from tugline.types import Task
@@ -42,6 +42,16 @@ _COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="ut
 
 A path would only have the report of the last program.
 """
+
+# `-I` and the late path entry: pytest is imported before anything of the agent's can be.
+_START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
+_PYTEST = (
+    *("python3", "-I", "-B", "-c", _START, "-p", "no:cacheprovider", "-q"),
+    *("-o", "junit_family=xunit1", "--junitxml={report}"),
+)
+_IMPORT_PYTEST = ("python3", "-I", "-c", "import pytest")
+_PYTEST_ENV = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+_PYTEST_S = 30.0
 
 Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
 """A shell command, or a program and its arguments."""
@@ -87,8 +97,8 @@ class TestsEvaluator(Evaluator):
         self._own_pytest = command is None
         if command is None:
             _refuse_without_command(format=format, report=report, env=env, setup=setup)
-            command, format, env = own_pytest.COMMAND, "junit", own_pytest.ENV  # noqa: A001
-            timeout_s = timeout_s or own_pytest.TIMEOUT_S
+            command, format, env = _PYTEST, "junit", _PYTEST_ENV  # noqa: A001
+            timeout_s = timeout_s or _PYTEST_S
         elif format not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
@@ -132,7 +142,7 @@ class TestsEvaluator(Evaluator):
         files = task.files.items()
         own = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
         if self._own_pytest:
-            return {**own, **own_pytest.find_trusted_files(task, self._files)}
+            return {**own, **_find_pytest_files(task, self._files)}
         return {**own, **self._files, **({self._report: None} if self._report else {})}
 
     async def _set_up(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
@@ -178,7 +188,7 @@ class TestsEvaluator(Evaluator):
         """Raises `EvaluatorError` if the test program cannot run at all."""
         if self._own_pytest:
             if not report.complete:
-                await self._check_without_work(outcome, "pytest", own_pytest.IMPORT)
+                await self._check_without_work(outcome, "pytest", _IMPORT_PYTEST)
         elif end.code in _CANNOT_RUN and not report.outcomes:
             await self._check_without_work(outcome, "command", self._argv, failures=_CANNOT_RUN)
 
@@ -225,10 +235,10 @@ def _select_for_pytest(
     expected: ExpectedTests, sources: Mapping[str, str]
 ) -> tuple[ExpectedTests, tuple[int, ...], list[str]]:
     """Return the tests to expect, exit codes of a good run (empty: any), and the files to run."""
-    paths = own_pytest.find_test_files(sources)
+    paths = _find_test_files(sources)
     codes: tuple[int, ...] = (0, 1)  # 1: some test failed, perhaps one that is not expected
     if expected.tests is None:
-        names = own_pytest.find_expected_tests({path: sources[path] for path in paths})
+        names = _find_expected_tests({path: sources[path] for path in paths})
         expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
     return expected, () if expected.partial else codes, paths
 
@@ -252,3 +262,76 @@ def _refuse_without_command(**options: object) -> None:
         if value is not None:
             msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with a command"
             raise ConfigError(msg)
+
+
+# --------------------------------------------------------------------------- our own pytest
+# Expected tests are read from trusted source text, so that tests that vanish, are skipped or never
+# finish are missing, not fewer.
+def _find_pytest_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
+    """Return the task's own tests and settings, and hidden `files` over them."""
+    trusted = {path: task.files[path] for path in _find_test_files(task.files)} | dict(files)
+    given = {**task.files, **trusted}
+    configured = any(p in given and section in given[p] for p, section in PYTEST_CONFIGS.items())
+    if not configured and not has_base(task.workspace):
+        # Without a file of its own pytest would look for one in the folders above.
+        trusted["pytest.ini"] = "[pytest]\n"
+    return trusted
+
+
+def _find_test_files(files: Mapping[str, str]) -> list[str]:
+    """Return the paths that pytest's default rules take for test files."""
+    names = ((path, PurePosixPath(path).name) for path in files)
+    return sorted(
+        path
+        for path, name in names
+        if name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+    )
+
+
+def find_tests(path: str, source: str) -> frozenset[str]:
+    """Return the tests that pytest's default rules find in a file. Raises `SyntaxError`."""
+    module = ".".join(PurePosixPath(path).with_suffix("").parts)
+    found = set()
+    for node in ast.parse(source, filename=path).body:
+        if _is_test(node):
+            found.add(f"{module}::{node.name}")
+        elif isinstance(node, ast.ClassDef) and _is_suite(node):
+            found |= {f"{module}.{node.name}::{n.name}" for n in node.body if _is_test(n)}
+    return frozenset(found)
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    fixture = any(_last_name(each) == "fixture" for each in node.decorator_list)
+    return node.name.startswith("test") and not fixture
+
+
+def _is_suite(node: ast.ClassDef) -> bool:
+    if any(ast.unparse(each) == "__test__ = False" for each in node.body):
+        return False
+    if any(_last_name(base).endswith("TestCase") for base in node.bases):
+        return True
+    init = any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in node.body)
+    return node.name.startswith("Test") and not init
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return ``fixture`` for ``@pytest.fixture(scope="module")``."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def _find_expected_tests(sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the tests in `sources`. Raises `EvaluatorError` if there are none."""
+    names: set[str] = set()
+    for path, source in sources.items():
+        try:
+            names |= find_tests(path, source)
+        except (SyntaxError, ValueError) as error:
+            msg = f"evaluator 'tests': {path} is not valid Python: {error}"
+            raise EvaluatorError(msg) from error
+    if not names:
+        msg = f"evaluator 'tests': no test functions in {list(sources)}; give files with tests"
+        raise EvaluatorError(msg)
+    return tuple(sorted(names))

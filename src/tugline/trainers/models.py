@@ -156,8 +156,7 @@ class Models:
 @contextlib.contextmanager
 def open_models(config: TrainConfig) -> Iterator[Models]:
     """Load the model on this rank and make its trainer; the other ranks end with rank 0."""
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with join_ranks(device):
+    with join_ranks(config.device) as device:
         model, tokenizer, eos_ids = load(config.model or Path(), dtype=torch.float32)
         model.to(device)  # type: ignore[arg-type]  # its stub is of a wrapper
         embeds = not config.engine.urls and rank_and_world()[0] == 0

@@ -231,12 +231,11 @@ def train(
     The other ranks of torchrun bring no folder: they take that of rank 0, and only train. May be
     killed at any point and called again. Raises `TuglineError`.
     """
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with contextlib.ExitStack() as stack:
         if folder:
             stack.enter_context(folder_lock(folder, instead="choose another --out"))
             store_config(folder, config)
-        stack.enter_context(join_ranks(device))
+        device = stack.enter_context(join_ranks(config.device))
         shared = next(filter(None, gather([folder])))
         report("loading the model")
         model, tokenizer, _ = load_model(config.model, dtype=torch.float32)

@@ -21,19 +21,21 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def join_ranks(device: torch.device) -> Iterator[None]:
+def join_ranks(name: str | None) -> Iterator[torch.device]:
     """Join the process group of torchrun, if it started this process, and leave it at the end.
 
-    On GPUs each rank takes the one of its local number.
+    Yields the device of this `name`, by default a GPU if there is one. On GPUs each rank takes the
+    one of its local number.
     """
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not dist.is_torchelastic_launched():
-        yield
+        yield device
         return
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
-        yield
+        yield device
     finally:
         dist.destroy_process_group()
 
