@@ -77,11 +77,11 @@ class CallTree:
     def __init__(self, rendering: Rendering | None) -> None:
         """`rendering` is None in observed mode, where the engine renders the prompts."""
         self._rendering, self.may_render = rendering, True
-        self._by_digest: dict[bytes, list[turns.Turn]] = {}
+        self._by_digest: dict[bytes, tuple[turns.Turn, ...]] = {}
         self._turns: list[turns.Turn] = []
         self._answers: dict[bytes, turns.Turn] = {}
         """The last turn by the digest of the conversation that it answered."""
-        self._children: dict[int, list[turns.Turn]] = {}
+        self._children: dict[int, tuple[turns.Turn, ...]] = {}
         """Turns by the number of the call that they extend."""
         self._requests: list[turns.Conversation] = []
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
@@ -186,11 +186,12 @@ class CallTree:
             thread=prompt.thread,
         )
         digest = turns.chain_digest(prompt.digest, turn.digest)
-        self._by_digest.setdefault(digest, []).append(turn)
+        self._by_digest[digest] = (*self._by_digest.get(digest, ()), turn)
         self._answers[prompt.digest] = turn
         self._turns.append(turn)
         if turn.parent is not None:
-            self._children.setdefault(turn.parent.number, []).append(turn)
+            parent = turn.parent.number
+            self._children[parent] = (*self._children.get(parent, ()), turn)
 
     def restore(self, calls: Sequence[Call]) -> None:
         """Make recorded calls turns again."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -59,11 +60,11 @@ def digest_tools(tools: Sequence[Tool]) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(list(tools)), digest_size=16).digest()
 
 
-def hash_wording(answer: Message) -> tuple[int, ...]:
+def hash_wording(answer: Message) -> bytes:
     """Hashes of what an echo may write differently, in the order of `EchoChange`."""
     calls, reasoning = answer.tool_calls, (answer.reasoning or "").strip()
     arguments, ids = tuple(call.arguments for call in calls), tuple(call.id for call in calls)
-    return hash(arguments), hash(reasoning), hash(ids), hash(answer.content)
+    return struct.pack("4q", hash(arguments), hash(reasoning), hash(ids), hash(answer.content))
 
 
 def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
@@ -71,7 +72,8 @@ def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
 
     An echo in the same words takes the place of the answer, so that text is not kept twice.
     """
-    pairs = zip(EchoChange, turn.wording, hash_wording(echoed), strict=True)
+    hashes = (struct.unpack("4q", one) for one in (turn.wording, hash_wording(echoed)))
+    pairs = zip(EchoChange, *hashes, strict=True)
     changes = tuple(change for change, sampled, written in pairs if sampled != written)
     if EchoChange.TEXT not in changes and EchoChange.IDS not in changes:
         turn.answer = echoed
@@ -113,7 +115,7 @@ class Turn:
     """Number of leading `tokens` that are prompt."""
     answer: Message
     """As it was sampled, or with arguments and reasoning as they were echoed."""
-    wording: tuple[int, ...]
+    wording: bytes
     """`hash_wording` of the answer as it was sampled."""
     digest: MessageDigest
     """Of the answer."""

@@ -124,12 +124,12 @@ class Anthropic(base.Dialect):
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         counting = self.match(request) is base.Action.COUNT
-        body = cache.decode_body(request.body, _decoder, "messages")
+        body, items = cache.decode_body(request.body, _decoder, "messages")
         _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
-        messages = cache.fold([body.system, *body.messages], anthropic_messages.fold_message)
+        messages = cache.fold([bytes(body.system), *items], anthropic_messages.fold_message)
         tools = cache.parse_tools(body.tools, _parse_tool)
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)

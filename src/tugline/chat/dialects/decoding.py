@@ -144,12 +144,14 @@ ANY = msgspec.json.Decoder()
 
 @dataclass(slots=True, eq=False)
 class _Parsed:
-    """One parsed request: its raw items and, after each item, the state of the messages."""
+    """One parsed request: its items as JSON and, after each item, the state of the messages."""
 
-    items: list[msgspec.Raw]
+    items: list[bytes]
     messages: list[Message]
-    ends: list[tuple[int, Message | None]]
-    """After each item: the number of messages, and the last of them."""
+    counts: list[int]
+    """The number of messages after each item."""
+    lasts: list[Message | None]
+    """The last message after each item, which a later item may have replaced."""
 
 
 class ParseCache:
@@ -183,15 +185,18 @@ class ParseCache:
         _, best, count = self._nearest
         return best.end(count) if count else 0
 
-    def decode_body(self, data: bytes, decoder: msgspec.json.Decoder[S], name: str) -> S:
+    def decode_body(
+        self, data: bytes, decoder: msgspec.json.Decoder[S], name: str
+    ) -> tuple[S, list[bytes]]:
         """Decode a request whose list `name` is its conversation: only what is new is scanned.
 
-        Items that it shares with an earlier request are the same objects. Raises `RequestError`.
+        Returns the items of that list as JSON; those that it shares with an earlier request are the
+        same objects. Raises `RequestError`.
         """
         end = self.known_bytes(data)
         _, best, count = self._nearest
         self._nearest = b"", BodyItems(), 0
-        made = BodyItems(best.front, best.texts[:count], best.items[:count])
+        made = BodyItems(best.front, best.items[:count], best.gaps[:count])
         body, start = None, len(best.front)
         if count:
             text = best.front + data[end + 1 :]
@@ -202,35 +207,34 @@ class ParseCache:
             body = decode(data, decoder, "the request body")
             new = getattr(body, name)
             if not isinstance(new, list) or not new:
-                return body
+                return body, []
             made = BodyItems(data[: offset(new[0], data)])
         made.add(new, data)
-        setattr(body, name, list(made.items))
         gone = best if count and best.end() - end < _NEARBY else None
         self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
-        return body
+        return body, made.items
 
-    def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
-        """Fold raw JSON `items` into messages, beginning where they differ from a known request.
+    def fold(self, items: Sequence[bytes], step: Step) -> tuple[Message, ...]:
+        """Fold JSON `items` into messages, beginning where they differ from a known request.
 
         The messages of the shared prefix are the same objects as before.
         """
         if len(items) > _MAX_ITEMS:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
         counts = [(count_shared(known.items, items), known) for known in self._requests]
-        shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [])))
-        prefix, ends = best.items[:shared], best.ends[:shared]
-        count, last = ends[-1] if ends else (0, None)
-        messages = best.messages[:count]
-        if last is not None:
-            messages[-1] = last
+        shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [], [])))
+        made = _Parsed([*items], [], best.counts[:shared], best.lasts[:shared])
+        if made.lasts and (last := made.lasts[-1]) is not None:
+            made.messages = [*best.messages[: made.counts[-1] - 1], last]
         for index in range(shared, len(items)):
-            step(messages, decode(items[index], ANY, f"message {index} of the request"), index)
-            ends.append((len(messages), messages[-1] if messages else None))
-        new = items[shared:] if shared else [msgspec.Raw(bytes(items[0])), *items[1:]]
+            item = decode(items[index], ANY, f"message {index} of the request")
+            step(made.messages, item, index)
+            made.counts.append(len(made.messages))
+            made.lasts.append(made.messages[-1] if made.messages else None)
+        made.items[:shared] = best.items[:shared]
         others = (one for one in self._requests if one is not best or shared < len(best.items))
-        self._requests = [_Parsed([*prefix, *new], messages, ends), *others][:_CACHED]
-        return tuple(messages)
+        self._requests = [made, *others][:_CACHED]
+        return tuple(made.messages)
 
     def parse_tools(
         self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]

@@ -181,17 +181,18 @@ class Google(base.Dialect):
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
         model, _, method = request.path.removeprefix("/models/").rpartition(":")
-        body = cache.decode_body(request.body, _body, "contents")
+        body, items = cache.decode_body(request.body, _body, "contents")
         if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
-        if not body.contents:
+            items = [bytes(one) for one in body.contents]
+        if not items:
             raise RequestError("contents=[] must hold at least one content", param="contents")
         cached = body.cached_content or body.cached_snake
         if cached:
             advice = ": nothing is cached here; send the whole prompt"
             raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
-        messages = cache.fold([system, *body.contents], google_messages.fold_content)
+        messages = cache.fold([bytes(system), *items], google_messages.fold_content)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         tool_config = _either(body.tool_config, body.choice_snake)
         choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")

@@ -103,12 +103,12 @@ class OpenAIChat(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder, "messages")
+        body, items = cache.decode_body(request.body, _decoder, "messages")
         decoding.check_refusals(body, _REFUSALS)
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
         return Request(
-            model=body.model, messages=cache.fold(body.messages, _fold_message), tools=tools,
+            model=body.model, messages=cache.fold(items, _fold_message), tools=tools,
             sampling=body.build_sampling(body.max_tokens if limit is None else limit, body.stop),
             stream=bool(body.stream),
             usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),

@@ -106,7 +106,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body = cache.decode_body(request.body, _decoder, "input")
+        body, given = cache.decode_body(request.body, _decoder, "input")
         decoding.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
@@ -114,7 +114,7 @@ class OpenAIResponses(openai.OpenAIDialect):
                     name, f"include[{index}]", "; leave it out", param="include"
                 )
         compact = request.path == "/responses/compact"
-        items, first = _list_items(body, compact=compact)
+        items, first = _list_items(body, given, compact=compact)
         all_tools = list_tools(body.tools, items, request.body)
         tools = () if compact else cache.parse_tools(all_tools, parse_tools)
         text = decoding.decode(body.text, _text, "text", "text.")
@@ -152,9 +152,11 @@ class OpenAIResponses(openai.OpenAIDialect):
         return base.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]:
+def _list_items(
+    body: _ResponsesBody, given: list[bytes], *, compact: bool
+) -> tuple[list[bytes], int]:
     """All items as JSON, and the index of ``input[0]``: instructions come before, as an item."""
-    items = [_encode_item("user", body.input)] if isinstance(body.input, str) else body.input
+    items = [_encode_item("user", body.input)] if isinstance(body.input, str) else given
     if not items:
         raise RequestError("input must be text or a list of at least one item", param="input")
     before = [_encode_item("system", body.instructions)] if body.instructions else []
@@ -162,11 +164,11 @@ def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]
     return [*before, *items, *after], len(before)
 
 
-def _encode_item(role: str, text: str) -> Raw:
-    return Raw(base.encode({"role": role, "content": text}))
+def _encode_item(role: str, text: str) -> bytes:
+    return base.encode({"role": role, "content": text})
 
 
-def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
+def _build_echo(body: _ResponsesBody, compacted: Sequence[bytes] | None) -> bytes:
     """The part of the request that the response repeats."""
     if compacted is not None:
         return base.encode(Echo(compact=_find_user_items(compacted)))
@@ -184,7 +186,7 @@ def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
     return base.encode(Echo(fields=Raw(base.encode(fields)), sealed=sealed))
 
 
-def _find_user_items(items: Sequence[Raw]) -> list[Raw]:
+def _find_user_items(items: Sequence[bytes]) -> list[Raw]:
     """The user's messages, as items in full, which is how a compaction repeats them."""
     collected: list[Raw] = []
     for index, message in enumerate(map(_message.decode, items)):

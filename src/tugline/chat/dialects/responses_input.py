@@ -54,9 +54,7 @@ class ItemFolder:
     of a response or, if they leave reasoning out, to those whose meaning counts.
     """
 
-    def __init__(
-        self, items: Sequence[msgspec.Raw], first: int, cache: decoding.ParseCache
-    ) -> None:
+    def __init__(self, items: Sequence[bytes], first: int, cache: decoding.ParseCache) -> None:
         """`first` is the index of ``input[0]`` among the items."""
         self._items, self._first, self._cache = items, first, cache
 
@@ -227,13 +225,13 @@ _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _additional = msgspec.json.Decoder(_Additional)
 
 
-def list_tools(tools: msgspec.Raw, items: Sequence[msgspec.Raw], body: bytes) -> bytes:
+def list_tools(tools: msgspec.Raw, items: Sequence[bytes], body: bytes) -> bytes:
     """The JSON list of all tools: those of the request, and those that its items add."""
     if b'"additional_tools"' not in body:
         return tools
     lists = [decoding.decode(tools, _list, "tools", "tools") or []]
     for raw in items:
-        if b'"additional_tools"' in bytes(raw):
+        if b'"additional_tools"' in raw:
             item = decoding.decode(raw, _additional, "additional_tools", "additional_tools.")
             lists += [item.tools] if item.type == "additional_tools" else []
     return b"[" + b",".join(tool for tools in lists for tool in tools) + b"]"
