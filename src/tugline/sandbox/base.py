@@ -172,6 +172,14 @@ def check_path(path: str) -> str:
     return path
 
 
+def refuse_fields(runtime: str, workspace: Workspace, **elsewhere: str) -> None:
+    """Raise `UsageError` for one of these fields; each has the runtime that takes it."""
+    for name, other in elsewhere.items():
+        if (value := getattr(workspace, name)) is not None:
+            msg = f"runtime {runtime!r} cannot give workspace.{name} ({value!r}); take {other!r}"
+            raise UsageError(msg)
+
+
 class PausableTimeout:
     """`limit_s` seconds that pass only while the timeout is not paused."""
 

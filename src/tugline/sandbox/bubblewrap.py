@@ -29,7 +29,7 @@ from msgspec import Meta
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import bubblewrap_view as view
 from tugline.sandbox import files, host, limits
-from tugline.sandbox.base import SandboxSpec
+from tugline.sandbox.base import SandboxSpec, refuse_fields
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
 from tugline.sandbox.network import AllowList
@@ -48,10 +48,7 @@ _HINT = (
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
 )
 _INSTEAD = "; a task runs without isolation only where it says `runtime: local`"
-_OVERLAY = (
-    'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
-    ' mount -t overlay overlay -o "nosuid,nodev,${1%,volatile}" "$2" || exit 71; shift 2; exec "$@"'
-)
+_OVERLAY = Path(__file__).with_name("mount_overlay.sh").read_text(encoding="utf-8")
 
 
 class _Machine(msgspec.Struct, frozen=True):
@@ -251,7 +248,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
 
 def _check(spec: SandboxSpec) -> PurePosixPath:
     """Return the workdir. Raises `UsageError` for a workspace that it cannot provide."""
-    host.refuse_fields("bubblewrap", spec.workspace, image="container", build="container")
+    refuse_fields("bubblewrap", spec.workspace, image="container", build="container")
     workdir = host.resolve_workdir(spec.workspace)
     if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
         path = spec.workspace.path

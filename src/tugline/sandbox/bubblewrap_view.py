@@ -15,27 +15,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from tugline.sandbox.base import HOME
 
-_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_ETC = (
-    *("alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
-    *("debian_version", "fonts", "gai.conf", "host.conf", "inputrc", "java-11-openjdk"),
-    *("java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
-    *("localtime", "login.defs", "magic", "mime.types", "os-release", "perl", "pki/ca-trust"),
-    *("pki/tls/cert.pem", "pki/tls/certs", "pki/tls/openssl.cnf", "profile", "profile.d"),
-    *("protocols", "python3", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs"),
-    *("ssl/openssl.cnf", "terminfo", "timezone"),
-)
-_OWN_ETC = {
-    "passwd": f"agent:x:1000:1000:agent:{HOME}:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
-    "group": "agent:x:1000:\nnogroup:x:65534:\n",
-    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
-    "resolv.conf": "",
-}
-_MASKED = ("acpi", "asound", "fs", "pressure", "scsi")
-_MASKED_FILES = ("kcore", "keys", "latency_stats", "mtrr", "sched_debug", "timer_list")
+
+class _View(msgspec.Struct, frozen=True):
+    """The lists of ``view.toml``, which explains them."""
+
+    links: list[str]
+    masked: list[str]
+    masked_files: list[str]
+    etc: list[str]
+    own_etc: dict[str, str]
+
+
+_VIEW = msgspec.toml.decode(Path(__file__).with_name("view.toml").read_bytes(), type=_View)
 _NAMESPACES = (
     *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
     *("--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"),
@@ -75,11 +70,11 @@ def copy_etc(folder: Path) -> Path:
     One mount instead of forty makes a start 6 ms shorter. Users and hosts are the sandbox's own.
     Blocks.
     """
-    sources = [source for name in _ETC if (source := Path("/etc", name)).exists()]
+    sources = [source for name in _VIEW.etc if (source := Path("/etc", name)).exists()]
     stamps = [
         f"{source} {(found := source.stat()).st_mtime_ns} {found.st_size}" for source in sources
     ]
-    known = "\n".join([*stamps, *map(str, _OWN_ETC.items())])
+    known = "\n".join([*stamps, *map(str, _VIEW.own_etc.items())])
     made = folder / hashlib.sha256(known.encode()).hexdigest()[:16]
     if made.is_dir():
         return made
@@ -92,7 +87,7 @@ def copy_etc(folder: Path) -> Path:
             shutil.copytree(source, target, symlinks=True, ignore_dangling_symlinks=True)
         else:
             shutil.copyfile(source, target)
-    for name, text in _OWN_ETC.items():
+    for name, text in _VIEW.own_etc.items():
         (part / name).write_text(text)
     for one in part.rglob("*"):
         if not one.is_symlink():
@@ -124,7 +119,7 @@ def shows(target: str) -> bool:
 
 
 def _system_links() -> Iterator[str]:
-    for name in _LINKS:
+    for name in _VIEW.links:
         place = Path("/", name)
         if place.is_symlink():
             yield from ("--symlink", os.readlink(place), str(place))  # noqa: PTH115
@@ -136,9 +131,9 @@ def _proc_arguments() -> Iterator[str]:
     yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
     # Run by root, bwrap takes this for closed already; its files belong to root, and so to us.
     yield from ("--ro-bind", "/proc/sys", "/proc/sys")
-    for name in _MASKED:
+    for name in _VIEW.masked:
         if Path("/proc", name).is_dir():
             yield from ("--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}")
-    for name in _MASKED_FILES:
+    for name in _VIEW.masked_files:
         if Path("/proc", name).exists():
             yield from ("--ro-bind", "/dev/null", f"/proc/{name}")

@@ -17,7 +17,7 @@ import hashlib
 import platform
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,23 @@ from tugline import log
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.files import replace_file, translate_errors
 
-_NEWUSER = 0x10000000
-_PRIO_MANY, _IOPRIO_MANY = 3, 2
-"""Bits that say: not of a process but of a group's or a user's, which process 1 belongs to."""
+MASKED = ("/proc/1/mem", "/proc/1/task")
+"""The memory, also by way of its thread. runc cannot start without the rest of ``/proc/1``."""
+_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+"""What programs may open; not AF_VSOCK, which leads to the machine below a virtual one."""
 _log = log.get("sandbox")
+
+
+class _Calls(msgspec.Struct, frozen=True):
+    """The tables of ``syscalls.toml``, which explains them."""
+
+    refused: dict[str, tuple[int, int, str]]
+    about_process: dict[str, tuple[int, int, int]]
+    with_bits: dict[str, tuple[int, int, int]]
+    paths: dict[str, list[str]]
+
+
+_CALLS = msgspec.toml.decode(Path(__file__).with_name("syscalls.toml").read_bytes(), type=_Calls)
 
 # ---------------------------------------------------------------------- BPF, for bubblewrap
 _LOAD, _EQUAL, _BITS, _RETURN = 0x20, 0x15, 0x45, 0x06
@@ -38,43 +51,8 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _X32 = 0x40000000
 _ARCHES: dict[str, tuple[int, int]] = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""The kernel's name of the machine, and the column of the tables below."""
-
-_REFUSED: Mapping[str, tuple[tuple[int, int], int]] = {
-    "add_key": ((248, 217), errno.ENOSYS),
-    "bpf": ((321, 280), errno.EPERM),
-    "clone3": ((435, 435), errno.ENOSYS),  # a filter cannot see its flags, but those of clone
-    "io_uring_setup": ((425, 425), errno.ENOSYS),
-    "keyctl": ((250, 219), errno.ENOSYS),
-    "perf_event_open": ((298, 241), errno.EPERM),
-    "pidfd_getfd": ((438, 438), errno.EPERM),
-    "request_key": ((249, 218), errno.ENOSYS),
-    "userfaultfd": ((323, 282), errno.EPERM),
-}
-_REFUSED_WITH: Mapping[str, tuple[tuple[int, int], int, int, int]] = {
-    "clone": ((56, 220), 0, _BITS, _NEWUSER),
-    "ioprio_set": ((251, 30), 1, _EQUAL, 1),
-    "ioprio_set of many": ((251, 30), 0, _BITS, _IOPRIO_MANY),
-    "prlimit64": ((302, 261), 0, _EQUAL, 1),
-    "process_vm_readv": ((310, 270), 0, _EQUAL, 1),
-    "process_vm_writev": ((311, 271), 0, _EQUAL, 1),
-    "ptrace": ((101, 117), 1, _EQUAL, 1),
-    "sched_setaffinity": ((203, 122), 0, _EQUAL, 1),
-    "sched_setattr": ((314, 274), 0, _EQUAL, 1),
-    "sched_setparam": ((142, 118), 0, _EQUAL, 1),
-    "sched_setscheduler": ((144, 119), 0, _EQUAL, 1),
-    "setpriority": ((141, 140), 1, _EQUAL, 1),
-    "setpriority of many": ((141, 140), 0, _BITS, _PRIO_MANY),
-    "unshare": ((272, 97), 0, _BITS, _NEWUSER),
-}
-"""Numbers, which argument, how it is compared, with what."""
+"""The kernel's name of the machine, and its column in the tables."""
 _SOCKET = (41, 198)
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
-"""What programs may open; not AF_VSOCK, which leads to the machine below a virtual one."""
-_PID_ARGUMENT: Mapping[str, int] = {
-    name: argument for name, (_, argument, how, _) in _REFUSED_WITH.items() if how == _EQUAL
-}
-"""Calls that name a process and are refused for process 1; the argument that names it."""
 
 
 def bpf_filter(machine: str | None = None) -> bytes:
@@ -87,11 +65,14 @@ def bpf_filter(machine: str | None = None) -> bytes:
         *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),
         *((_LOAD, 0, 0, _NUMBER), (_BITS, 0, 1, _X32), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),
     ]
-    for numbers, error in _REFUSED.values():
-        code += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | error)]
-    for numbers, argument, compare, value in _REFUSED_WITH.values():
+    for *numbers, error in _CALLS.refused.values():
+        refuse = (_RETURN, 0, 0, _ERRNO | getattr(errno, str(error)))
+        code += [(_EQUAL, 0, 1, numbers[column]), refuse]
+    conditions = [(each[column], each[2], _EQUAL, 1) for each in _CALLS.about_process.values()]
+    conditions += [(each[column], 0, _BITS, each[2]) for each in _CALLS.with_bits.values()]
+    for number, argument, compare, value in conditions:
         code += [
-            (_EQUAL, 0, 4, numbers[column]),
+            (_EQUAL, 0, 4, number),
             (_LOAD, 0, 0, _ARGUMENTS + 8 * argument),
             (compare, 0, 1, value),
             (_RETURN, 0, 0, _ERRNO | errno.EPERM),
@@ -110,21 +91,9 @@ def bpf_filter(machine: str | None = None) -> bytes:
 
 
 # ---------------------------------------------------------------------- Docker and Podman
-MASKED = ("/proc/1/mem", "/proc/1/task")
-"""The memory, also by way of its thread. runc cannot start without the rest of ``/proc/1``."""
-_KNOBS = ("/proc/1/autogroup", "/proc/1/oom_adj", "/proc/1/oom_score_adj")
-"""Its share of the processors and its turn when memory is short; not every kernel has all."""
-_DOCKER_MASKED = [
-    *(f"/proc/{name}" for name in ("acpi", "asound", "interrupts", "kcore", "keys")),
-    *(f"/proc/{name}" for name in ("latency_stats", "sched_debug", "scsi", "timer_list")),
-    *("/proc/timer_stats", "/sys/firmware", "/sys/devices/virtual/powercap"),
-]
-"""What Docker masks unless it is told what to mask."""
 _PROFILES = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
-_MANY = {"ioprio_set": _IOPRIO_MANY, "setpriority": _PRIO_MANY}
 _PID_BITS = 22
 """Of the number of a process; the kernel looks at no more than 32 of what a program gives."""
-_FLAGS_ARGUMENT = {"clone": 0, "unshare": 0}
 _REMOVED = {"add_key", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl"}
 _REMOVED |= {"pidfd_getfd", "request_key", "userfaultfd", "clone3", "socket", "socketcall"}
 _NO_CLONE3 = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
@@ -139,11 +108,11 @@ class ProcessHardening(msgspec.Struct, frozen=True):
 
     def host_config(self) -> dict[str, list[str]]:
         """Return parts of ``HostConfig``. Blocks."""
+        masked = (*MASKED, *_CALLS.paths["knobs"])
         if self.kind == "docker":
             options = [f"seccomp={self.profile.decode()}"]
-            return {"SecurityOpt": options, "MaskedPaths": [*_DOCKER_MASKED, *MASKED, *_KNOBS]}
-        masked = f"mask={':'.join((*MASKED, *_KNOBS))}"
-        return {"SecurityOpt": [masked, f"seccomp={self._write_profile()}"]}
+            return {"SecurityOpt": options, "MaskedPaths": [*_CALLS.paths["docker"], *masked]}
+        return {"SecurityOpt": [f"mask={':'.join(masked)}", f"seccomp={self._write_profile()}"]}
 
     def _write_profile(self) -> Path:
         """Write the profile to a file: Podman takes no text."""
@@ -191,25 +160,26 @@ def narrow_profile(profile: dict[str, Any]) -> dict[str, Any]:
 def _narrow_rules(rules: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for rule in rules:
         names = [name for name in rule["names"] if name not in _REMOVED]
-        narrowed = {name for name in names if name in _PID_ARGUMENT or name in _FLAGS_ARGUMENT}
+        narrowed = set(names) & (_CALLS.about_process.keys() | _CALLS.with_bits.keys())
         if rule["action"] != "SCMP_ACT_ALLOW" or rule.get("args"):
             narrowed = set()
         if unchanged := [name for name in names if name not in narrowed]:
             yield {**rule, "names": unchanged}
         for name in sorted(narrowed):
-            one_process = [_masked_equal(0, _MANY[name], 0)] if name in _MANY else []
-            for condition in _conditions(name):
-                yield {**rule, "names": [name], "args": [*one_process, condition]}
+            bits = _CALLS.with_bits.get(name)
+            without = [_masked_equal(0, bits[2], 0)] if bits else []
+            for conditions in _not_process_1(name):
+                yield {**rule, "names": [name], "args": [*without, *conditions]}
 
 
-def _conditions(name: str) -> list[dict[str, Any]]:
-    """Return conditions of which one must hold for the call to be allowed."""
-    if name in _FLAGS_ARGUMENT:
-        return [_masked_equal(_FLAGS_ARGUMENT[name], _NEWUSER, 0)]
+def _not_process_1(name: str) -> list[list[dict[str, Any]]]:
+    """Return conditions of which one must hold; an empty one for a call about no process."""
+    if name not in _CALLS.about_process:
+        return [[]]
     # Not 1: its lowest bit is not set, or another one is. "Not equal" would compare 64 bits.
-    number = _PID_ARGUMENT[name]
-    others = (_masked_equal(number, 1 << n, 1 << n) for n in range(1, _PID_BITS))
-    return [_masked_equal(number, 1, 0), *others]
+    number = _CALLS.about_process[name][2]
+    others = ([_masked_equal(number, 1 << n, 1 << n)] for n in range(1, _PID_BITS))
+    return [[_masked_equal(number, 1, 0)], *others]
 
 
 def _masked_equal(argument: int, mask: int, value: int) -> dict[str, Any]:
@@ -259,7 +229,7 @@ class ApptainerHardening:
 
 def _apptainer_profile(machine: str) -> dict[str, Any]:
     refused: list[dict[str, Any]] = [{"names": ["pidfd_getfd"], "action": "SCMP_ACT_ERRNO"}]
-    for name, argument in _PID_ARGUMENT.items():
+    for name, (_, _, argument) in _CALLS.about_process.items():
         # The kernel looks at 32 bits of a process's number.
         args = [_masked_equal(argument, 0xFFFFFFFF, 1)]
         refused.append({"names": [name], "action": "SCMP_ACT_ERRNO", "args": args})

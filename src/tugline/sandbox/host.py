@@ -382,14 +382,6 @@ def try_command(argv: Sequence[str]) -> str:
     return (output or f"exit status {done.returncode}") if done.returncode else ""
 
 
-def refuse_fields(runtime: str, workspace: Workspace, **elsewhere: str) -> None:
-    """Raise `UsageError` for one of these fields; each has the runtime that takes it."""
-    for name, other in elsewhere.items():
-        if (value := getattr(workspace, name)) is not None:
-            msg = f"runtime {runtime!r} cannot give workspace.{name} ({value!r}); take {other!r}"
-            raise UsageError(msg)
-
-
 def resolve_workdir(workspace: Workspace, default: PurePosixPath = base.WORKDIR) -> PurePosixPath:
     """Return where programs see the workspace. Raises `UsageError` for an unusable path."""
     workdir = PurePosixPath(workspace.path) if workspace.path else default

@@ -24,8 +24,8 @@ import msgspec
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox import files, processes
-from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
-from tugline.sandbox.host import HostRuntime, HostSandbox, refuse_fields
+from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout, refuse_fields
+from tugline.sandbox.host import HostRuntime, HostSandbox
 from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.processes import OutputLog, ProgramRecord
 from tugline.schema import PositiveFloat, PositiveInt

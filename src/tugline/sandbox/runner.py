@@ -38,11 +38,7 @@ ARGV = ("/bin/sh", f"{CONTROL}/runner")
 KILLED = -9
 """The exit code of a program that was killed with its sandbox."""
 
-_GUARD = (
-    'exec 2>/dev/null; trap "" HUP INT TERM; cd "/proc/$0" || exit; read -r _'
-    f'; [ -e "root{CONTROL}/runner" ] && kill -9 "$0"'
-)
-"""Kill process 1 of a sandbox when stdin ends, unless its number is another's by now."""
+_GUARD = Path(__file__).with_name("guard.sh").read_text(encoding="utf-8")
 _SCRIPT = Path(__file__).with_name("runner.sh").read_text(encoding="utf-8")
 
 

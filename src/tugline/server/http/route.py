@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -50,25 +51,9 @@ TAR = "application/x-tar"
 SSE = "text/event-stream"
 TEXT = "text/plain; charset=utf-8"
 
-PROBLEMS: dict[str, tuple[int, str]] = {
-    "malformed": (400, "The request cannot be parsed"),
-    "unauthorized": (401, "A token is needed"),
-    "forbidden": (403, "This token does not allow this"),
-    "missing": (404, "Nothing has this id"),
-    "no-route": (404, "Nothing is at this address"),
-    "method": (405, "This address does not take this method"),
-    "not-acceptable": (406, "There is no such representation"),
-    "slow": (408, "The body did not arrive in time"),
-    "conflict": (409, "Something else has this id"),
-    "fenced": (409, "The lease was lost"),
-    "too-large": (413, "The body is too large"),
-    "media-type": (415, "The body has the wrong content type"),
-    "invalid": (422, "A field is invalid"),
-    "quota": (429, "A limit is reached"),
-    "fault": (500, "The server failed"),
-    "unavailable": (503, "The store cannot be used now"),
-    "stopping": (503, "The server is shutting down"),
-}
+PROBLEMS = msgspec.toml.decode(
+    Path(__file__).with_name("problems.toml").read_bytes(), type=dict[str, tuple[int, str]]
+)
 """Name to status and title; the name is the last part of `Problem.type`."""
 
 _HEADERS = {
