@@ -21,6 +21,7 @@ from cyclopts.validators import Number
 from tugline.cli.options import Count, Json, NotNegative
 from tugline.cli.output import format_counts, print_report, print_text
 from tugline.errors import UsageError
+from tugline.schema import decode, read_values
 
 
 def bench(part: str, *options: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
@@ -56,14 +57,7 @@ class Agent(NamedTuple):
     """Of its largest process."""
 
 
-AGENTS = {
-    "claude_code": Agent(1.3, 0.14, 215),
-    "codex": Agent(0.4, 0.08, 145),
-    "gemini_cli": Agent(2.6, 0.065, 790),
-    "opencode": Agent(8.2, 0.37, 750),
-    "pi": Agent(0.8, 0.034, 145),
-    "qwen_code": Agent(4.2, 0.2, 1940),
-}
+AGENTS = decode(read_values(Path(__file__).with_name("plan_agents.toml")), dict[str, Agent])
 """Measured with a scripted model, 2 and 22 calls of the shell (versions of docs/harnesses.md)."""
 
 CALL_S, TURN_S, TOKEN_S = 0.0016, 0.0000068, 0.000043

@@ -91,14 +91,8 @@ def _list_runtimes(*, as_json: bool) -> None:
 async def _examine(remote: Remote, *, as_json: bool) -> None:
     async with remote.connect() as client:
         checks = await examine(client)
-    rows = (
-        (
-            check.component,
-            Text("healthy", "green") if check.healthy else Text("unhealthy", "red"),
-            check.detail,
-        )
-        for check in checks
-    )
+    signs = {True: ("healthy", "green"), False: ("unhealthy", "red")}
+    rows = ((check.component, Text(*signs[check.healthy]), check.detail) for check in checks)
     print_report(
         [check._asdict() for check in checks],
         lambda: print_text(make_table(("component", "", "detail"), rows)),

@@ -1,7 +1,6 @@
 """``tugline harness list | install | upgrade | check``: agent programs on this machine."""
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -47,11 +46,11 @@ def list_(*, as_json: Json = False) -> None:
     """List harnesses with their versions, and verify the checksums of installed ones."""
     with Console(stderr=True).status("reading installed harnesses"):
         found = asyncio.run(_list_items())
-    print_report({"harnesses": found}, lambda: _list(found), as_json=as_json)
-    if any(item.sound is False for item in found):
+    changed = any(item.sound is False for item in found)
+    if changed:
         advice = "remove its folder and install it again"
         print_text(f"a harness differs from what was installed: {advice}", stderr=True)
-        sys.exit(1)
+    print_report({"harnesses": found}, lambda: _list(found), as_json=as_json, failed=changed)
 
 
 def _list(items: Sequence[InventoryItem]) -> None:
@@ -75,22 +74,13 @@ async def _list_items() -> list[InventoryItem]:
     Reads all files, about half a gigabyte a second.
     """
     names = list_names("harness")
-    items = [await _inspect(name, _find_version(name), pinned=True) for name in names]
+    items = [await _inspect(name, find("harness", name).version, pinned=True) for name in names]
     listed = {f"{item.name}-{item.version}" for item in items}
     for path in sorted(install_dir().glob("*-*")):
         if read_manifest(path) and path.name not in listed:
             name, _, version = path.name.partition("-")
             items.append(await _inspect(name, version, pinned=False if name in names else None))
     return items
-
-
-def _find_version(name: str) -> str | None:
-    """The version that tasks get by default; None where the program is the user's own."""
-    try:
-        version: str | None = find("harness", name)().version
-    except TypeError:  # its program is an option without a default
-        return None
-    return version
 
 
 async def _inspect(name: str, version: str | None, *, pinned: bool | None) -> InventoryItem:

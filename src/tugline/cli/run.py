@@ -23,7 +23,7 @@ from rich.console import Console
 
 from tugline.cli import up
 from tugline.cli.options import Count, Json, NotNegative
-from tugline.cli.output import SessionProgress, make_table, print_json, print_text, save_report
+from tugline.cli.output import SessionProgress, make_table, print_report, print_text, save_report
 from tugline.cli.task import Paths
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
@@ -86,19 +86,17 @@ def run(
     console.print(f"results: {out}/results.jsonl")
     failures = _print_failures(console, views)
     rewards = [view.reward for view in views if view.reward is not None]
-    if as_json:
-        report = {
-            "sessions": len(views),
-            "status": Counter(view.status for view in views),
-            "reward": fmean(rewards) if rewards else None,
-            "sampled": sum(view.sampled for view in views),
-            "trained": sum(view.trained for view in views),
-            "failures": failures,
-            "folder": str(out),
-        }
-        print_json(report)
-    if not _INFRASTRUCTURE.isdisjoint(failures) or failures.total() == len(views):
-        sys.exit(1)
+    report = {
+        "sessions": len(views),
+        "status": Counter(view.status for view in views),
+        "reward": fmean(rewards) if rewards else None,
+        "sampled": sum(view.sampled for view in views),
+        "trained": sum(view.trained for view in views),
+        "failures": failures,
+        "folder": str(out),
+    }
+    failed = not _INFRASTRUCTURE.isdisjoint(failures) or failures.total() == len(views)
+    print_report(report, lambda: None, as_json=as_json, failed=failed)
 
 
 def _print_failures(console: Console, views: Sequence[ResultView]) -> Counter[Boundary]:

@@ -59,7 +59,8 @@ def train(
         settings = read_config(config, DEMO_MODEL, server=server, engines=engine or ())
         if _is_follower():
             if not dry_run:
-                models.follow(settings)
+                with models.open_models(settings) as opened:
+                    opened.trainer.follow()
             return
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()

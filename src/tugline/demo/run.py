@@ -119,17 +119,15 @@ def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None)
 
     A resumed run keeps its settings. Raises `UsageError` if other ones are given.
     """
-    base = load(config, DemoSettings) if config is not None else DemoSettings()
+    stored = load(folder / SETTINGS, DemoSettings) if (folder / SETTINGS).exists() else None
+    base = load(config, DemoSettings) if config is not None else stored or DemoSettings()
     settings = from_mapping({**msgspec.to_builtins(base), **given}, DemoSettings, source="options")
-    if not (folder / SETTINGS).exists():
-        return settings
-    stored = load(folder / SETTINGS, DemoSettings)
-    changed = [key for key, value in given.items() if getattr(stored, key) != value]
-    if changed or (config is not None and stored != settings):
-        what = ", ".join(changed) or config
-        msg = f"{folder} was started with other settings ({what}); leave them out to resume it"
-        raise UsageError(msg)
-    return stored
+    if stored is not None and settings != stored:
+        names = DemoSettings.__struct_fields__
+        changed = (name for name in names if getattr(stored, name) != getattr(settings, name))
+        msg = f"{folder} was started with other settings ({', '.join(changed)}); leave them out"
+        raise UsageError(f"{msg} to resume it")
+    return settings
 
 
 def store_settings(folder: Path, settings: DemoSettings) -> None:

@@ -40,10 +40,7 @@ TESTS = PurePosixPath("/tests")
 LOGS = PurePosixPath("/logs/verifier")
 SCRIPT = "test.sh"
 _START = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh "$0"; fi'
-_PLACE = (
-    'for d in /tests /logs/verifier; do rm -rf "$d"/* "$d"/.[!.]* "$d"/..?*; done; '
-    'cp -R "$0"/. /tests/ && rm -rf "$0"'
-)
+_PLACE = Path(__file__).with_name("place_tests.sh").read_text(encoding="utf-8")
 _PLACE_S = 60.0
 _JUDGED = ".judged"
 _CLIENT = Path(__file__).with_name("judged.sh").read_bytes()

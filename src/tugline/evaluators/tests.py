@@ -18,6 +18,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated, TypeGuard
 
@@ -57,6 +58,7 @@ Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
 """A shell command, or a program and its arguments."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TestsEvaluator(Evaluator):
     """`files` are tests that the agent never saw; they are applied last.
 
@@ -72,48 +74,48 @@ class TestsEvaluator(Evaluator):
 
     __test__ = False  # the name is not meant for pytest's own collection
 
-    def __init__(  # noqa: PLR0913 - options
-        self,
-        *,
-        files: Mapping[str, str] | None = None,
-        command: Command | None = None,
-        format: str | None = None,  # noqa: A002 - the option's name
-        report: str | None = None,
-        env: Mapping[str, str] | None = None,
-        setup: Command | None = None,
-        expected: Names | None = None,
-        fail_to_pass: Names | None = None,
-        pass_to_pass: Names | None = None,
-        partial: bool = False,
-        protected: Patterns = (),
-        editable: Patterns = (),
-        timeout_s: PositiveFloat | None = None,
-    ) -> None:
-        for path in files or {}:
-            check_path(path)
-        self._files = dict(files or {})
-        groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
-        self._expected = parse_expected(expected, groups, partial=partial)
+    files: Mapping[str, str] | None = None
+    command: Command | None = None
+    format: str | None = None
+    report: str | None = None
+    env: Mapping[str, str] | None = None
+    setup: Command | None = None
+    expected: Names | None = None
+    fail_to_pass: Names | None = None
+    pass_to_pass: Names | None = None
+    partial: bool = False
+    protected: Patterns = ()
+    editable: Patterns = ()
+    timeout_s: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        self._files = {check_path(path): text for path, text in (self.files or {}).items()}
+        groups = {"fail_to_pass": self.fail_to_pass, "pass_to_pass": self.pass_to_pass}
+        self._expected = parse_expected(self.expected, groups, partial=self.partial)
+        command, output, env = self.command, self.format, self.env or {}
         self._own_pytest = command is None
         if command is None:
-            _refuse_without_command(format=format, report=report, env=env, setup=setup)
-            command, format, env = _PYTEST, "junit", _PYTEST_ENV  # noqa: A001
-            timeout_s = timeout_s or _PYTEST_S
-        elif format not in FORMATS:
+            for option in ("format", "report", "env", "setup"):
+                if (value := getattr(self, option)) is not None:
+                    reason = f"{option} is {value!r:.80}, but it is for tests with a command"
+                    raise ConfigError(f"evaluator 'tests': {reason}")
+            command, output, env = _PYTEST, "junit", _PYTEST_ENV
+        elif output not in FORMATS:
             known = ", ".join(FORMATS)
-            raise ConfigError(f"evaluator 'tests': format is {format!r}, must be one of {known}")
-        self._output, self._format = format, FORMATS[format]
+            raise ConfigError(f"evaluator 'tests': format is {output!r}, must be one of {known}")
+        self._output, self._format = output, FORMATS[output]
         usual = [TESTS[language] for language in self._format.languages]
         if self._own_pytest:
             usual = [PYTHON, FOLDERS]
-        self._rules = Rules(protected=(*itertools.chain(*usual), *protected), editable=editable)
-        self._env = _add_env(env or {}, self._format.env)
+        protected = (*itertools.chain(*usual), *self.protected)
+        self._rules = Rules(protected=protected, editable=self.editable)
+        self._env = _add_env(env, self._format.env)
         self._argv = _parse_command("command", command)
-        self._setup = _parse_command("setup", setup) if setup is not None else None
-        self._report = check_path(report) if report is not None else None
+        self._setup = _parse_command("setup", self.setup) if self.setup is not None else None
+        self._report = check_path(self.report) if self.report is not None else None
         self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
-        self._timeout_s = timeout_s or math.inf
-        if self._format.reports and not self._random and report is None:
+        self._timeout_s = self.timeout_s or (_PYTEST_S if self._own_pytest else math.inf)
+        if self._format.reports and not self._random and self._report is None:
             raise ConfigError(
                 f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
                 f"({self._format.reports}), or the option `report`"
@@ -255,13 +257,6 @@ def _parse_command(option: str, command: Command) -> tuple[str, ...]:
     if not command.strip():
         raise ConfigError(f"evaluator 'tests': {option} is {command!r}, must be a command")
     return ("sh", "-c", command)
-
-
-def _refuse_without_command(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with a command"
-            raise ConfigError(msg)
 
 
 # --------------------------------------------------------------------------- our own pytest

@@ -9,28 +9,14 @@ sends a third of that and strictly appends.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
+from tugline.schema import read_values
 
-_QUIET = {
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "DISABLE_TELEMETRY": "1",
-    "DISABLE_ERROR_REPORTING": "1",
-    "DISABLE_AUTOUPDATER": "1",
-    "IS_SANDBOX": "1",
-}
-_LEAN = {
-    "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
-    "DISABLE_PROMPT_CACHING": "1",
-    "MAX_THINKING_TOKENS": "0",
-    "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
-    "CLAUDE_CODE_MAX_RETRIES": "2",
-    "CLAUDE_CODE_DISABLE_BUNDLED_SKILLS": "1",
-}
-_WITH_SKILLS = {"SLASH_COMMAND_TOOL_CHAR_BUDGET": "16000"}
-"""Room for the descriptions of skills; by default there may only be names."""
+_ENV: dict[str, dict[str, str]] = read_values(Path(__file__).with_name("claude_code.toml"))
+"""Variables: those that are always set, those of `lean`, and those for skills."""
 _LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
@@ -75,9 +61,9 @@ class ClaudeCode(ExtensiblePreset):
                 "ANTHROPIC_MODEL": context.model,
                 "ANTHROPIC_DEFAULT_HAIKU_MODEL": context.model,
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_window),
-                **_QUIET,
-                **(_LEAN if self.lean else {}),
-                **(_WITH_SKILLS if self.skills else {}),
+                **_ENV["always"],
+                **(_ENV["lean"] if self.lean else {}),
+                **(_ENV["skills"] if self.skills else {}),
             },
             files={"mcp.json": json.dumps({"mcpServers": servers}, indent=1), **self.skill_files},
         )

@@ -171,12 +171,6 @@ def open_models(config: TrainConfig) -> Iterator[Models]:
             trainer.close()
 
 
-def follow(config: TrainConfig) -> None:
-    """Train with rank 0 until it ends the run."""
-    with open_models(config) as models:
-        models.trainer.follow()
-
-
 def prepare(
     model: torch.nn.Module, lora: Lora | None = None, seed: int = 0, *, fsdp: bool
 ) -> torch.nn.Module:

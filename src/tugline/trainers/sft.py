@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,15 +114,13 @@ def read_set(
     that is no set, or whose ids are of another tokenizer.
     """
     digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-    rendering: Rendering | None = None
     samples: list[Sample] = []
     left_out: Counter[str] = Counter()
     for path in paths:
         file = _choose_file(path, digest)
         for where, row in _read_set_rows(file):
             if "messages" in row or "prompt" in row:
-                rendering = rendering or make()
-                ids, mask = _render(rendering, row, where)
+                ids, mask = _render(make(), row, where)
             else:
                 ids, mask = _read_ids(row, digest, where)
             if not mask.any() or len(ids) > window:
@@ -261,6 +260,7 @@ def _read_data(
     text = model.config.get_text_config()
     window = config.window or int(text.max_position_embeddings)
 
+    @cache
     def make() -> Rendering:
         return make_rendering(
             EngineSettings(renderer=config.renderer), tokenizer, str(text.model_type)

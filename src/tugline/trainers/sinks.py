@@ -275,14 +275,13 @@ class PlotSink(Sink):
             steps = [row["step"] for row in found]
             axes.plot(steps, [row[key] for row in found], marker="o", markersize=3)
             if key.startswith("heldout/"):
-                low, high = ([row[f"heldout/pass_at/1/{end}"] for row in found] for end in _ENDS)
+                low, high = (
+                    [row[f"heldout/pass_at/1/{end}"] for row in found] for end in ("low", "high")
+                )
                 axes.fill_between(steps, low, high, alpha=0.2)
             axes.set_title(title, loc="left")
             axes.set_xlabel("step")
         figure.savefig(self._folder / PLOT, format="png")
-
-
-_ENDS = ("low", "high")
 
 
 class TrackingSink(Sink):
