@@ -23,7 +23,7 @@ from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
 from tugline.server.settings import ServerSettings
 from tugline.server.store import events, leases, nodes, results, sessions, stats, tasks
-from tugline.server.store.base import Tx
+from tugline.server.store.base import Tx, read_sql
 from tugline.server.store.database import Database, uptime
 from tugline.server.validation import compute_digest, pack_tasks
 from tugline.server.webhooks import WebhookSender
@@ -36,6 +36,7 @@ ORPHAN_S = 3600.0
 _SWEPT = 1000
 """Blobs that are looked up at once."""
 _DAY_S = 86_400.0
+_NEXT_DUE = read_sql("next_due")
 _ASLEEP_S, _RETRY_S, _RETENTION_EVERY_S = 5.0, 0.5, 3600.0
 _log = log.get("server")
 
@@ -262,16 +263,8 @@ async def run_expiry(database: Database, lease_s: float) -> None:
 
 def _next_due(tx: Tx, lease_s: float) -> float | None:
     """The nearest deadline."""
-    [(lease, group, stop, *pauses)] = tx.all(
-        "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
-        " (SELECT MIN(deadline) FROM tasks"
-        "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
-        " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL),"
-        " (SELECT MIN(retry_at) FROM sessions WHERE retry_at IS NOT NULL),"
-        " (SELECT MIN(blocked_until) FROM nodes WHERE blocked_until IS NOT NULL)"
-    )
-    stop = None if stop is None else stop + lease_s
-    return min((at for at in (lease, group, stop, *pauses) if at is not None), default=None)
+    [dues] = tx.all(_NEXT_DUE, lease_s=lease_s)
+    return min((at for at in dues if at is not None), default=None)
 
 
 def expire(tx: Tx, *, lease_s: float) -> None:

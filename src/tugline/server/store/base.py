@@ -259,9 +259,12 @@ class Driver(ABC):
         return
 
 
-STEPS = tuple(
-    (Path(__file__).parent / f"layout_{n}.sql").read_text(encoding="utf-8") for n in range(1, 7)
-)
+def read_sql(name: str) -> str:
+    """Read a file of SQL beside this one."""
+    return Path(__file__).with_name(f"{name}.sql").read_text(encoding="utf-8")
+
+
+STEPS = tuple(read_sql(f"layout_{n}") for n in range(1, 7))
 """Step n leads from layout n to layout n + 1."""
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, Event, EventKind
-from tugline.server.store.base import Tx, to_struct
+from tugline.server.store.base import Tx, read_sql, to_struct
 
 _COLUMNS = "position, kind, created, task, session, node, detail"
 _TRIM = 1000
@@ -25,6 +25,7 @@ _TRIM = 1000
 _DELIVERY = "id, task, kind, url, state, tries, next_try, error"
 _MAX_ERROR = 300
 """Characters of an error that are stored."""
+_NEXT_TRIES = read_sql("next_tries")
 _TRIM_DELIVERIES = 2000
 """Rows deleted at once."""
 
@@ -108,16 +109,7 @@ def add_delivery(tx: Tx, position: int, task: str, kind: EventKind, url: str) ->
 
 def next_tries(tx: Tx) -> dict[str, float]:
     """When the next delivery to each host is due; hosts without one are left out."""
-    rows = tx.all(
-        "WITH RECURSIVE waiting (host) AS ("
-        " SELECT MIN(host) FROM outbox WHERE state = 'pending'"
-        " UNION ALL SELECT (SELECT MIN(host) FROM outbox"
-        "  WHERE state = 'pending' AND host > waiting.host)"
-        " FROM waiting WHERE waiting.host IS NOT NULL)"
-        " SELECT host, (SELECT MIN(next_try) FROM outbox"
-        "  WHERE state = 'pending' AND host = waiting.host)"
-        " FROM waiting WHERE host IS NOT NULL"
-    )
+    rows = tx.all(_NEXT_TRIES)
     return {host: float(at) for host, at in rows if at is not None}
 
 

@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 
 from tugline import log
 from tugline.errors import StoreError
-from tugline.server.store.base import STEPS, Connection, Driver, Row
+from tugline.server.store.base import STEPS, Connection, Driver, Row, read_sql
 
 _CHANNEL = "tugline"
 _POLL_S = 0.25
@@ -28,14 +28,7 @@ _PAUSE_S = 0.5
 _LOCK_POSITIONS = "SELECT at FROM positions WHERE name = 'events' FOR UPDATE"
 _MIGRATING = 0x7467_6C6E
 """Key of the advisory lock under which tables are made."""
-_SETTINGS = (
-    # A server that is stopped in the middle must not block the others.
-    "SET idle_in_transaction_session_timeout = '10s'; SET statement_timeout = '60s';"
-    # Every query walks an index; without statistics, as after the first 100,000 tasks, the
-    # planner would read and sort whole tables instead.
-    "SET enable_seqscan = off; SET enable_bitmapscan = off;"
-    "SET enable_hashjoin = off; SET enable_mergejoin = off"
-)
+_SESSION = read_sql("postgres_session").encode()
 _log = log.get("store")
 
 
@@ -172,7 +165,7 @@ def _connect(url: str) -> psycopg.Connection[Row]:
         tcp_user_timeout=15_000,
         application_name="tugline",
     )
-    connection.execute(_SETTINGS)
+    connection.execute(_SESSION)
     return connection
 
 
