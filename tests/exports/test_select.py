@@ -32,10 +32,10 @@ def entry(name: str, **fields: Any) -> SessionSummary:
 
 
 def kept(
-    entries: list[SessionSummary], **selection: Any
+    entries: list[SessionSummary], *, needs_reward: bool = False, **selection: Any
 ) -> tuple[list[str], dict[SkipReason, int]]:
     """Names of the sessions that are left, and why others are not."""
-    found, left = select(entries, Selection(**selection))
+    found, left = select(entries, Selection(**selection), needs_reward=needs_reward)
     return [one.session for one in found], dict(left)
 
 

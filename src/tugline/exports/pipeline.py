@@ -60,20 +60,21 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     status: frozenset[Status] = frozenset()
     """Empty: any, including sessions without a result."""
     tags: dict[str, str] = {}
-    needs_reward: bool = False
-    """Set if the format needs one."""
     min_reward: float | None = None
     dedupe: bool = False
     best_of: int | None = None
     """How many of the best sessions of each task are kept; of equals the first samples."""
 
-    def check(self, session: SessionSummary) -> SkipReason | None:
-        """Return why this session is skipped regardless of the others; None if it is not."""
+    def check(self, session: SessionSummary, *, needs_reward: bool) -> SkipReason | None:
+        """Return why this session is skipped regardless of the others; None if it is not.
+
+        `needs_reward` is whether the format does.
+        """
         if self.status and session.status not in self.status:
             return SkipReason.STATUS
         if any(session.tags.get(key) != value for key, value in self.tags.items()):
             return SkipReason.TAG
-        by_reward = self.needs_reward or self.min_reward is not None or self.best_of is not None
+        by_reward = needs_reward or self.min_reward is not None or self.best_of is not None
         if by_reward and session.reward is None:
             return SkipReason.NO_REWARD
         low = self.min_reward is not None and (session.reward or 0.0) < self.min_reward
@@ -105,11 +106,11 @@ def summarize(path: Path) -> SessionSummary | None:
 
 
 def select(
-    sessions: Iterable[SessionSummary], selection: Selection
+    sessions: Iterable[SessionSummary], selection: Selection, *, needs_reward: bool
 ) -> tuple[list[SessionSummary], Counter[SkipReason]]:
     """Return the sessions to export, sorted, and how many are skipped for which reason."""
     ranked = sorted(sessions, key=lambda each: each.sort_key)
-    checked = [(each, selection.check(each)) for each in ranked]
+    checked = [(each, selection.check(each, needs_reward=needs_reward)) for each in ranked]
     skipped = Counter(reason for _, reason in checked if reason is not None)
     chosen = [each for each, reason in checked if reason is None]
     if selection.dedupe:
@@ -220,9 +221,9 @@ class _RunningExport:
     def write_files(
         self, paths: Sequence[Path], on_progress: Progress, files: contextlib.ExitStack
     ) -> None:
-        needed = self.export.exporter.needs_reward or self.export.selection.needs_reward
-        selection = msgspec.structs.replace(self.export.selection, needs_reward=needed)
-        kept, skipped = select(self._summarize_all(paths, on_progress), selection)
+        needed = self.export.exporter.needs_reward
+        sessions = self._summarize_all(paths, on_progress)
+        kept, skipped = select(sessions, self.export.selection, needs_reward=needed)
         self.skipped += skipped
         tokenizers = len({session.tokenizer for session in kept})
         if self.export.exporter.trains and tokenizers > 1:

@@ -174,10 +174,6 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     where the change is smaller than the difference between engine and trainer."""
 
 
-Connect = Callable[[str], AbstractAsyncContextManager[Scorer]]
-"""Connects to the replica at a URL, which scores with what is published."""
-
-
 @dataclass(eq=False)
 class Publisher:
     """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
@@ -188,7 +184,8 @@ class Publisher:
     mode: PauseMode
     within_s: float
     """Bounds the pause, and each replica's load and proof."""
-    connect: Connect = connect_scorer
+    connect: Callable[[str], AbstractAsyncContextManager[Scorer]] = connect_scorer
+    """Connects to the replica at a URL, which scores with what is published."""
 
     async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
         """Load `folder` into every replica as `version`; model calls are held meanwhile.

@@ -19,6 +19,7 @@ from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
 from tugline.plugins import import_extra, make
+from tugline.schema import read_values
 from tugline.trainers.state import name_run
 from tugline.types import PluginSpec
 
@@ -28,6 +29,7 @@ _QUIET_S = 10.0
 """Between two lines about sessions."""
 _SEND_S = 20.0
 """Deadline for the figures of a step on their way to the server."""
+_SHOWN = read_values(Path(__file__).with_name("sinks.toml"))
 _log = log.get("trainers.sinks")
 Figures = Mapping[str, float]
 
@@ -97,20 +99,6 @@ def make_sinks(parts: Sequence[PluginSpec], console: Console, server: str | None
 class ConsoleSink(Sink):
     """A line per step, once its weights are published, and one per note."""
 
-    _SHOWN = (
-        ("reward", "rollout/reward", ".3f"),
-        ("pass", "rollout/passed", ".0%"),
-        ("tokens", "rollout/sampled", ",.0f"),
-        ("signal", "rollout/signal", ".0f"),
-        ("updates", "update/updates", ".0f"),
-        ("entropy", "rollout/entropy", ".3f"),
-        ("stale", "rollout/staleness", ".2f"),
-        ("|dlogp|", "publish/max_abs_dlogprob", ".0e"),
-        ("loss", "sft/loss", ".4f"),
-        ("held out", "sft/heldout_loss", ".4f"),
-        ("s", "time/step_s", ".1f"),
-    )
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._row: dict[str, float] = {}
@@ -120,7 +108,8 @@ class ConsoleSink(Sink):
         self._row.update(figures)
         if "time/step_s" in figures:
             row, self._row = self._row, {}
-            shown = [f"{name} {row[key]:{form}}" for name, key, form in self._SHOWN if key in row]
+            cells = _SHOWN["console"].items()
+            shown = [f"{name} {row[key]:{form}}" for name, (key, form) in cells if key in row]
             self.note(step, "", "  ".join(shown))
 
     def note(self, step: int, name: str, text: str) -> None:
@@ -252,13 +241,6 @@ class TensorBoardSink(Sink):
 class PlotSink(Sink):
     """``training.png`` at the end of the run; needs ``tugline[plots]``."""
 
-    _PANELS = (
-        ("reward", "rollout/reward"),
-        ("held out, pass@1", "heldout/pass_at/1/value"),
-        ("entropy, nats", "rollout/entropy"),
-        ("engine and trainer, nats", "publish/max_abs_dlogprob"),
-    )
-
     def __init__(self) -> None:
         self._module = import_extra("matplotlib.figure", "plots", "metrics 'plots'")
 
@@ -270,7 +252,9 @@ class PlotSink(Sink):
         """Draw every panel from ``metrics.jsonl``; evaluations with their intervals."""
         rows = read_lines(self._folder / METRICS)
         figure = self._module.Figure(figsize=(10, 6), dpi=150, layout="constrained")
-        for axes, (title, key) in zip(figure.subplots(2, 2).flat, self._PANELS, strict=True):
+        for axes, (title, key) in zip(
+            figure.subplots(2, 2).flat, _SHOWN["plot"].items(), strict=True
+        ):
             found = [row for row in rows if key in row]
             steps = [row["step"] for row in found]
             axes.plot(steps, [row[key] for row in found], marker="o", markersize=3)
