@@ -31,6 +31,7 @@ from faulty import (
     whole,
 )
 from rig import ids, until
+from tugline.chat.stream_parser import StreamParser
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits, Reason
 
@@ -270,6 +271,41 @@ async def test_an_engine_that_streams_no_events_is_told_by_its_content_type(
     async with client(tmp_path, garbage, tries=1) as it:
         code, text = await it.stream(dialect)
     check(dialect, code, json.loads(text), "text/html, not an event stream: <html>busy</html>")
+
+
+@each_dialect
+@pytest.mark.parametrize("wrong", [-1, 1 << 31, 1 << 70])
+async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
+    tmp_path: Path, dialect: Dialect, wrong: int
+) -> None:
+    """It is an error at once, streamed or not."""
+
+    async def answer(request: Request) -> Response:
+        event = chunk([*ids("Done."), wrong], "stop")
+        if json.loads(await request.body())["stream"]:
+            return Response(event, media_type="text/event-stream")
+        return Response(event[6:].strip(), media_type="application/json")
+
+    async with client(tmp_path, answer, tries=1) as it:
+        code, _, reply = await it.send(dialect)
+        check(dialect, code, reply, "token_ids")
+        assert code in {502, 503, 529}
+        assert (await it.stream(dialect))[0] == code
+        assert it.gateway.read_calls("s1") == ()
+
+
+@each_dialect
+async def test_a_mistake_of_the_gateway_hangs_nobody(
+    tmp_path: Path, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets an error in its shape, and the next call works."""
+    async with client(tmp_path) as it:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamParser, "feed", lambda *_: 1 / 0)
+            code, _, reply = await it.send(dialect)
+            assert (code, (await it.stream(dialect))[0]) == (500, 500)
+            check(dialect, 500, reply, "ZeroDivisionError")
+        assert (await it.send(dialect))[0] == 200
 
 
 @each_dialect

@@ -113,9 +113,9 @@ class Reply(asyncio.Protocol):
 
     # ----------------------------------------------------------------------- called by the parser
     def on_message_begin(self) -> None:
-        """Close a connection on which something comes that nobody asked for."""
+        """Stop at something that nobody asked for: the connection is closed, the reply is whole."""
         if self.complete:
-            self._fail(ConnectionError("it replied unasked"))
+            raise ConnectionError("it replied unasked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header."""

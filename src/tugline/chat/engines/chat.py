@@ -51,7 +51,7 @@ class _Usage(msgspec.Struct):
 
 class _ChatIds(msgspec.Struct):
     input_ids: msgspec.Raw = msgspec.Raw()
-    output_ids: list[list[int]] = []
+    output_ids: list[list[base.TokenId]] = []
 
 
 class _Metadata(msgspec.Struct):

@@ -83,7 +83,7 @@ class Logprobs(msgspec.Struct, gc=False):
 class Choice(msgspec.Struct, gc=False):
     """An answer, or what an event adds to it."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[base.TokenId] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[base.ReportedSpan] | None = None

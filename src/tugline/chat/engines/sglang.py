@@ -31,7 +31,7 @@ class _Sglang(base.EngineFormat):
 # --------------------------------------------------------------------------- ids in, ids out
 class _Pair(msgspec.Struct, array_like=True, gc=False):
     logprob: float
-    id: int
+    id: base.TokenId
 
 
 class _Finish(msgspec.Struct):

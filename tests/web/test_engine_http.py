@@ -1,0 +1,191 @@
+"""No reply reaches another request, and what an engine does to idle connections is no fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tugline.web.engine_http import EngineHttp, Reply
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
+"""Serves one connection, whose number is the last argument."""
+
+
+def sized(text: str) -> bytes:
+    """A reply with a length."""
+    return f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
+
+
+@contextlib.asynccontextmanager
+async def engine(handle: Handler) -> AsyncIterator[EngineHttp]:
+    """Connections to a server that does with each of its own what `handle` does."""
+    served: list[asyncio.Task[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await handle(reader, writer, len(served))
+        writer.close()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.create_task(serve(reader, writer)))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with EngineHttp(f"http://127.0.0.1:{port}") as http:
+        yield http
+    server.close()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*served)
+
+
+async def next_request(reader: asyncio.StreamReader) -> None:
+    """Read one without a body."""
+    await reader.readuntil(b"\r\n\r\n")
+
+
+async def ask(http: EngineHttp) -> str:
+    """The body of a reply."""
+    async with asyncio.timeout(5), http.request(f"{http.url}/x") as reply:
+        return (await reply.read()).decode()
+
+
+async def test_a_connection_serves_many_requests() -> None:
+    """One after the other."""
+
+    async def handle(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        while True:
+            await next_request(reader)
+            writer.write(sized(f"{number}"))
+
+    async with engine(handle) as http:
+        assert [await ask(http) for _ in range(3)] == ["1", "1", "1"]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before", "at the next request"])
+async def test_a_connection_that_was_closed_while_idle_is_replaced(*, early: bool) -> None:
+    """The next request goes over another one; the engine has done nothing wrong."""
+    closed = asyncio.Event()
+
+    async def handle(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        await next_request(reader)
+        writer.write(sized(f"{number}"))
+        if not early:
+            await next_request(reader)
+        writer.close()
+        closed.set()
+
+    async with engine(handle) as http:
+        assert await ask(http) == "1"
+        if early:
+            await closed.wait()
+        assert await ask(http) == "2"
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["with the reply", "later"])
+async def test_what_comes_unasked_reaches_nobody(*, together: bool) -> None:
+    """Its connection is closed, so that the next request gets its own reply."""
+    sent = asyncio.Event()
+
+    async def handle(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        await next_request(reader)
+        writer.write(sized(f"{number}") + (sized("unasked") if together else b""))
+        await writer.drain()
+        if not together:
+            await asyncio.sleep(0)
+            writer.write(sized("unasked"))
+            await writer.drain()
+        sent.set()
+        assert await reader.read() == b"", "nothing else is asked here"
+
+    async with engine(handle) as http:
+        assert await ask(http) == "1"
+        await sent.wait()
+        for _ in range(20):  # until it has come, or was found to have
+            await asyncio.sleep(0)
+        assert await ask(http) == "2"
+
+
+async def test_a_reply_that_ends_early_is_an_error_and_is_not_asked_for_again() -> None:
+    """Whoever asks decides about that: the engine may have sampled."""
+
+    async def handle(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> None:
+        await next_request(reader)
+        writer.write(sized("fine"))
+        await next_request(reader)
+        writer.write(sized("only the beginning")[:-5])
+        assert number == 1
+
+    async with engine(handle) as http:
+        assert await ask(http) == "fine"
+        with pytest.raises(OSError, match="closed the connection"):
+            await ask(http)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\nto the end", "to the end"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + sized("real"), "real"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", "ab"),
+        (b"<html>busy</html>\r\n\r\n", OSError),
+    ],
+    ids=["no length", "100 first", "chunked", "no HTTP"],
+)
+async def test_replies_of_every_kind(sent: bytes, expected: str | type[Exception]) -> None:
+    """As HTTP/1.1 has them, or an error."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        await next_request(reader)
+        writer.write(sent)
+        await writer.drain()
+
+    async with engine(handle) as http:
+        if isinstance(expected, str):
+            assert await ask(http) == expected
+        else:
+            with pytest.raises(expected, match="no HTTP"):
+                await ask(http)
+
+
+class Nowhere(asyncio.Transport):
+    """A transport that takes everything."""
+
+    def writelines(self, list_of_data: object) -> None:
+        """Drop it."""
+
+    def abort(self) -> None:
+        """Nothing to end."""
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5),
+    cuts=st.sets(st.integers(1, 200), max_size=12),
+)
+async def test_it_does_not_matter_where_a_reply_is_cut(parts: list[bytes], cuts: set[int]) -> None:
+    """Chunks and reads of the network have nothing to do with each other."""
+    data = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data += b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    reply = Reply()
+    reply.connection_made(Nowhere())
+    sending = asyncio.ensure_future(reply.send(b"", b""))
+    await asyncio.sleep(0)
+    places = [0, *sorted(at for at in cuts if at < len(data)), len(data)]
+    for start, end in itertools.pairwise(places):
+        reply.data_received(data[start:end])
+    await sending
+    assert await reply.read() == b"".join(parts)
+    assert reply.reusable
