@@ -267,10 +267,10 @@ class Bench:
         self.settings = NodeSettings(**given)
         self.node = self.make_node()
 
-    def make_node(self, **options: Any) -> Node:
+    def make_node(self) -> Node:
         """A node in the same folder, as after a restart."""
         parts = SimulatedParts(self.script)
-        return Node(self.link, self.gateway, parts, self.folder, self.settings, **options)
+        return Node(self.link, self.gateway, parts, self.folder, self.settings)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -292,7 +292,7 @@ class Bench:
 
     async def read_session(self, session: str) -> SessionView:
         """A session as the server has it."""
-        return await self.control.database.read(sessions.get_view, session)
+        return (await self.control.database.read(sessions.get, session)).view()
 
     async def count_by_status(self) -> dict[str, int]:
         """Sessions by status."""

@@ -62,7 +62,7 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
     """Node, task, session and epoch stand in what the node, its rollout and the gateway say."""
     async with observed(tmp_path) as rig:
         await rig.run(replace(task("t", AGENT), files={}))
-        epoch = (await rig.control.database.read(sessions.get_view, "t-0")).epoch
+        epoch = (await rig.control.database.read(sessions.get, "t-0")).epoch
     log.get("test").info("after")
     found = lines.read()
     after = found.pop()

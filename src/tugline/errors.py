@@ -29,6 +29,11 @@ import copy
 from typing import Self
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; what follows explains it to programmers."""
+    return str(error).strip().partition("\n")[0]
+
+
 class TuglineError(Exception):
     """Base class; the text is one line that says what to do, also of several `problems`."""
 

@@ -112,7 +112,8 @@ async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
 async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
     """As many as fit the queue and the KV memory of any engine; all, if none reports."""
     reports = Reports(*engines)
-    gate = Admission(reports, waiting=4, clock=lambda: 0.0)
+    gate = Admission(reports, waiting=4)
+    gate.clock = lambda: 0.0
     gate.running = 6
     tasks = await start(gate, 9)
     assert sum(task.done() for task in tasks) == admitted
@@ -125,7 +126,8 @@ async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
 async def test_the_gate_opens_again() -> None:
     """Those that wait are admitted after a later poll, and the time they waited is known."""
     reports = Reports(EngineLoad(9, 0.0))
-    gate = Admission(reports, waiting=4, clock=map(float, itertools.count()).__next__, every_s=1.0)
+    gate = Admission(reports, waiting=4)
+    gate.clock = map(float, itertools.count()).__next__
     [task] = await start(gate, 1)
     assert gate.waiting == 1
     reports.loads = [EngineLoad(0, 0.0)]

@@ -221,7 +221,8 @@ async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -
     """What could not be committed stays in the journal; the node ends all the same."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control, grace_s=0.2)
-        bench.node = bench.make_node(leave_s=0.1)
+        bench.node = bench.make_node()
+        bench.node.leave_s = 0.1
         async with bench.working() as running:
             bench.script.hold("run")
             await control.submit([make_task()])
@@ -239,7 +240,8 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
     """At once, as there is nothing to finish."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
-        bench.node = bench.make_node(leave_s=60.0)
+        bench.node = bench.make_node()
+        bench.node.leave_s = 60.0
         bench.link.away = True
         async with bench.working() as running:
             await until(lambda: bench.link.requests)
@@ -359,14 +361,14 @@ async def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
                 live.backup(backup := sqlite3.connect(tmp_path / "backup.db"))
             backup.close()
             await bench.wait_for_results(1)
-            position = (await control.results()).cursor
+            position = (await control.results(ResultQuery())).cursor
     (folder,) = (tmp_path / "sessions").glob("t-0.*")
     (folder / "left").write_text("of the first run")
     for name in ("server.db-wal", "server.db-shm"):
         (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / "backup.db").replace(tmp_path / "server.db")
     async with open_plane(tmp_path) as control:
-        assert (await control.results()).items == ()
+        assert (await control.results(ResultQuery())).items == ()
         bench = Bench(tmp_path, control)
         async with bench.working():
             await bench.wait_for_results(1)

@@ -113,9 +113,9 @@ async def test_sessions_are_found(control: ControlPlane) -> None:
     )
     assert ([one.id for one in rest.sessions], rest.next) == (["u-2", "u-3"], None)
     assert len((await control.database.read(sessions.page, SessionQuery(task="u"))).sessions) == 4
-    assert (await control.database.read(sessions.get_view, "t-1")).node == node.node
+    assert (await control.database.read(sessions.get, "t-1")).node == node.node
     with pytest.raises(Missing, match="no session 'x'"):
-        await control.database.read(sessions.get_view, "x")
+        await control.database.read(sessions.get, "x")
 
 
 async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> None:

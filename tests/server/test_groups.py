@@ -89,7 +89,7 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
     assert await control.database.write(results.cancel_task, "t", by="me") == expected
     again = await control.database.write(results.cancel_task, "t", by="you")
     assert again == Cancelled(ended=(), stopping=("t-1",), final=3)
-    assert (await control.database.read(sessions.get_view, "t-1")).stopping == "cancelled by me"
+    assert (await control.database.read(sessions.get, "t-1")).stop_by == "cancelled by me"
     await node.commit("t-1", status=Status.CANCELLED, reward=None)
     view = await control.database.read(tasks.view, "t")
     assert (view.state, view.reason) == (TaskState.RELEASED, "cancelled by me")

@@ -101,7 +101,7 @@ async def test_a_result_is_kept_once(control: ControlPlane) -> None:
     assert (await control.dispatcher.commit("t-0", epoch, data)).outcome is CommitOutcome.ALREADY
     with pytest.raises(FencedError):
         await control.dispatcher.commit("t-0", epoch, result(work.session, reward=0.5))
-    found = await control.results()
+    found = await control.results(ResultQuery())
     assert [item.reward for item in found.items] == [1.0]
     assert await control.trajectory("t-0") == data
 
@@ -413,7 +413,7 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     [work] = (await node.ask()).work
     assert (work.session.id, work.session.attempt) == ("strict-0", 1)
     assert work.session.epoch > epoch
-    assert (await control.database.read(sessions.get_view, "strict-0")).version == 2
+    assert (await control.database.read(sessions.get, "strict-0")).version == 2
 
 
 async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
@@ -424,7 +424,7 @@ async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
     await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
         await pass_time(control, 20.0)
-        if not (await control.results()).items:
+        if not (await control.results(ResultQuery())).items:
             await node.renew()
     assert (await control.database.read(results.get, "t-0")).status is Status.CANCELLED
     [stop] = (await node.renew()).stop
@@ -470,7 +470,7 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
         assert await one.database.read(nodes.find_by_token, "nonsense") is None
         waiting = asyncio.ensure_future(
-            one.results(ResultQuery(after=(await one.results()).cursor, wait_s=10))
+            one.results(ResultQuery(after=(await one.results(ResultQuery())).cursor, wait_s=10))
         )
         await node.commit("t-1")
         assert [item.session for item in (await asyncio.wait_for(waiting, 20)).items] == ["t-1"]

@@ -16,9 +16,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 async def _all(logs: Logs, session: str, limit: int = 65536) -> bytes:
-    data, offset = b"", 0
+    data, offset, logs.part = b"", 0, limit
     while True:
-        part = await logs.read(session, offset=offset, limit=limit, ended=True)
+        part = await logs.read(session, offset=offset, ended=True)
         data, offset = data + part.data, part.offset
         if part.ended:
             return data
@@ -55,7 +55,8 @@ async def test_a_second_lease_goes_on_below(tmp_path: Path) -> None:
     assert await logs.append("t-0", 2, 0, b"two") == 3
     text = b"one\n[lease 2]\ntwo"
     assert await logs.read("t-0", offset=first.offset) == LogPart(text[3:], len(text), ended=False)
-    assert (await logs.read("t-0", offset=5, limit=10)).data == text[5:15], "the line counts, too"
+    logs.part = 10
+    assert (await logs.read("t-0", offset=5)).data == text[5:15], "the line counts, too"
     assert await _all(logs, "t-0") == text
 
 
@@ -64,9 +65,10 @@ async def test_reading_from_the_end(tmp_path: Path) -> None:
     logs = Logs(tmp_path)
     await logs.append("t-0", 1, 0, b"0123456789")
     assert await logs.read("t-0", offset=-3) == LogPart(b"789", 10, ended=False)
-    assert await logs.read("t-0", offset=-30, limit=4) == LogPart(b"0123", 4, ended=False)
     assert await logs.read("t-0", offset=99, ended=True) == LogPart(b"", 10, ended=True)
     assert await logs.read("t-1", offset=-3, ended=True) == LogPart(b"", 0, ended=True)
+    logs.part = 4
+    assert await logs.read("t-0", offset=-30) == LogPart(b"0123", 4, ended=False)
 
 
 async def test_following_waits_for_what_comes(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ async def test_following_waits_for_what_comes(tmp_path: Path) -> None:
         assert await reader == LogPart(b"at last", 7, ended=False)
         reader = asyncio.create_task(logs.read("t-0", offset=7, wait_s=10))
         await asyncio.sleep(0.05)
-        logs.notify("t-0")
+        logs.hub.notify(["t-0"])
         assert await reader == LogPart(b"", 7, ended=False)
         assert await logs.read("t-0", offset=7, wait_s=0.05) == LogPart(b"", 7, ended=False)
 

@@ -233,7 +233,7 @@ async def test_a_reader_of_a_wiped_store_sees_all_that_is_new(
     async with open_control() as control:
         await control.submit([a_task("t", 2)])
         await control.database.write(results.cancel_task, "t", by="me")
-        position = (await control.results()).cursor
+        position = (await control.results(ResultQuery())).cursor
     wipe_store()
     async with open_control(ahead_s=1.0) as control:
         await control.submit([a_task("t", 9)])

@@ -6,6 +6,7 @@ import pytest
 
 from leased import Idler, Open, a_task
 from tugline.errors import Missing
+from tugline.protocol import ResultQuery
 from tugline.server.control import ControlPlane
 from tugline.server.store import results, sessions, stats, tasks
 from tugline.server.store.events import latest
@@ -40,12 +41,12 @@ async def test_what_everybody_has_is_forgotten(control: ControlPlane) -> None:
     assert [one.id for one in (await control.database.read(tasks.page)).tasks] == ["open"]
     for gone in (
         control.database.read(tasks.view, "a"),
-        control.database.read(sessions.get_view, "b-1"),
+        control.database.read(sessions.get, "b-1"),
         control.database.read(results.get, "a-0"),
     ):
         with pytest.raises(Missing):
             await gone
-    assert (await control.results()).items == ()
+    assert (await control.results(ResultQuery())).items == ()
     counts = await control.database.read(stats.counts)
     assert (counts.sessions, counts.tasks_open) == ({"completed": 4, "queued": 1}, 1)
     assert await finished(control, "a") > position, "the id is free again"

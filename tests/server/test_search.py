@@ -159,7 +159,7 @@ async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
     await write(sessions.write_note, "a-1", "ask Ann")
     await write(sessions.write_note, "b-0", "wrong checkout")
     await write(fail, "b-0", "no space")
-    assert (await control.database.read(sessions.get_view, "b-0")).note == "wrong checkout"
+    assert (await control.database.read(sessions.get, "b-0")).note == "wrong checkout"
     assert await find(control, "ann 137") == ["a-1"]
     assert await find(control, "checkout") == await find(control, "space") == ["b-0"]
     await write(sessions.write_note, "a-1", "")

@@ -56,7 +56,7 @@ async def stream_log(
         query = {"offset": offset, "tail": tail if offset is None else None, "follow": not complete}
         error = ServerError(f"{http.url} ended the log; it is shutting down")
         try:
-            async with http.stream(path, "text/plain", query=query) as answer:
+            async with http.stream(path, query) as answer:
                 offset = int(answer.headers.get("tugline-offset", offset or 0))
                 async for chunk in answer.content.iter_any():
                     yield chunk

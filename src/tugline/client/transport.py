@@ -155,11 +155,9 @@ class Transport:
         return await self.ask("GET", path, kind, query=query, wait_s=wait_s)
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, path: str, accept: str, *, query: Query | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a streamed response, without retries. Raises `ServerError` or one of `BROKEN`."""
-        sent = self._headers() | {"Accept": accept}
+    async def stream(self, path: str, query: Query) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Open a streamed text, without retries. Raises `ServerError` or one of `BROKEN`."""
+        sent = self._headers() | {"Accept": "text/plain"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._open.get(
             self.url + path, params=_params(query), headers=sent, timeout=timeout

@@ -62,16 +62,8 @@ async def open_node(
     async with gateway, Engines(own.engines) as engines, contextlib.AsyncExitStack() as stack:
         if tracer is not None:
             stack.push_async_callback(asyncio.to_thread, tracer.close)
-        node = Node(
-            server,
-            gateway,
-            Parts(),
-            folder,
-            own,
-            recordings=None if keep_recordings else recordings,
-            tracer=tracer,
-            engines=engines,
-        )
+        swept = None if keep_recordings else recordings
+        node = Node(server, gateway, Parts(), folder, own, swept, tracer=tracer, engines=engines)
         yield node, NodeMetrics(node, engines)
 
 

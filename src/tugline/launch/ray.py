@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tugline.atomic import write_file
 from tugline.client.sync import SyncClient
-from tugline.errors import TuglineError
+from tugline.errors import TuglineError, first_line
 from tugline.launch.server import DIES_WITH_PARENT, Echo, absolute
 from tugline.launch.settings import Settings
 from tugline.types import TERMINAL
@@ -144,7 +144,7 @@ class Nodes:
             try:
                 engine = replace(engine, urls=find_engines(self._ray.engine_actors))
             except (RayError, ValueError, LookupError) as error:
-                self._echo(f"no node yet for {', '.join(machines)}: {_first_line(error)}")
+                self._echo(f"no node yet for {', '.join(machines)}: {first_line(error)}")
                 return
         tables = {"node": self._settings.node, "gateway": self._settings.gateway, "engine": engine}
         settings = msgspec.json.encode(tables, enc_hook=absolute)
@@ -169,13 +169,13 @@ class Nodes:
             try:
                 drained, ended = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
             except ActorDiedError as error:  # the next step places another one
-                self._echo(f"{name}: {_first_line(error)}")
+                self._echo(f"{name}: {first_line(error)}")
                 self._forget(name)
                 continue
             except RayError as error:  # late, or Ray does not know yet whether it is lost
                 if name not in self._silent:  # said once, until it answers again
                     self._silent.add(name)
-                    self._echo(f"{name} does not answer: {_first_line(error)}")
+                    self._echo(f"{name} does not answer: {first_line(error)}")
                 continue
             self._silent.discard(name)
             if drained:
@@ -229,7 +229,7 @@ def keep_nodes(settings: Settings, server: str, token: str, echo: Echo) -> None:
     try:
         ray.init(address=settings.ray.address, namespace="tugline", log_to_driver=False)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        msg = f"no Ray cluster at {settings.ray.address}: {_first_line(error)}"
+        msg = f"no Ray cluster at {settings.ray.address}: {first_line(error)}"
         raise TuglineError(msg) from error
     if settings.server.host == "0.0.0.0":  # noqa: S104 - a server of this machine
         server = server.replace("//127.0.0.1:", f"//{ray.util.get_node_ip_address()}:")
@@ -262,7 +262,3 @@ def find_engines(prefix: str) -> tuple[str, ...]:
 def _name(machine: Mapping[str, Any]) -> str:
     """The name of a machine, which is its address unless `ray start` was told another."""
     return str(machine["NodeName"] or machine["NodeManagerAddress"])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -83,15 +83,12 @@ def folder_lock(folder: Path, *, instead: str) -> Iterator[None]:
 def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
     """Call `stop` at the first SIGTERM or Ctrl-C; cancel the current task at the second."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    stopping = False
+    again = stop if task is None else task.cancel
 
     def on_signal() -> None:
-        nonlocal stopping
-        if stopping and task is not None:
-            task.cancel()
-        elif not stopping:
-            stopping = True
-            stop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, again)
+        stop()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
@@ -148,15 +145,11 @@ def locate_data(settings: ServerSettings, folder: Path) -> tuple[Database, Blobs
 
 def open_control_plane(settings: ServerSettings, folder: Path) -> ControlPlane:
     """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
-    database, blobs = locate_data(settings, folder)
-    secret = read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600)
+    data = locate_data(settings, folder)
+    text = read_or_make(folder / CALLBACK_KEY, lambda: f"{new_secret()}\n", 0o600)
+    secret = key_of(text.strip())
     return ControlPlane(
-        database,
-        blobs,
-        folder=folder,
-        settings=settings,
-        check=check_runnable,
-        secret=key_of(secret.strip()),
+        *data, folder=folder, settings=settings, check=check_runnable, secret=secret
     )
 
 
@@ -173,7 +166,7 @@ async def serve_control_plane(
     follow = follow_tokens(app, control.database, folder / TOKENS)
     serving = serve_api(app, settings.host, settings.port, settings.tls)
     async with serving as bound, run_beside(follow):
-        url = make_reachable(bound)
+        url = bound.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         write_file(folder / SERVER, msgspec.json.encode({"url": url}))
         try:
             yield url, metrics
@@ -256,11 +249,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def make_reachable(url: str) -> str:
-    """Replace the address of all interfaces by that of loopback."""
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 # --------------------------------------------------------------------------- garbage

@@ -119,18 +119,11 @@ Poll = Callable[[], Awaitable[Sequence[EngineLoad]]]
 class Admission:
     """A gate before RUN. Without `poll` it is always open."""
 
-    def __init__(
-        self,
-        poll: Poll | None = None,
-        *,
-        waiting: int = 8,
-        kv: float = 0.95,
-        every_s: float = POLL_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    clock: Callable[[], float] = time.monotonic
+
+    def __init__(self, poll: Poll | None = None, *, waiting: int = 8, kv: float = 0.95) -> None:
         """Agents wait while more than `waiting` requests are queued or more than `kv` is in use."""
-        self._poll, self._waiting, self._kv, self._every_s = poll, waiting, kv, every_s
-        self._clock = clock
+        self._poll, self._waiting, self._kv = poll, waiting, kv
         self._lock = asyncio.Lock()
         self._polled = -math.inf
         self._admissible = 0.0
@@ -155,21 +148,21 @@ class Admission:
             self.running -= 1
 
     async def _wait(self, poll: Poll) -> None:
-        began = self._clock()
+        began = self.clock()
         self.waiting += 1
         try:
             async with self._lock:
                 while not await self._is_open(poll):  # noqa: ASYNC110 - engines are polled
-                    await asyncio.sleep(max(0.0, self._polled + self._every_s - self._clock()))
+                    await asyncio.sleep(max(0.0, self._polled + POLL_S - self.clock()))
                 self._admissible -= 1
         finally:
             self.waiting -= 1
-            self.waited_s += self._clock() - began
+            self.waited_s += self.clock() - began
 
     async def _is_open(self, poll: Poll) -> bool:
-        if self._clock() - self._polled >= self._every_s:
+        if self.clock() - self._polled >= POLL_S:
             self._admissible = self._count_admissible(await poll())
-            self._polled = self._clock()
+            self._polled = self.clock()
         return self._admissible >= 1
 
     def _count_admissible(self, engines: Sequence[EngineLoad]) -> float:

@@ -111,6 +111,9 @@ async def _run_until_one_ends(*works: Coroutine[Any, Any, object]) -> None:
 class Node:
     """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
 
+    leave_s = 10.0
+    """For results to reach the server when the grace of a drain is over."""
+
     def __init__(  # noqa: PLR0913 - the server, what sessions need, and what is measured
         self,
         server: protocol.Dispatcher,
@@ -118,21 +121,19 @@ class Node:
         parts: Parts,
         folder: Path,
         settings: NodeSettings,
-        *,
         recordings: Path | None = None,
+        *,
         tracer: Tracer | None = None,
         engines: Engines | None = None,
-        leave_s: float = 10.0,
     ) -> None:
         """`recordings` is the gateway's folder, subject to the same retention as the sessions.
 
-        `engines` are polled for admission. When the grace of a drain is over, results have
-        `leave_s` to reach the server.
+        `engines` are polled for admission.
         """
         self.stats = Stats()
         self.settings = settings
         self.gateway, self.parts, self._server = gateway, parts, server
-        self._leave_s, self._folder, self._instance = leave_s, folder, ""
+        self._folder, self._instance = folder, ""
         self._changed = asyncio.Event()
         self._dispatcher = RetryingDispatcher(server, self.stats)
         admission = Admission(
@@ -230,9 +231,9 @@ class Node:
         self.runner.stop_all(StopReason.DRAIN, started=False)
         await self.runner.wait_until_empty(self.settings.grace_s)
         self.runner.stop_all(StopReason.DRAIN)
-        await self.runner.wait_until_empty(self._leave_s)
+        await self.runner.wait_until_empty(self.leave_s)
         if self.id:  # `_lease` ends first, unless the server is away
-            await asyncio.sleep(self._leave_s)
+            await asyncio.sleep(self.leave_s)
 
     # ----------------------------------------------------------------------- the lease
     async def _lease(self, node: str) -> None:

@@ -282,7 +282,8 @@ class _Rollout:
             workdir=str(sandbox.workdir),
             home=str(sandbox.home),
         )
-        return self.gateway.open(self.session, self.task, terms, on_hang=self.slots.credit)
+        credit = self.slots.agent_timeout.credit
+        return self.gateway.open(self.session, self.task, terms, on_hang=credit)
 
     def _build(self) -> tuple[Sequence[Call], Built]:
         try:

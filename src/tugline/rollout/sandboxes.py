@@ -57,6 +57,8 @@ class PrewarmedSandbox:
     def prepare(self) -> None:
         """Start to open one."""
         self._ready = asyncio.get_running_loop().create_future()
+        # If nobody asks for it, its failure is not worth a warning.
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._holder = asyncio.create_task(self._hold(self._ready))
 
     @contextlib.asynccontextmanager
@@ -80,8 +82,6 @@ class PrewarmedSandbox:
         if self._ready is not None and not self._ready.done():
             holder.cancel()
         await asyncio.wait({holder})
-        if self._ready is not None and self._ready.done():
-            self._ready.exception()  # mark it as retrieved
 
     async def _take_prewarmed(self) -> Sandbox | None:
         if self._holder is None or self._ready is None:

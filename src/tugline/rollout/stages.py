@@ -57,7 +57,7 @@ class StageSlots:
         self.agent_log: Path | None = None
         """File of the agent's output, once its sandbox is open."""
         self.paused = False
-        self._agent_timeout = PausableTimeout(_NO_LIMIT_S)
+        self.agent_timeout = PausableTimeout(_NO_LIMIT_S)
 
     def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
         """Hold a slot of a stage for the block; entering may wait."""
@@ -65,17 +65,13 @@ class StageSlots:
 
     def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
         """The timeout of RUN, paused if `pause_timeout` says so."""
-        self._agent_timeout.limit_s = limit_s
-        return self._agent_timeout
+        self.agent_timeout.limit_s = limit_s
+        return self.agent_timeout
 
     def pause_timeout(self, *, paused: bool) -> None:
         """Pause the agent's timeout while no model call is answered, or resume it."""
         self.paused = paused
-        (self._agent_timeout.pause if paused else self._agent_timeout.resume)()
-
-    def credit(self, seconds: float) -> None:
-        """Give the agent back time that a hanging engine took."""
-        self._agent_timeout.credit(seconds)
+        (self.agent_timeout.pause if paused else self.agent_timeout.resume)()
 
 
 # --------------------------------------------------------------------------- failures

@@ -156,7 +156,7 @@ async def _check_limits(
             raise SandboxError(msg)
         # A process that was left in our own group is under our limits, not under its own.
         own = cgroup_of(os.getpid())
-        memory, processes = cgroup.memory_limit, cgroup.process_limit
+        memory, processes = cgroup.read_limits()
         return (
             memory is not None and memory <= _MEMORY and cgroup.memory != own.memory,
             processes is not None and processes <= _PROCESSES and cgroup.processes != own.processes,

@@ -94,15 +94,10 @@ class Cgroup(msgspec.Struct, frozen=True):
         """Whether it is of version 2."""
         return self.memory is not None and (self.memory / "cgroup.controllers").exists()
 
-    @property
-    def memory_limit(self) -> int | None:
-        """Bytes; None without a limit."""
-        return _read_limit(self.memory, "memory.max", "memory.limit_in_bytes")
-
-    @property
-    def process_limit(self) -> int | None:
-        """None without a limit."""
-        return _read_limit(self.processes, "pids.max")
+    def read_limits(self) -> tuple[int | None, int | None]:
+        """Bytes of memory, and processes; None without a limit."""
+        memory = _read_limit(self.memory, "memory.max", "memory.limit_in_bytes")
+        return memory, _read_limit(self.processes, "pids.max")
 
     def count_oom_kills(self) -> OomKills:
         """Count the kills so far; none without a group."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from tugline.atomic import flush_path, write_file
-from tugline.errors import Missing, StoreError, UsageError
+from tugline.errors import Missing, StoreError, UsageError, first_line
 from tugline.plugins import import_extra
 
 _TEMPORARY = "~"
@@ -99,7 +99,7 @@ def _explain(
     try:
         yield
     except errors as error:
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         msg = f"cannot {verb} {where}: {reason}; nothing acknowledged is lost"
         raise StoreError(msg) from error
 
@@ -131,7 +131,7 @@ class ObjectBlobs:
                 retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=60)},
             )
         except (self._error, ValueError) as error:
-            reason = _first_line(error)
+            reason = first_line(error)
             msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {reason}"
             raise UsageError(msg) from error
 
@@ -166,11 +166,6 @@ class ObjectBlobs:
 
     def _explain(self, verb: str, name: str) -> contextlib.AbstractContextManager[None]:
         return _explain(verb, f"{self._where}/{name}", (self._error, OSError))
-
-
-def _first_line(error: Exception) -> str:
-    """The first line; the attempts follow it."""
-    return str(error).strip().partition("\n")[0]
 
 
 Blobs = LocalBlobs | ObjectBlobs

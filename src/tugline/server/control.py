@@ -89,10 +89,7 @@ class ControlPlane:
         packed = await asyncio.to_thread(pack_tasks, batch, self._check_task)
         return await self.database.write(tasks.submit, packed, self._settings)
 
-    async def results(
-        self,
-        query: protocol.ResultQuery = protocol.ResultQuery(),  # noqa: B008 - immutable
-    ) -> protocol.Results:
+    async def results(self, query: protocol.ResultQuery) -> protocol.Results:
         """Results after a cursor, or after what the consumer acknowledged, or from the beginning.
 
         With `groups`, whole groups in the order of their release.

@@ -24,8 +24,6 @@ from tugline.server.store.leases import Orders
 from tugline.server.validation import check_bounds, compute_digest, read_end
 from tugline.types import Session, Task
 
-MAX_WAIT_S = 60.0
-"""No request waits longer, whatever it asks for."""
 _PAUSE_S = 0.2
 _log = log.get("server")
 
@@ -72,7 +70,7 @@ class ServerDispatcher:
 
     async def lease(self, node: str, request: protocol.LeaseRequest) -> protocol.LeaseResponse:
         """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
-        until = asyncio.get_running_loop().time() + min(request.wait_s, MAX_WAIT_S)
+        until = asyncio.get_running_loop().time() + request.wait_s
         with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
             again, orders = await self._renew(node, request)
             waiter = _Waiter(request.capacity - len(again), subscription)
@@ -107,7 +105,7 @@ class ServerDispatcher:
         end = await asyncio.to_thread(read_end, session, epoch, trajectory, digest)
         await self._blobs.put(end.blob, trajectory)
         outcome = await self._database.write(leases.commit, session, epoch, end)
-        self._logs.notify(session)
+        self._logs.hub.notify([session])
         return protocol.Commit(outcome)
 
     async def release(self, session: str, release: protocol.Release) -> None:

@@ -40,7 +40,7 @@ class LogPart(NamedTuple):
 
 @dataclass(eq=False)
 class Logs:
-    """Logs under `folder`, up to `limit` bytes for each lease of a session.
+    """Logs under `folder`, up to `limit` bytes for each lease of a session, read in parts.
 
     A sweep deletes those older than `keep_s`, and the oldest ones while all together have more
     than `total` bytes.
@@ -50,8 +50,10 @@ class Logs:
     limit: int = 64 << 20
     keep_s: float = 14 * 86400.0
     total: int = 4 << 30
+    part: int = 1 << 16
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _hub: Hub = field(default_factory=Hub)
+    hub: Hub = field(default_factory=Hub)
+    """Its topics are sessions; notified when there is more of their log."""
     _followed: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -71,34 +73,24 @@ class Logs:
         caller whose offset is not the length continues from the length.
         """
         length = await self._run(self._append, session, epoch, offset, chunk)
-        self._hub.notify([session])
+        self.hub.notify([session])
         return length
 
     async def read(
-        self,
-        session: str,
-        *,
-        offset: int = 0,
-        limit: int = 65536,
-        wait_s: float = 0.0,
-        ended: bool = False,
+        self, session: str, *, offset: int = 0, wait_s: float = 0.0, ended: bool = False
     ) -> LogPart:
-        """Up to `limit` bytes from `offset`, which counts from the end if it is negative.
+        """Up to `part` bytes from `offset`, which counts from the end if it is negative.
 
         Waits up to `wait_s` for new bytes, unless the session has `ended`.
         """
         until = asyncio.get_running_loop().time() + wait_s
         if not ended:
             self._followed[session] = time.monotonic() + wait_s + _FOLLOW_S
-        with self._hub.subscribe(session) as subscription:
-            part = await self._run(self._read, session, offset, limit, ended)
+        with self.hub.subscribe(session) as subscription:
+            part = await self._run(self._read, session, offset, ended)
             if not part.data and not ended and await subscription.wait(until):
-                part = await self._run(self._read, session, part.offset, limit, False)
+                part = await self._run(self._read, session, part.offset, False)
         return part
-
-    def notify(self, session: str) -> None:
-        """Wake followers of this log: its session has ended."""
-        self._hub.notify([session])
 
     def followed(self) -> tuple[str, ...]:
         """Sessions whose log is being read."""
@@ -130,7 +122,7 @@ class Logs:
                 file.write(new)
         return length + len(new)
 
-    def _read(self, session: str, offset: int, limit: int, ended: bool) -> LogPart:  # noqa: FBT001 - by position, through a thread
+    def _read(self, session: str, offset: int, ended: bool) -> LogPart:  # noqa: FBT001 - by position, through a thread
         parts: list[tuple[bytes | Path, int]] = []
         for path in sorted(spread(self.folder, session).glob("*.log")):
             if parts:
@@ -141,7 +133,7 @@ class Logs:
         start = max(length + offset, 0) if offset < 0 else min(offset, length)
         data, at = b"", 0
         for source, size in parts:
-            skip, left = start + len(data) - at, limit - len(data)
+            skip, left = start + len(data) - at, self.part - len(data)
             if skip < size and left > 0:
                 data += _read_part(source, skip, left)
             at += size

@@ -52,17 +52,6 @@ class Boundary(StrEnum):
     INFRASTRUCTURE = "infrastructure"
 
 
-RETRIES: dict[Boundary, int | None] = {
-    Boundary.INFRASTRUCTURE: None,
-    Boundary.RUNTIME: None,
-    Boundary.HARNESS: 1,
-    Boundary.ENGINE: 0,
-    Boundary.AGENT: 0,
-    Boundary.EVALUATOR: 0,
-}
-"""Attempts to repeat after a failure at each boundary; None: until `Group.retry_s` is over."""
-
-
 class Cause(StrEnum):
     """Specific cause of a failure; `HANDLING` defines its consequences."""
 
@@ -141,6 +130,8 @@ HANDLING: dict[Cause, Handling] = {
     Cause.TASK: Handling(Boundary.RUNTIME, 0),
 }
 """One row per cause. An evaluation is repeated once by itself before it counts as failed."""
+UNKNOWN_CAUSE = {each.boundary: each for each in reversed(HANDLING.values())}
+"""Of a failure without a cause: as of the first cause at its boundary."""
 
 
 def is_pass(reward: float) -> bool:

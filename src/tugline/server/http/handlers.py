@@ -100,7 +100,7 @@ async def list_sessions(call: route.QueryCall[protocol.SessionQuery]) -> protoco
 @ROUTES.add("GET", "/v1/sessions/{id}", route.READERS)
 async def get_session(call: route.PlainCall) -> protocol.SessionView:
     """Get the current state of a session."""
-    return await call.db.read(sessions.get_view, call.id)
+    return (await call.db.read(sessions.get, call.id)).view()
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/cancel", route.CLIENTS, find_owner=sessions.get)

@@ -102,8 +102,9 @@ def _name_of(error: Exception) -> str:
 class Waits:
     """Open long polls and streams of a server; streams send something every `keep_alive_s`."""
 
-    def __init__(self, keep_alive_s: float = 15.0) -> None:
-        self.keep_alive_s = keep_alive_s
+    keep_alive_s = 15.0
+
+    def __init__(self) -> None:
         self.open = 0
         self._stopped = asyncio.Event()
 

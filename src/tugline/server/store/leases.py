@@ -15,7 +15,7 @@ from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, Boundary, Cause, Failure, Session, Status
-from tugline.types.session import RETRIES
+from tugline.types.session import UNKNOWN_CAUSE
 
 NODE_CAUSES = frozenset({Cause.SANDBOX, Cause.NETWORK, Cause.DISK, Cause.NODE, Cause.INIT_TIMEOUT})
 """Causes that count against the node; several in a row put it in quarantine."""
@@ -190,8 +190,8 @@ def give_up(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> None:
 
 def retry(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> list[SessionRow]:
     """Requeue after a failure that is retried (`HANDLING`); returns those that are not."""
-    handling = HANDLING[failure.cause] if failure.cause else None
-    allowed = handling.retries if handling else RETRIES[failure.boundary]
+    handling = HANDLING[failure.cause] if failure.cause else UNKNOWN_CAUSE[failure.boundary]
+    allowed = handling.retries
     patience = _read_patience(tx, entries) if allowed is None else {}
     again = [
         entry
@@ -205,7 +205,7 @@ def retry(tx: Tx, entries: Sequence[SessionRow], failure: Failure) -> list[Sessi
             again,
             f"{failure.boundary}: {failure.message}",
             ("outages",) if allowed is None else ("attempt", "faults"),
-            elsewhere=handling is None or handling.elsewhere,
+            elsewhere=handling.elsewhere,
         )
     requeued = {entry.id for entry in again}
     return [entry for entry in entries if entry.id not in requeued]

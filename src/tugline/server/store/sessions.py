@@ -80,11 +80,6 @@ def get(tx: Tx, session: str) -> SessionRow:
     return found[0]
 
 
-def get_view(tx: Tx, session: str) -> protocol.SessionView:
-    """Current state of a session. Raises `Missing`."""
-    return get(tx, session).view()
-
-
 def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
     """One session, if `epoch` is that of its present lease. Raises `FencedError`."""
     entry = get(tx, session)
