@@ -16,7 +16,7 @@ from tugline.chat.model_call import ThreadInfo
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import Unsupported
+from tugline.errors import EngineError, Unsupported
 from tugline.gateway.prefix import CallTree, Prompt
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
@@ -263,6 +263,9 @@ def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     other = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,9,5,6,7]")
     assert (other.branch, other.reused) == (Branch.ENGINE_RERENDERED, 3)
     assert raw(other.tokens) == b"[1,2,3,9,5,6,7]"
+    for wrong in (b'["1"]', b"[-1]", b"[2147483648]", b"[[1]]", b"[1,2,3,4,5,-6]"):
+        with pytest.raises(EngineError, match="ids that cannot be read"):
+            tree.set_observed(tree.match(history, TOOLS), wrong)
 
 
 JSON = st.recursive(

@@ -12,20 +12,25 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from tugline.errors import EngineError
 from tugline.types import Ids
 
-_DECODER = msgspec.json.Decoder(list[int])
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_DECODER = msgspec.json.Decoder(list[TokenId])
 _NO_IDS = np.empty(0, np.int32)
 
 
 def decode_ids(digits: bytes) -> Ids:
-    """The ids of ``1,2,3``, the inside of a JSON array. Raises `msgspec.DecodeError`."""
-    return np.array(_DECODER.decode(b"[" + digits + b"]"), np.int32)
+    """The ids of ``1,2,3``, the inside of an engine's JSON array. Raises `EngineError`."""
+    try:
+        return np.array(_DECODER.decode(b"[" + digits + b"]"), np.int32)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"the engine sent ids that cannot be read: {error}") from error
 
 
 class _Buffer:

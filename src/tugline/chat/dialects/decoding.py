@@ -223,7 +223,8 @@ class ParseCache:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
         counts = [(count_shared(known.items, items), known) for known in self._requests]
         shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [], [])))
-        made = _Parsed([*items], [], best.counts[:shared], best.lasts[:shared])
+        all_items = [*best.items[:shared], *items[shared:]]
+        made = _Parsed(all_items, [], best.counts[:shared], best.lasts[:shared])
         if made.lasts and (last := made.lasts[-1]) is not None:
             made.messages = [*best.messages[: made.counts[-1] - 1], last]
         for index in range(shared, len(items)):
@@ -231,7 +232,6 @@ class ParseCache:
             step(made.messages, item, index)
             made.counts.append(len(made.messages))
             made.lasts.append(made.messages[-1] if made.messages else None)
-        made.items[:shared] = best.items[:shared]
         others = (one for one in self._requests if one is not best or shared < len(best.items))
         self._requests = [made, *others][:_CACHED]
         return tuple(made.messages)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -66,9 +66,6 @@ class CallDelta(msgspec.Struct):
     index: int
     name: str = ""
     arguments: str = ""
-
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Delta(msgspec.Struct, kw_only=True):
