@@ -32,6 +32,8 @@ from faulty import (
 )
 from rig import ids, until
 from tugline.chat.stream_parser import StreamParser
+from tugline.chat.templates.rendering import Rendering
+from tugline.recording.file import Writer
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits, Reason
 
@@ -295,13 +297,16 @@ async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
 
 
 @each_dialect
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Rendering, "render"), (StreamParser, "feed"), (Writer, "append")]
+)
 async def test_a_mistake_of_the_gateway_hangs_nobody(
-    tmp_path: Path, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dialect: Dialect, owner: type, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets an error in its shape, and the next call works."""
     async with client(tmp_path) as it:
         with monkeypatch.context() as patch:
-            patch.setattr(StreamParser, "feed", lambda *_: 1 / 0)
+            patch.setattr(owner, method, lambda *_, **_options: 1 / 0)
             code, _, reply = await it.send(dialect)
             assert (code, (await it.stream(dialect))[0]) == (500, 500)
             check(dialect, 500, reply, "ZeroDivisionError")

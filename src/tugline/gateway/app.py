@@ -27,6 +27,7 @@ from tugline.gateway.engine import (
     SessionState,
     SessionTerms,
     Traffic,
+    explain,
 )
 from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import TokenSource
@@ -237,7 +238,10 @@ class Gateway:
             await self._handle(http, dialect, action, incoming, live)
         except errors.ClientGone:
             return
-        except errors.TuglineError as error:
+        except Exception as caught:
+            if http.started:
+                raise
+            error = explain(caught)
             status, headers, body = dialect.encode_error(error)
             self._engine.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)

@@ -11,13 +11,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from tugline import log
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import TuglineError
 from tugline.gateway.choice import Choice
+from tugline.gateway.engine import explain
 from tugline.gateway.policy import CallSettings
 
-_log = log.get("gateway.completion")
 _TICK = 1 / 4
 """How often readers look for silence, as a part of `keep_alive_s`."""
 IndexedPiece = tuple[int, Piece]
@@ -138,8 +137,7 @@ class Completion:
                     for choice in self.choices:
                         group.create_task(choice.sample(self._notify_started))
         except Exception as error:  # noqa: BLE001 - a mistake of our own: nobody waits for ever
-            _log.error("call failed", call=self.id, exc_info=error)
-            failed = TuglineError(f"the gateway failed in this call: {error!r}")
+            failed = explain(error)
         finally:
             self.error = next((c.error for c in self.choices if c.error is not None), failed)
             if self._ticker is not None:

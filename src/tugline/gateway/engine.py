@@ -23,7 +23,14 @@ from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import CaptureError, ContextOverflow, EngineError, Unsupported, UsageError
+from tugline.errors import (
+    CaptureError,
+    ContextOverflow,
+    EngineError,
+    TuglineError,
+    Unsupported,
+    UsageError,
+)
 from tugline.gateway.policy import DEFAULTS, CallSettings, InFlight
 from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
@@ -74,6 +81,7 @@ class Traffic:
         return whole
 
 
+_log = log.get("gateway.engine")
 _LONG = 6
 """Characters a token from which a text is unlikely to fit."""
 _PIECE = 1 << 14
@@ -201,6 +209,14 @@ class EngineContext:
         )
 
 
+def explain(error: Exception) -> TuglineError:
+    """What a client is told of `error`; a mistake of the gateway's own is logged."""
+    if isinstance(error, TuglineError):
+        return error
+    _log.error("gateway failed", exc_info=error)
+    return TuglineError(f"the gateway failed: {error!r}")
+
+
 # --------------------------------------------------------------------------- reports
 class CheckOutcome(StrEnum):
     """How a check ended."""
@@ -304,9 +320,6 @@ class SessionState:
     """
     spent: SpentLimit | None = None
     """The budget that refused a call or cut off the last answer."""
-
-
-_log = log.get("gateway.engine")
 
 
 class Transcript:
