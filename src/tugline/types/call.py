@@ -42,7 +42,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
         return hashlib.sha256(self.url.encode()).hexdigest()
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A dialect-neutral message. `content` has its text parts joined."""
 
     role: Role
