@@ -113,9 +113,8 @@ async def working(case: Case, engine: Engine, rollouts: Rollouts) -> AsyncIterat
         async with ControlPlane(database, open_blobs(str(folder)), folder=folder) as control:
             node = Node(control.dispatcher, Gateway(), Parts(rollouts), folder / "node", settings)
             if case.admission:
-                node.pools.admission = Admission(
-                    engine.poll, waiting=ENGINE // 2, every_s=POLL_S * SCALE
-                )
+                node.pools.admission = Admission(engine.poll, waiting=ENGINE // 2)
+                node.pools.admission.every_s = POLL_S * SCALE
             task = asyncio.create_task(node.run())
             try:
                 yield control

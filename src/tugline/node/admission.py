@@ -120,6 +120,7 @@ class Admission:
     """A gate before RUN. Without `poll` it is always open."""
 
     clock: Callable[[], float] = time.monotonic
+    every_s = POLL_S
 
     def __init__(self, poll: Poll | None = None, *, waiting: int = 8, kv: float = 0.95) -> None:
         """Agents wait while more than `waiting` requests are queued or more than `kv` is in use."""
@@ -153,14 +154,14 @@ class Admission:
         try:
             async with self._lock:
                 while not await self._is_open(poll):  # noqa: ASYNC110 - engines are polled
-                    await asyncio.sleep(max(0.0, self._polled + POLL_S - self.clock()))
+                    await asyncio.sleep(max(0.0, self._polled + self.every_s - self.clock()))
                 self._admissible -= 1
         finally:
             self.waiting -= 1
             self.waited_s += self.clock() - began
 
     async def _is_open(self, poll: Poll) -> bool:
-        if self.clock() - self._polled >= POLL_S:
+        if self.clock() - self._polled >= self.every_s:
             self._admissible = self._count_admissible(await poll())
             self._polled = self.clock()
         return self._admissible >= 1

@@ -31,7 +31,7 @@ from tugline.sandbox.patch import (
     FileChange,
     Patch,
     PatchLimits,
-    TooManyFilesError,
+    collect_patch,
     read_change,
 )
 
@@ -110,11 +110,7 @@ class OverlayWorkspace:
         """Return what was changed; no program runs."""
         limits = limits or PatchLimits()
         collector = ChangeCollector(limits, lambda path: self._before(path, limits.file_bytes))
-        try:
-            self._collect(collector)
-        except TooManyFilesError:
-            return Patch({}, ("more files than are looked at; no change is taken along",))
-        return collector.build_patch()
+        return collect_patch(collector, self._collect)
 
     def _copy_base_modes(self) -> None:
         """Give folders of the upper layer the mode and owner that they have in the base."""

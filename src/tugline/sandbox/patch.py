@@ -19,6 +19,7 @@ INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
+_TOO_MANY = "more files than are looked at; no change is taken along"
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 """A pipe must not hold us, nor a link lead us out."""
 
@@ -60,7 +61,7 @@ class Patch(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class TooManyFilesError(Exception):
+class _TooManyError(Exception):
     """There are more files than the limits allow to look at."""
 
 
@@ -81,7 +82,7 @@ class ChangeCollector:
         """Count a file that is looked at."""
         self._seen += 1
         if self._seen > self.limits.seen_files:
-            raise TooManyFilesError
+            raise _TooManyError
 
     def note(self, path: str, reason: str) -> None:
         """Note that `path` is left out, and therefore taken for unchanged."""
@@ -121,7 +122,7 @@ class ChangeCollector:
         self._changed[path] = change
         new = (each is not None for each in self._changed.values())
         if len(self._changed) > self.limits.files and sum(new) > self.limits.files:
-            raise TooManyFilesError
+            raise _TooManyError
 
     def list_folder(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield paths and entries of a folder, sorted; unusable names are noted."""
@@ -160,6 +161,15 @@ def unusable_name(path: str) -> str | None:
     if not path.isprintable():
         return "a name with control or undecodable characters"
     return "a name with a backslash" if "\\" in path else None
+
+
+def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:
+    """Return what `collect` finds; only a note if there are too many files."""
+    try:
+        collect(collector)
+    except _TooManyError:
+        return Patch({}, (_TOO_MANY,))
+    return collector.build_patch()
 
 
 def read_change(path: str, max_bytes: int, parent: int | None = None) -> FileChange | str:
