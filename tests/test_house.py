@@ -36,9 +36,9 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-CODE_LINES = 34_000
+CODE_LINES = 33_600
 """Lines of code in the package, without blank lines, comments and docstrings."""
-FILES = 257
+FILES = 256
 ALLOWED = {
     "chat/stream_parser.py": "one state machine: the parser and its states refer to each other"
 }
