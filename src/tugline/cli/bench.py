@@ -66,7 +66,7 @@ SESSION_S = 0.05
 """CPU time of a node for what is left of a session, a sandbox of bubblewrap included."""
 SERVER_S, DATABASE_S = 0.0025, 0.0011
 """CPU time of a session on the server and in PostgreSQL."""
-CALL_MEMORY = 20_000
+CALL_MEMORY = 12_000
 """Bytes that a call keeps in memory while its session is open."""
 ID_BYTES, SAMPLED_BYTES = 1.5, 7.0
 """Of a recording: for each id, and more for each sampled one."""
