@@ -23,6 +23,8 @@ from tugline.types import Ids
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _DECODER = msgspec.json.Decoder(list[TokenId])
 _NO_IDS = np.empty(0, np.int32)
+END = 64
+"""Ids at a prompt's end that decide how it can be continued."""
 
 
 def decode_ids(digits: bytes) -> Ids:
@@ -42,13 +44,13 @@ class _Buffer:
         """`parts` have a comma before each id."""
         self.parts, self.length = parts, length
         self.added, self.last = 0, _NO_IDS
-        """How many ids were added last, and those with the ones added before, as numbers."""
+        """How many ids were added last, and those with what was added before, as numbers."""
         self.lock = threading.Lock()
 
     def append(self, ids: Ids) -> None:
         self.parts.append(b"," + msgspec.json.encode(ids.tolist())[1:-1])
         self.length += len(ids)
-        self.last = np.concatenate((self.last[len(self.last) - self.added :], ids))
+        self.last = np.concatenate((self.last[-self.added - END :], ids))
         self.added = len(ids)
 
 

@@ -22,9 +22,8 @@ from tugline.chat.engines.base import Delta, EngineRequest
 from tugline.chat.engines.chat import ToolCallAssembler
 from tugline.chat.model_call import ChoiceMode, Piece, Request, Response, Usage, join_pieces
 from tugline.chat.stream_parser import StreamParser
-from tugline.chat.templates.rendering import END
 from tugline.chat.tokenizer import Detokenizer
-from tugline.chat.tokens import TokenSequence
+from tugline.chat.tokens import END, TokenSequence
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import classify_call

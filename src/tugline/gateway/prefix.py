@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
-from tugline.chat.templates.rendering import END, Rendering
-from tugline.chat.tokens import TokenSequence, count_shared, decode_ids
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokens import END, TokenSequence, count_shared, decode_ids
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway import turns
 from tugline.traces.lineage import adds_to_parent

@@ -36,11 +36,10 @@ from tugline.chat.templates.base import (
     template,
 )
 from tugline.chat.tokenizer import Tokenizer
+from tugline.chat.tokens import END
 from tugline.errors import Unsupported
 from tugline.types import Ids, Mask, Message, Role, Tool
 
-END = 64
-"""Ids at a prompt's end that decide how it can be continued."""
 _CACHED = 64
 _CONTEXT = 24
 """Ids around a mark that a template may look at."""

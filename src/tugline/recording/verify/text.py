@@ -12,8 +12,9 @@ from typing import Any
 
 from tugline.chat.model_call import decode_arguments, join_pieces
 from tugline.chat.stream_parser import StreamParser
-from tugline.chat.templates.rendering import END, Rendering
+from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
+from tugline.chat.tokens import END
 from tugline.errors import ConfigError
 from tugline.recording.records import Header
 from tugline.recording.tokenizer_file import load_tokenizer
