@@ -291,7 +291,7 @@ async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
     async with client(tmp_path, answer, tries=1) as it:
         for wrong[0] in (-1, 1 << 31, 1 << 70):
             code, _, reply = await it.send(dialect)
-            check(dialect, code, reply, "token_ids")
+            check(dialect, code, reply, "token id")
             assert code in {502, 503, 529}
             assert (await it.stream(dialect))[0] == code
         assert it.gateway.read_calls("s1") == ()

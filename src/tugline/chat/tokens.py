@@ -172,9 +172,11 @@ class BodyItems:
             return 0
         count, at = 0, len(self.front)
         for gap, item in zip(self.gaps, self.items, strict=True):
-            if not (data.startswith(gap, at) and data.startswith(item, at + len(gap))):
+            start = at + len(gap)
+            if not (data.startswith(item, start) and data.startswith(gap, at)):
                 break
-            count, at = count + 1, at + len(gap) + len(item)
+            count += 1
+            at = start + len(item)
         return count if data[at : at + 1] == b"," else max(count - 1, 0)
 
     def add(self, items: Sequence[msgspec.Raw], data: bytes) -> None:

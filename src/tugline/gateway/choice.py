@@ -159,6 +159,8 @@ class Choice:
                 self.error = error
         except TuglineError as error:
             self.error = error
+        except OverflowError as error:  # where it is decoded, or made part of an array
+            self.error = EngineError(f"the engine sent a token id that is none: {error}")
         finally:
             unfinished.pop(self.number)
 

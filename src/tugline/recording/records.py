@@ -176,8 +176,14 @@ class SampledTokens:
         self._trim_versions(length)
 
     def join(self) -> tuple[Ids, Logprobs]:
-        """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``."""
-        return np.array(self.ids, np.int32), np.array(self.logprobs, np.float32)
+        """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``.
+
+        Raises `OverflowError` for an id that no vocabulary has.
+        """
+        ids = np.array(self.ids, np.int32)
+        if len(ids) and ids.min() < 0:
+            raise OverflowError(f"{ids.min()} is negative")
+        return ids, np.array(self.logprobs, np.float32)
 
     def _add_span(self, version: int, start: int, end: int) -> None:
         last = self.versions[-1] if self.versions else None

@@ -14,7 +14,6 @@ import msgspec
 from tugline.chat import model_call
 from tugline.chat.engines import base
 from tugline.chat.engines.generate import Choice, build_structured
-from tugline.chat.tokens import TokenId
 from tugline.errors import EngineError
 from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
@@ -52,7 +51,7 @@ class _Usage(msgspec.Struct):
 
 class _ChatIds(msgspec.Struct):
     input_ids: msgspec.Raw = msgspec.Raw()
-    output_ids: list[list[TokenId]] = []
+    output_ids: list[list[int]] = []
 
 
 class _Metadata(msgspec.Struct):

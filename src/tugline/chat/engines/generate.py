@@ -15,7 +15,6 @@ import msgspec
 
 from tugline.chat.engines import base
 from tugline.chat.model_call import Constraint, ConstraintKind
-from tugline.chat.tokens import TokenId
 from tugline.errors import EngineError
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
@@ -84,7 +83,7 @@ class Logprobs(msgspec.Struct, gc=False):
 class Choice(msgspec.Struct, gc=False):
     """An answer, or what an event adds to it."""
 
-    token_ids: list[TokenId] | None = None
+    token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[base.ReportedSpan] | None = None

@@ -13,7 +13,6 @@ import msgspec
 
 from tugline.chat.engines import base, chat
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
-from tugline.chat.tokens import TokenId
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish, LogprobMeaning
 
@@ -32,7 +31,7 @@ class _Sglang(base.EngineFormat):
 # --------------------------------------------------------------------------- ids in, ids out
 class _Pair(msgspec.Struct, array_like=True, gc=False):
     logprob: float
-    id: TokenId
+    id: int
 
 
 class _Finish(msgspec.Struct):
