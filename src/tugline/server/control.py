@@ -222,7 +222,8 @@ def _change(
         return old
     new = msgspec.structs.replace(new, generation=old.generation + 1)
     nodes.set_control(tx, new)
-    leases.abort_stale(tx, new.version)
+    if new.version != old.version:
+        leases.abort_stale(tx, new.version)
     mode = new.paused.value if new.paused else ""
     events.add(tx, kind, events.Note(detail={"version": new.version, "mode": mode}))
     return new
