@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError, Unsupported
+from tugline.gateway import turns
 from tugline.gateway.prefix import CallTree, Prompt
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
@@ -156,6 +158,26 @@ def test_results_in_another_order_branch() -> None:
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
+
+
+def test_a_request_that_is_refused_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is found as if it had never been."""
+    tree, messages = longer(2)
+    new = (*messages, Message(Role.USER, "Go on."), Message(Role.USER, "Please."))
+
+    def refuse(message: Message, positions: Mapping[str, int]) -> bytes:
+        if message.content == "Please.":
+            raise RecursionError
+        return digest_message(message, positions)
+
+    digest_message = turns.digest_message
+    with monkeypatch.context() as patch:
+        patch.setattr(turns, "digest_message", refuse)
+        with pytest.raises(RecursionError):
+            tree.match(new, TOOLS)
+    found, expected = tree.match(new, TOOLS), longer(2)[0].match(new, TOOLS)
+    assert (found.parent, found.branch, found.digest) == (1, None, expected.digest)
+    assert found.digests == expected.digests
 
 
 def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:

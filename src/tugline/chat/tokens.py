@@ -162,14 +162,16 @@ class BodyItems:
 
     front: bytes = b""
     """All that comes before the first item."""
+    end: int = 0
+    """Where the last item ends."""
     items: list[bytes] = field(default_factory=list)
     gaps: list[bytes] = field(default_factory=list)
     """What comes before each item: a comma, except before the first, and white space."""
 
-    def count_shared(self, data: bytes) -> int:
-        """How many leading items `data` has in the same places, and others behind them."""
+    def count_shared(self, data: bytes) -> tuple[int, int]:
+        """How many leading items `data` has in the same places and others behind, and their end."""
         if not data.startswith(self.front):
-            return 0
+            return 0, 0
         count, at = 0, len(self.front)
         for gap, item in zip(self.gaps, self.items, strict=True):
             start = at + len(gap)
@@ -177,23 +179,26 @@ class BodyItems:
                 break
             count += 1
             at = start + len(item)
-        return count if data[at : at + 1] == b"," else max(count - 1, 0)
+        if count and data[at : at + 1] != b",":
+            count -= 1
+            at -= len(self.gaps[count]) + len(self.items[count])
+        return count, at
+
+    def cut(self, count: int, end: int) -> BodyItems:
+        """The first `count` items, which end at `end`; these themselves if they are all."""
+        if count == len(self.items):
+            return self
+        return BodyItems(self.front, end, self.items[:count], self.gaps[:count])
 
     def add(self, items: Sequence[msgspec.Raw], data: bytes) -> None:
         """Add the items that follow in the body `data`."""
-        end = self.end()
         for item in items:
-            start = end
+            start = self.end
             while data[start] in b", \t\r\n":
                 start += 1
-            self.gaps.append(data[end:start])
+            self.gaps.append(data[self.end : start])
             self.items.append(bytes(item))
-            end = start + len(self.items[-1])
-
-    def end(self, count: int | None = None) -> int:
-        """Where the first `count` items end in the request, or all."""
-        parts = (*self.items[:count], *self.gaps[:count])
-        return len(self.front) + sum(map(len, parts))
+            self.end = start + len(self.items[-1])
 
 
 def offset(item: msgspec.Raw, text: bytes) -> int:

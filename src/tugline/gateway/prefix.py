@@ -251,14 +251,14 @@ class CallTree:
         self, messages: Sequence[Message], tools: bytes, thread: ThreadInfo
     ) -> turns.Conversation:
         """Digest a request, starting from the known one with the longest common front."""
-        best, shared = turns.Conversation(tools), 0
+        best, shared = turns.Conversation(tools, chain=[tools]), 0
         for known in self._requests:
             if known.tools == tools:
                 length = count_shared(known.messages, messages, operator.is_)
                 if length > shared:
                     best, shared = known, length
-        digests = best.digests[:shared]
-        chain = best.chain[: shared + 1] or [tools]
+        made = best.cut(shared)
+        digests, chain = made.digests, made.chain
         answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
         positions = next(map(turns.call_positions, answers), {})
         for message in messages[shared:]:
@@ -270,9 +270,8 @@ class CallTree:
             chain.append(turns.chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = turns.call_positions(message)
-        made = turns.Conversation(tools, thread, messages, digests, chain)
-        extended = best if shared == len(best.messages) else None
-        others = [known for known in self._requests if known is not extended]
+        made.thread, made.messages = thread, messages
+        others = [known for known in self._requests if known is not made]
         self._requests = [made, *others][:_REMEMBERED]
         return made
 

@@ -140,6 +140,14 @@ class Conversation:
     chain: list[bytes] = field(default_factory=list)
     """``chain[k]`` is the digest of the tools and the first `k` messages."""
 
+    def cut(self, count: int) -> Conversation:
+        """The first `count` messages; this one itself if they are all, so that it grows."""
+        if count < len(self.messages):
+            digests, chain = self.digests[:count], self.chain[: count + 1]
+            return Conversation(self.tools, digests=digests, chain=chain)
+        del self.digests[count:], self.chain[count + 1 :]  # of a request that was refused
+        return self
+
 
 class _Entry(NamedTuple):
     """One message of a recorded conversation; `turn` is set where it is that turn's answer."""

@@ -164,12 +164,20 @@ TURNS = st.sampled_from(
 
 
 @each_wire
-@given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=6))
-def test_the_cache_changes_nothing(wire: Wire, histories: list[list[Message]]) -> None:
-    """Whatever was asked before in a session, a request is parsed as if it were the first."""
+@given(
+    histories=st.lists(
+        st.tuples(st.lists(TURNS, min_size=1, max_size=6), st.booleans()), max_size=6
+    )
+)
+def test_the_cache_changes_nothing(wire: Wire, histories: list[tuple[list[Message], bool]]) -> None:
+    """Whatever was asked or refused before, a request is parsed as if it were the first."""
     cache = ParseCache()
-    for history in histories:
+    for history, refused in histories:
         body = wire.write([*history, Message(Role.USER, "Go on.")])
+        if refused:
+            (name,) = {"messages", "input", "contents"} & body.keys()
+            with pytest.raises(RequestError):
+                wire.parse({**body, name: [*body[name], 7]}, cache)
         assert wire.parse(body, cache) == wire.parse(body)
 
 

@@ -153,6 +153,18 @@ class _Parsed:
     lasts: list[Message | None]
     """The last message after each item, which a later item may have replaced."""
 
+    def cut(self, count: int) -> "_Parsed":
+        """The state after `count` items; this one itself if they are all, so that it grows."""
+        kept, end = self, self.counts[count - 1] if count else 0
+        if count < len(self.items):
+            kept = _Parsed(
+                self.items[:count], self.messages[:end], self.counts[:count], self.lasts[:count]
+            )
+        del kept.messages[end:]  # what an item added before it was refused
+        if count and (last := self.lasts[count - 1]) is not None:
+            kept.messages[-1] = last
+        return kept
+
 
 class ParseCache:
     """Caches the last requests of one session, so that parsing costs what is new in each (I7).
@@ -163,8 +175,8 @@ class ParseCache:
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
         self._bodies: list[BodyItems] = []
-        self._nearest: tuple[bytes, BodyItems, int] = b"", BodyItems(), 0
-        """The body that is being parsed, the one most alike, and the items in common."""
+        self._nearest: tuple[bytes, int, int, BodyItems] = b"", 0, 0, BodyItems()
+        """The body that is being parsed, the items in common with another, their end, and that."""
         self._parse_tools = lru_cache(_CACHED)(_parse_tools)
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
@@ -179,24 +191,24 @@ class ParseCache:
     def known_bytes(self, data: bytes) -> int:
         """How many leading bytes an earlier body has as well, up to the end of an item."""
         if self._nearest[0] is not data:
-            counts = [(known.count_shared(data), known) for known in self._bodies]
-            count, best = max(counts, key=itemgetter(0), default=(0, BodyItems()))
-            self._nearest = data, best, count
-        _, best, count = self._nearest
-        return best.end(count) if count else 0
+            shared = [(*known.count_shared(data), known) for known in self._bodies]
+            count, end, best = max(shared, key=itemgetter(0), default=(0, 0, BodyItems()))
+            self._nearest = data, count, end if count else 0, best
+        return self._nearest[2]
 
     def decode_body(
         self, data: bytes, decoder: msgspec.json.Decoder[S], name: str
     ) -> tuple[S, list[bytes]]:
         """Decode a request whose list `name` is its conversation: only what is new is scanned.
 
-        Returns the items of that list as JSON; those that it shares with an earlier request are the
-        same objects. Raises `RequestError`.
+        Returns the items of that list as JSON, until the next request; those that it shares with an
+        earlier one are the same objects. Raises `RequestError`.
         """
-        end = self.known_bytes(data)
-        _, best, count = self._nearest
-        self._nearest = b"", BodyItems(), 0
-        made = BodyItems(best.front, best.items[:count], best.gaps[:count])
+        self.known_bytes(data)
+        _, count, end, best = self._nearest
+        self._nearest = b"", 0, 0, BodyItems()
+        gone = best if count and best.end - end < _NEARBY else None
+        made = best.cut(count, end)
         body, start = None, len(best.front)
         if count:
             text = best.front + data[end + 1 :]
@@ -208,9 +220,9 @@ class ParseCache:
             new = getattr(body, name)
             if not isinstance(new, list) or not new:
                 return body, []
-            made = BodyItems(data[: offset(new[0], data)])
+            start = offset(new[0], data)
+            made = BodyItems(data[:start], start)
         made.add(new, data)
-        gone = best if count and best.end() - end < _NEARBY else None
         self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
         return body, made.items
 
@@ -223,17 +235,14 @@ class ParseCache:
             raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
         counts = [(count_shared(known.items, items), known) for known in self._requests]
         shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [], [])))
-        all_items = [*best.items[:shared], *items[shared:]]
-        made = _Parsed(all_items, [], best.counts[:shared], best.lasts[:shared])
-        if made.lasts and (last := made.lasts[-1]) is not None:
-            made.messages = [*best.messages[: made.counts[-1] - 1], last]
+        made = best.cut(shared)
         for index in range(shared, len(items)):
             item = decode(items[index], ANY, f"message {index} of the request")
             step(made.messages, item, index)
+            made.items.append(items[index])
             made.counts.append(len(made.messages))
             made.lasts.append(made.messages[-1] if made.messages else None)
-        others = (one for one in self._requests if one is not best or shared < len(best.items))
-        self._requests = [made, *others][:_CACHED]
+        self._requests = [made, *(one for one in self._requests if one is not made)][:_CACHED]
         return tuple(made.messages)
 
     def parse_tools(

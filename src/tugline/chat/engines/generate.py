@@ -115,6 +115,7 @@ class ChoiceReader(TokenReader[_Reply]):
         ids, logprobs = choice.token_ids or [], choice.list_logprobs()
         plain = choice.finish_reason is None and choice.weight_versions is None
         if plain and len(ids) == len(logprobs) and not (latest.finish or latest.spans):
+            # nearly every event of a stream, and all that `add_tokens` would do for it
             latest.ids += ids
             latest.logprobs += logprobs
             self.count += len(ids)
