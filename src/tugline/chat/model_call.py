@@ -25,7 +25,7 @@ class ChoiceMode(StrEnum):
     NAMED = "named"
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class ToolChoice(msgspec.Struct, frozen=True, gc=False):
     """The client's tool choice; `names` holds the tool that must, or those that may, be called."""
 
     mode: ChoiceMode = ChoiceMode.AUTO
@@ -39,7 +39,7 @@ class ConstraintKind(StrEnum):
     JSON_SCHEMA = "json_schema"
 
 
-class Constraint(msgspec.Struct, frozen=True):
+class Constraint(msgspec.Struct, frozen=True, gc=False):
     """Structured output: `schema` is the JSON text of a schema."""
 
     kind: ConstraintKind
@@ -47,7 +47,7 @@ class Constraint(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class ThreadInfo(msgspec.Struct, frozen=True):
+class ThreadInfo(msgspec.Struct, frozen=True, gc=False):
     """The conversation that a call belongs to, as far as the harness says so in headers."""
 
     id: str | None = None
@@ -59,7 +59,7 @@ UNNAMED = ThreadInfo()
 """Of a harness that says nothing."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A parsed model call."""
 
     model: str
@@ -91,13 +91,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --------------------------------------------------------------------------- responses
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """More text."""
 
     text: str
 
 
-class ReasoningDelta(msgspec.Struct, frozen=True):
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """More reasoning."""
 
     text: str
@@ -107,7 +107,7 @@ Piece = TextDelta | ReasoningDelta | ToolCall
 """One element of a streamed response; a tool call is never split."""
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """True token counts of one call."""
 
     prompt: int
@@ -118,7 +118,7 @@ class Usage(msgspec.Struct, frozen=True):
     """Sampled tokens inside reasoning."""
 
 
-class Response(msgspec.Struct, frozen=True, kw_only=True):
+class Response(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished response, ready to be encoded by any dialect."""
 
     id: str

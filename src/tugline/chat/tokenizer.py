@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer as _Backend
 
 from tugline.errors import ConfigError
@@ -133,48 +134,46 @@ class Tokenizer:
 
 
 # --------------------------------------------------------------------------- incremental
-class Detokenizer:
+class Detokenizer(msgspec.Struct, gc=False):
     """The text, or the reasoning, of one answer. Methods return the text that is now certain."""
 
-    __slots__ = (
-        "_at_start", "_bytes", "_guard", "_longest", "_preface", "_space", "_stops", "_token_bytes",
-        "_undecided", "emitted", "matched_stop", "verbatim",
-    )  # fmt: skip
+    token_bytes: Mapping[int, bytes]
+    stops: tuple[str, ...] = ()
+    guard: str = ""
+    """Text that belongs to a special token if that follows."""
+    verbatim: bool = False
+    """Whether white space is text, also at the ends."""
+    emitted: list[str] = []
+    matched_stop: str | None = None
+    _bytes: bytes = b""
+    """An incomplete character."""
+    _undecided: str = ""
+    """May belong to a stop string, the guard or the preface."""
+    _space: str = ""
+    """May be trailing."""
+    _preface: str = ""
+    _at_start: bool = True
+    _watched: tuple[str, ...] = ()
+    _longest: int = 0
+    """Characters of the longest of them, less one."""
 
-    def __init__(
-        self, token_bytes: Mapping[int, bytes], *, stops: tuple[str, ...] = (), guard: str = ""
-    ) -> None:
-        """`guard` is text that belongs to a special token if that follows."""
-        self.emitted: list[str] = []
-        self.matched_stop: str | None = None
-        self.verbatim = False
-        """Whether white space is text, also at the ends."""
-        self._token_bytes = token_bytes
-        self._stops = stops
-        self._guard = (*stops, guard + "\0") if guard else stops
-        self._longest = max(map(len, self._guard), default=1) - 1
-        self._bytes = b""
-        """An incomplete character."""
-        self._undecided = ""
-        """May belong to a stop string, the guard or the preface."""
-        self._space = ""
-        """May be trailing."""
-        self._preface = ""
-        self._at_start = True
+    def __post_init__(self) -> None:
+        self._watched = (*self.stops, self.guard + "\0") if self.guard else self.stops
+        self._longest = max(map(len, self._watched), default=1) - 1
 
     def feed(self, ids: list[int]) -> str:
         """Add ids to the segment."""
         if self.matched_stop is not None:
             return ""
-        token_bytes = self._token_bytes
-        data = b"".join(map(token_bytes.__getitem__, ids))
+        known = self.token_bytes
+        data = known[ids[0]] if len(ids) == 1 else b"".join(map(known.__getitem__, ids))
         if self._bytes:
             data = self._bytes + data
         text, used = utf_8_decode(data, "replace", False)
         self._bytes = data[used:]
         if self._preface:
             text = self._strip_preface(text)
-        if self._guard:
+        if self._watched:
             text = self._hold_back(text)
         return self._emit(text) if text else ""
 
@@ -238,14 +237,14 @@ class Detokenizer:
     def _hold_back(self, text: str) -> str:
         """The part of the text that cannot belong to a stop string, or to the guard."""
         text = self._undecided + text
-        match = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
+        match = min(((text.find(stop), stop) for stop in self.stops if stop in text), default=None)
         if match is not None:
             at, self.matched_stop = match
             self._undecided = ""
             return text[:at]
         held = 0
         for length in range(min(len(text), self._longest), 0, -1):
-            if any(word.startswith(text[-length:]) for word in self._guard):
+            if any(word.startswith(text[-length:]) for word in self._watched):
                 held = length
                 break
         self._undecided = text[len(text) - held :]

@@ -1,8 +1,8 @@
-"""What the turns of a session share: token ids, and the JSON of conversations.
+"""What the turns of a session share: token ids, as the JSON that engines are sent.
 
 A `TokenSequence` is a length in a buffer that it shares with what extends it, so forty turns over
 the same sixteen thousand ids hold them once (I7), as JSON digits; adding to them costs what is
-added. `BodyItems` tells how much of a request an earlier one has as well.
+added.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -154,56 +153,3 @@ def mend_surrogates(body: bytes, start: int) -> bytes:
         return body
     mended = body[:start] + _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body[start:])
     return body if mended == body else mended
-
-
-@dataclass(slots=True, eq=False)
-class BodyItems:
-    """The beginning of a request's JSON, and the items of its conversation that follow."""
-
-    front: bytes = b""
-    """All that comes before the first item."""
-    end: int = 0
-    """Where the last item ends."""
-    items: list[bytes] = field(default_factory=list)
-    gaps: list[bytes] = field(default_factory=list)
-    """What comes before each item: a comma, except before the first, and white space."""
-
-    def count_shared(self, data: bytes) -> tuple[int, int]:
-        """How many leading items `data` has in the same places and others behind, and their end."""
-        if not data.startswith(self.front):
-            return 0, 0
-        count, at = 0, len(self.front)
-        for gap, item in zip(self.gaps, self.items, strict=True):
-            start = at + len(gap)
-            if not (data.startswith(item, start) and data.startswith(gap, at)):
-                break
-            count += 1
-            at = start + len(item)
-        if count and data[at : at + 1] != b",":
-            count -= 1
-            at -= len(self.gaps[count]) + len(self.items[count])
-        return count, at
-
-    def cut(self, count: int, end: int) -> BodyItems:
-        """The first `count` items, which end at `end`; these themselves if they are all."""
-        if count == len(self.items):
-            return self
-        return BodyItems(self.front, end, self.items[:count], self.gaps[:count])
-
-    def add(self, items: Sequence[msgspec.Raw], data: bytes) -> None:
-        """Add the items that follow in the body `data`."""
-        for item in items:
-            start = self.end
-            while data[start] in b", \t\r\n":
-                start += 1
-            self.gaps.append(data[self.end : start])
-            self.items.append(bytes(item))
-            self.end = start + len(self.items[-1])
-
-
-def offset(item: msgspec.Raw, text: bytes) -> int:
-    """Where in `text` an item begins that was decoded from it, and so is a view of it."""
-    item_at, text_at = (
-        np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in (item, text)
-    )
-    return int(item_at - text_at)

@@ -13,7 +13,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -115,7 +114,9 @@ class Choice:
         if self._decoder is not None:
             self._resumed = np.concatenate((earlier._resumed, earlier.sampled.join()[0]))
             self.pieces = list(self._decoder.feed(self._resumed.tolist()))
-            self.prompt = replace(self.prompt, parent=earlier.number, branch=None, added=())
+            self.prompt = msgspec.structs.replace(
+                self.prompt, parent=earlier.number, branch=None, added=()
+            )
 
     async def stop_early(self) -> None:
         """Ask the engine to end the answer where it is; clients see it as truncated."""

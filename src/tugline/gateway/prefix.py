@@ -12,9 +12,10 @@ request of the session are not digested again.
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tugline.chat.model_call import UNNAMED, Piece, ThreadInfo, decode_arguments
 from tugline.chat.templates.rendering import Rendering
@@ -43,8 +44,7 @@ _REMEMBERED = 4
 """Requests whose digests are kept: one for each thread that takes turns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The ids that a request is answered from, and its place in the session's tree."""
 
     tokens: TokenSequence

@@ -104,8 +104,7 @@ _MIN_COMPACTED_ANSWERS = 2
 """Answers that a conversation must hold for its restart to be a compaction."""
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
+class Turn(msgspec.Struct, eq=False, gc=False):
     """A recorded call as a node of the session's tree."""
 
     number: int

@@ -7,7 +7,6 @@ prompts were made, every call, and the outcome. The server that wrote them is no
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -107,8 +106,7 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
 
 
 # --------------------------------------------------------------------------- an answer
-@dataclass(slots=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, gc=False):
     """The answer so far; a reply is the part that one engine request gave.
 
     They are added to arrays in place, so this costs O(tokens) (I7), and the garbage collector has
@@ -116,9 +114,9 @@ class SampledTokens:
     error at once, because a token without its logprob cannot be trained (I2).
     """
 
-    ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: list[VersionSpan] = field(default_factory=list)
+    ids: "array[int]" = msgspec.field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = msgspec.field(default_factory=lambda: array("f"))
+    versions: list[VersionSpan] = []
     finish: Finish | None = None
     stop: str | None = None
     unreported_tokens: int = 0

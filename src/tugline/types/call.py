@@ -20,7 +20,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """A tool call by the model; `arguments` is its JSON text, unchanged."""
 
     id: str
@@ -64,7 +64,7 @@ class ToolKind(StrEnum):
     LOCAL_SHELL = "local_shell"
 
 
-class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
+class Tool(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A function the model may call; `parameters` is its JSON schema."""
 
     name: str
@@ -162,7 +162,7 @@ class EchoChange(StrEnum):
     """White space around the text differs."""
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens ``[start, end)`` were sampled under policy `version`."""
 
     version: int
@@ -170,7 +170,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Timings(msgspec.Struct, frozen=True):
+class Timings(msgspec.Struct, frozen=True, gc=False):
     """Unix seconds; None for events that did not happen."""
 
     received: float
@@ -179,7 +179,7 @@ class Timings(msgspec.Struct, frozen=True):
     last_token: float | None = None
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model call as recorded. `sampled_ids` and `logprobs` have equal lengths."""
 
     session: str

@@ -70,7 +70,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds after the first model call during which further calls are accepted."""
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False):
     """Sampling parameters. In a contract, None leaves the choice to the harness."""
 
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None

@@ -129,7 +129,7 @@ class Anthropic(base.Dialect):
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
-        messages = cache.fold([bytes(body.system), *items], anthropic_messages.fold_message)
+        messages = items.fold(anthropic_messages.fold_message, [bytes(body.system)])
         tools = cache.parse_tools(body.tools, _parse_tool)
         if body.thread is not None and body.thread.type == "continue":
             before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)

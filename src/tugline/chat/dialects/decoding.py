@@ -6,15 +6,16 @@ wrong becomes a `RequestError` with the field, its value and what would be right
 
 import contextlib
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 
-from tugline.chat.tokens import BodyItems, count_shared, offset
 from tugline.errors import RequestError, Unsupported
 from tugline.types import Message, Tool
 
@@ -51,11 +52,11 @@ def decoder_with_refusals(
 
 def check_refusals(body: msgspec.Struct, refusals: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `Unsupported` for a field with a value other than those that change nothing."""
-    for field, harmless in refusals.items():
-        value = getattr(body, field)
+    for name, harmless in refusals.items():
+        value = getattr(body, name)
         if value is not None and value not in harmless:
             right = " or ".join(msgspec.json.encode(one).decode() for one in harmless)
-            raise unsupported(value, field, f"; it must be {right or 'left out'}")
+            raise unsupported(value, name, f"; it must be {right or 'left out'}")
 
 
 # --------------------------------------------------------------------------- decoding
@@ -140,43 +141,104 @@ It sees only the messages so far, the item and its index, so equal prefixes give
 """
 _CACHED, _MAX_ITEMS, _NEARBY = 4, 10_000, 32 << 10
 ANY = msgspec.json.Decoder()
+_BETWEEN = b", \t\r\n"
+"""What stands between the items of a list."""
 
 
 @dataclass(slots=True, eq=False)
-class _Parsed:
-    """One parsed request: its items as JSON and, after each item, the state of the messages."""
+class Items(Sequence[bytes]):
+    """The items of one request's conversation as JSON, and the messages that they become.
 
-    items: list[bytes]
-    messages: list[Message]
-    counts: list[int]
+    It grows in place while requests begin with all of the last one.
+    """
+
+    body: bytes = b""
+    start: int = 0
+    """Where the first item of its list begins."""
+    ends: list[int] = field(default_factory=list)
+    """Where each item of that list ends, counted from `start`."""
+    before: tuple[bytes, ...] = ()
+    """Items that come first and are elsewhere in the body, such as a system prompt."""
+    messages: list[Message] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     """The number of messages after each item."""
-    lasts: list[Message | None]
+    lasts: list[Message | None] = field(default_factory=list)
     """The last message after each item, which a later item may have replaced."""
 
-    def cut(self, count: int) -> "_Parsed":
-        """The state after `count` items; this one itself if they are all, so that it grows."""
-        kept, end = self, self.counts[count - 1] if count else 0
-        if count < len(self.items):
-            kept = _Parsed(
-                self.items[:count], self.messages[:end], self.counts[:count], self.lasts[:count]
-            )
-        del kept.messages[end:]  # what an item added before it was refused
-        if count and (last := self.lasts[count - 1]) is not None:
-            kept.messages[-1] = last
-        return kept
+    def __len__(self) -> int:
+        return len(self.before) + len(self.ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index < len(self.before):
+            return self.before[index]
+        index -= len(self.before)
+        start = self.ends[index - 1] if index else 0
+        return self.body[self.start + start : self.start + self.ends[index]].lstrip(_BETWEEN)
+
+    def count_shared(self, data: bytes, start: int) -> int:
+        """How many leading items of the list are in `data` as well, from `start`, before others."""
+        ends, mine = self.ends, memoryview(self.body)[self.start :]
+        if ends and data.startswith(mine[: ends[-1]], start):
+            count = len(ends)
+        else:
+            count = bisect_left(ends, True, key=lambda end: not data.startswith(mine[:end], start))
+        follows = start + ends[count - 1] if count else 0
+        return count if data[follows : follows + 1] == b"," else max(0, count - 1)
+
+    def cut(self, count: int) -> "Items":
+        """What begins with the first `count` items of the list; this itself if they are all."""
+        if count == len(self.ends):
+            return self
+        kept = len(self.before) + count
+        counts, lasts = self.counts[:kept], self.lasts[:kept]
+        messages = self.messages[: counts[-1] if counts else 0]
+        return Items(b"", 0, self.ends[:count], self.before, messages, counts, lasts)
+
+    def extend(self, body: bytes, start: int, items: Sequence[msgspec.Raw]) -> None:
+        """Add the items that follow in `body`, whose list begins at `start`."""
+        self.body, self.start = body, start
+        end = start + (self.ends[-1] if self.ends else 0)
+        for item in items:
+            while body[end] in _BETWEEN:
+                end += 1
+            end += len(memoryview(item))
+            self.ends.append(end - start)
+
+    def fold(
+        self, step: Step, before: Sequence[bytes] = (), after: Sequence[bytes] = ()
+    ) -> tuple[Message, ...]:
+        """The messages of these items, with others `before` and `after` them.
+
+        Those of items that were folded before are the same objects. Raises `RequestError`.
+        """
+        if self.before != (known := tuple(before)):
+            self.before, self.counts, self.lasts = known, [], []
+        if (count := len(self) + len(after)) > _MAX_ITEMS:
+            raise invalid(count, "messages", f"are too many; the bound is {_MAX_ITEMS}")
+        messages, counts, lasts = self.messages, self.counts, self.lasts
+        del messages[counts[-1] if counts else 0 :]  # what an item added before it was refused
+        if lasts and lasts[-1] is not None:
+            messages[-1] = lasts[-1]
+        for index in range(len(counts), len(self)):
+            step(messages, _decode_item(self[index], index), index)
+            counts.append(len(messages))
+            lasts.append(messages[-1] if messages else None)
+        messages = messages.copy() if after else messages
+        for index, item in enumerate(after, len(self)):
+            step(messages, _decode_item(item, index), index)
+        return tuple(messages)
 
 
 class ParseCache:
     """Caches the last requests of one session, so that parsing costs what is new in each (I7).
 
-    Several are kept, for agents that take turns. Bodies and items are compared byte for byte.
+    Several are kept, for agents that take turns. Bodies are compared byte for byte.
     """
 
     def __init__(self) -> None:
-        self._requests: list[_Parsed] = []
-        self._bodies: list[BodyItems] = []
-        self._nearest: tuple[bytes, int, int, BodyItems] = b"", 0, 0, BodyItems()
-        """The body that is being parsed, the items in common with another, their end, and that."""
+        self._requests: list[Items] = []
+        self._nearest: tuple[bytes, int, Items] = b"", 0, Items()
+        """The body that is being parsed, the number of items it shares with another, and that."""
         self._parse_tools = lru_cache(_CACHED)(_parse_tools)
         self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
@@ -191,27 +253,23 @@ class ParseCache:
     def known_bytes(self, data: bytes) -> int:
         """How many leading bytes an earlier body has as well, up to the end of an item."""
         if self._nearest[0] is not data:
-            shared = [(*known.count_shared(data), known) for known in self._bodies]
-            count, end, best = max(shared, key=itemgetter(0), default=(0, 0, BodyItems()))
-            self._nearest = data, count, end if count else 0, best
-        return self._nearest[2]
+            self._nearest = data, *self._find_nearest(data)
+        _, count, best = self._nearest
+        return best.start + best.ends[count - 1] if count else 0
 
     def decode_body(
         self, data: bytes, decoder: msgspec.json.Decoder[S], name: str
-    ) -> tuple[S, list[bytes]]:
+    ) -> tuple[S, Items]:
         """Decode a request whose list `name` is its conversation: only what is new is scanned.
 
-        Returns the items of that list as JSON, until the next request; those that it shares with an
-        earlier one are the same objects. Raises `RequestError`.
+        Returns that list's items too, valid until the next request. Raises `RequestError`.
         """
-        self.known_bytes(data)
-        _, count, end, best = self._nearest
-        self._nearest = b"", 0, 0, BodyItems()
-        gone = best if count and best.end - end < _NEARBY else None
-        made = best.cut(count, end)
-        body, start = None, len(best.front)
+        known = self.known_bytes(data)
+        _, count, best = self._nearest
+        self._nearest = b"", 0, Items()
+        body, text, start = None, data, best.start
         if count:
-            text = best.front + data[end + 1 :]
+            text = data[:start] + data[known + 1 :]
             with contextlib.suppress(ValueError, RecursionError):  # decoded whole, below
                 body = decoder.decode(text)
         new = getattr(body, name, None) or [ABSENT]
@@ -219,31 +277,28 @@ class ParseCache:
             body = decode(data, decoder, "the request body")
             new = getattr(body, name)
             if not isinstance(new, list) or not new:
-                return body, []
+                return body, Items()
             start = offset(new[0], data)
-            made = BodyItems(data[:start], start)
-        made.add(new, data)
-        self._bodies = [made, *(one for one in self._bodies if one is not gone)][:_CACHED]
-        return body, made.items
+            count, best = self._find_nearest(data, start)
+            new = new[count:]
+        gone = best if count and best.ends[-1] - best.ends[count - 1] < _NEARBY else None
+        made = best.cut(count)
+        made.extend(data, start, new)
+        others = [one for one in self._requests if one is not gone and one is not made]
+        self._requests = [made, *others][:_CACHED]
+        return body, made
 
-    def fold(self, items: Sequence[bytes], step: Step) -> tuple[Message, ...]:
-        """Fold JSON `items` into messages, beginning where they differ from a known request.
+    def _find_nearest(self, data: bytes, start: int | None = None) -> tuple[int, Items]:
+        """The request that shares most items with `data`, and how many.
 
-        The messages of the shared prefix are the same objects as before.
+        The list of `data` begins at `start`; else only requests count that are the same up to it.
         """
-        if len(items) > _MAX_ITEMS:
-            raise invalid(len(items), "messages", f"are too many; the bound is {_MAX_ITEMS}")
-        counts = [(count_shared(known.items, items), known) for known in self._requests]
-        shared, best = max(counts, key=itemgetter(0), default=(0, _Parsed([], [], [], [])))
-        made = best.cut(shared)
-        for index in range(shared, len(items)):
-            item = decode(items[index], ANY, f"message {index} of the request")
-            step(made.messages, item, index)
-            made.items.append(items[index])
-            made.counts.append(len(made.messages))
-            made.lasts.append(made.messages[-1] if made.messages else None)
-        self._requests = [made, *(one for one in self._requests if one is not made)][:_CACHED]
-        return tuple(made.messages)
+        shared = [
+            (one.count_shared(data, one.start if start is None else start), one)
+            for one in self._requests
+            if start is not None or data.startswith(memoryview(one.body)[: one.start])
+        ]
+        return max(shared, key=itemgetter(0), default=(0, Items()))
 
     def parse_tools(
         self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
@@ -255,3 +310,15 @@ class ParseCache:
 def _parse_tools(raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]) -> tuple[Tool, ...]:
     groups = parse_list(decode(raw, ANY, "the list of tools"), "tools", parse)
     return tuple(tool for group in groups for tool in group)
+
+
+def _decode_item(item: bytes, index: int) -> Any:
+    return decode(item, ANY, f"message {index} of the request")
+
+
+def offset(item: msgspec.Raw, text: bytes) -> int:
+    """Where in `text` an item begins that was decoded from it, and so is a view of it."""
+    item_at, text_at = (
+        np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in (item, text)
+    )
+    return int(item_at - text_at)

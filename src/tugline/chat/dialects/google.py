@@ -182,17 +182,18 @@ class Google(base.Dialect):
         """See `Dialect.parse`."""
         model, _, method = request.path.removeprefix("/models/").rpartition(":")
         body, items = cache.decode_body(request.body, _body, "contents")
+        counted: list[bytes] = []
         if method == "countTokens" and body.generate_content_request != decoding.ABSENT:
             body = decoding.decode(body.generate_content_request, _body, "generateContentRequest")
-            items = [bytes(one) for one in body.contents]
-        if not items:
+            items, counted = decoding.Items(), [bytes(one) for one in body.contents]
+        if not (items or counted):
             raise RequestError("contents=[] must hold at least one content", param="contents")
         cached = body.cached_content or body.cached_snake
         if cached:
             advice = ": nothing is cached here; send the whole prompt"
             raise decoding.unsupported(cached, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
-        messages = cache.fold([bytes(system), *items], google_messages.fold_content)
+        messages = items.fold(google_messages.fold_content, [bytes(system)], counted)
         config = _parse_config(_either(body.generation_config, body.generation_snake))
         tool_config = _either(body.tool_config, body.choice_snake)
         choice = decoding.decode(tool_config, decoding.ANY, "toolConfig")

@@ -108,7 +108,7 @@ class OpenAIChat(openai.OpenAIDialect):
         tools = cache.parse_tools(body.tools, _parse_tool)
         limit = body.max_completion_tokens
         return Request(
-            model=body.model, messages=cache.fold(items, _fold_message), tools=tools,
+            model=body.model, messages=items.fold(_fold_message), tools=tools,
             sampling=body.build_sampling(body.max_tokens if limit is None else limit, body.stop),
             stream=bool(body.stream),
             usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),

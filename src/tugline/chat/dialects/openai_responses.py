@@ -106,7 +106,7 @@ class OpenAIResponses(openai.OpenAIDialect):
 
     def parse(self, request: base.HttpRequest, cache: decoding.ParseCache) -> Request:
         """See `Dialect.parse`."""
-        body, given = cache.decode_body(request.body, _decoder, "input")
+        body, items = cache.decode_body(request.body, _decoder, "input")
         decoding.check_refusals(body, _REFUSALS)
         for index, name in enumerate(body.include or ()):
             if "logprobs" in name:
@@ -114,14 +114,15 @@ class OpenAIResponses(openai.OpenAIDialect):
                     name, f"include[{index}]", "; leave it out", param="include"
                 )
         compact = request.path == "/responses/compact"
-        items, first = _list_items(body, given, compact=compact)
+        before, after = _find_surroundings(body, items, compact=compact)
         all_tools = list_tools(body.tools, items, request.body)
         tools = () if compact else cache.parse_tools(all_tools, parse_tools)
         text = decoding.decode(body.text, _text, "text", "text.")
         thread = openai.find_thread(request.headers)
         if compact:
             thread = ThreadInfo(thread.id, thread.parent, TraceKind.COMPACTION)
-        messages = cache.fold(items, ItemFolder(items, first, cache))
+        first = len(before)
+        messages = items.fold(ItemFolder(items, first, cache), before, after)
         if body.previous_response_id is not None:
             kept = cache.recall(body.previous_response_id, "previous_response_id")[0]
             messages = (*messages[:first], *kept, *messages[first:])
@@ -135,7 +136,7 @@ class OpenAIResponses(openai.OpenAIDialect):
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.parse_constraint(text.format if text else None, "text.format"),
             thread=thread,
-            echo=_build_echo(body, items[first:-1] if compact else None),
+            echo=_build_echo(body, [*items, *after[:-1]] if compact else None),
             kept_from=None if compact or body.store is False else first,
         )
 
@@ -152,16 +153,15 @@ class OpenAIResponses(openai.OpenAIDialect):
         return base.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _list_items(
-    body: _ResponsesBody, given: list[bytes], *, compact: bool
-) -> tuple[list[bytes], int]:
-    """All items as JSON, and the index of ``input[0]``: instructions come before, as an item."""
-    items = [_encode_item("user", body.input)] if isinstance(body.input, str) else given
-    if not items:
-        raise RequestError("input must be text or a list of at least one item", param="input")
+def _find_surroundings(
+    body: _ResponsesBody, items: decoding.Items, *, compact: bool
+) -> tuple[list[bytes], list[bytes]]:
+    """Items that come before those of the body, and behind them."""
     before = [_encode_item("system", body.instructions)] if body.instructions else []
-    after = [_encode_item("user", _SUMMARISE)] if compact else []
-    return [*before, *items, *after], len(before)
+    after = [_encode_item("user", body.input)] if isinstance(body.input, str) else []
+    if not (items or after):
+        raise RequestError("input must be text or a list of at least one item", param="input")
+    return before, [*after, _encode_item("user", _SUMMARISE)] if compact else after
 
 
 def _encode_item(role: str, text: str) -> bytes:

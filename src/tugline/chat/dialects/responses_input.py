@@ -47,7 +47,7 @@ def unseal(sealed: Any) -> str | None:
 
 # --------------------------------------------------------------------------- items
 class ItemFolder:
-    """Folds items into messages; the step of `ParseCache.fold`.
+    """Folds items into messages; the step of `Items.fold`.
 
     It looks back at earlier items where ids matter, so equal prefixes still give equal messages.
     A reference stands for the whole response that the item is a part of: clients refer to all items
@@ -97,8 +97,8 @@ class ItemFolder:
 
     def _find_call_id(self, item: Any, index: int) -> Any:
         """The call of an output that names it by the item's id."""
-        for raw in reversed(self._items[:index]):
-            before = msgspec.json.decode(raw)
+        for at in reversed(range(index)):
+            before = msgspec.json.decode(self._items[at])
             if before.get("id") == item.get("id") and before.get("type") == "local_shell_call":
                 return before.get("call_id")
         return item.get("id")

@@ -35,7 +35,7 @@ class Feature(StrEnum):
     """Observed mode: forced tool choice."""
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What to sample for one request of a harness."""
 
     request: Request
@@ -68,7 +68,7 @@ class CallDelta(msgspec.Struct):
     arguments: str = ""
 
 
-class Delta(msgspec.Struct, kw_only=True):
+class Delta(msgspec.Struct, kw_only=True, gc=False):
     """Tokens sampled under one policy version, and what else came with them.
 
     Reasoning comes before text, and text before calls.
