@@ -34,7 +34,7 @@ def test_sequences_are_as_lists(data: st.DataObject) -> None:
             made.append((tokens.truncate(length), ids[:length]))
     for tokens, ids in made:
         assert len(tokens) == len(ids)
-        assert json.loads(tokens.to_json(b"[", b"]")) == ids
+        assert json.loads(b"".join(tokens.to_json(b"[", b"]"))) == ids
         assert tokens.to_array().tolist() == ids
         count = data.draw(st.integers(0, len(ids) + 2))
         assert tokens.to_array(count).tolist() == ids[max(0, len(ids) - count) :]

@@ -270,7 +270,7 @@ def test_a_text_gets_what_the_tokenizer_adds_to_texts() -> None:
 
 def raw(tokens: TokenSequence) -> bytes:
     """The ids as an engine writes them."""
-    return b"[" + tokens.to_json() + b"]"
+    return b"".join(tokens.to_json(b"[", b"]"))
 
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:

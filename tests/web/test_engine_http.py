@@ -181,7 +181,7 @@ async def test_it_does_not_matter_where_a_reply_is_cut(parts: list[bytes], cuts:
     data += b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
     reply = Reply()
     reply.connection_made(Nowhere())
-    sending = asyncio.ensure_future(reply.send(b"", b""))
+    sending = asyncio.ensure_future(reply.send([]))
     await asyncio.sleep(0)
     places = [0, *sorted(at for at in cuts if at < len(data)), len(data)]
     for start, end in itertools.pairwise(places):

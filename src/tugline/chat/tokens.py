@@ -90,10 +90,10 @@ class TokenSequence:
             last = decode_ids(b"".join(parts[at:])[1:])
         return last[len(last) - count :]
 
-    def to_json(self, before: bytes = b"", after: bytes = b"") -> bytes:
-        """All ids as JSON digits without the brackets, between two texts."""
+    def to_json(self, before: bytes = b"", after: bytes = b"") -> list[bytes | memoryview]:
+        """All ids as JSON digits without the brackets, between two texts; parts, none a copy."""
         first, *others = self._list_parts() or [b","]
-        return b"".join((before, memoryview(first)[1:], *others, after))
+        return [before, memoryview(first)[1:], *others, after]
 
     def truncate(self, length: int) -> TokenSequence:
         """The first `length` ids."""

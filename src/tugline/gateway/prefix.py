@@ -158,7 +158,7 @@ class CallTree:
             tokens, shared, _ = self._find_nearest(decode_ids(inner))
             return replace(prompt, tokens=tokens, reused=shared)
         parent = prompt.turn.tokens
-        known = parent.to_json(after=b",")
+        known = b"".join(parent.to_json(after=b","))
         if inner.startswith(known):
             tokens = parent.extend(decode_ids(inner[len(known) :]))
             return replace(prompt, tokens=tokens, reused=len(parent))

@@ -196,7 +196,7 @@ class Upstream(TokenSource):
         with contextlib.suppress(OSError):
             async with (
                 asyncio.timeout(self._settings.probe_timeout_s),
-                self._http.request(url + post.path, post.body) as done,
+                self._http.request(url + post.path, *post.body) as done,
             ):
                 await done.read()
 
@@ -276,7 +276,7 @@ async def read_reply(
     post, reader = wire.build_request(ask), wire.make_reader()
     finished = False
     try:
-        async with http.request(url + post.path, post.body) as response:
+        async with http.request(url + post.path, *post.body) as response:
             kind = response.headers.get("content-type", "").partition(";")[0]
             if response.status != 200:
                 retry_after = response.headers.get("retry-after")

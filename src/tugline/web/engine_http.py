@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import lru_cache
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
@@ -46,10 +46,10 @@ class Reply(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._fault: OSError | None = None
 
-    async def send(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait for the reply's headers."""
+    async def send(self, request: Sequence[bytes | memoryview]) -> None:
+        """Send a request, in parts, and wait for the reply's headers."""
         self.status, self.headers, self.replied, self.complete = 0, {}, False, False
-        self._transport.writelines([head, body])
+        self._transport.writelines(request)
         while self.status < 200:
             await self._wait()
 
@@ -179,17 +179,18 @@ class EngineHttp:
         self._idle.clear()
 
     @contextlib.asynccontextmanager
-    async def request(self, url: str, body: bytes | None = None) -> AsyncIterator[Reply]:
-        """Get `url`, or post JSON to it; yields the reply once its headers have come.
+    async def request(self, url: str, *body: bytes | memoryview) -> AsyncIterator[Reply]:
+        """Get `url`, or post JSON to it, in parts; yields the reply once its headers have come.
 
         A reply that was not read to its end when the block ends is aborted. Whoever asks sets a
         deadline for the whole. Raises `OSError`.
         """
         origin, path, host = _split(url)
-        head = b"".join((b"GET " if body is None else b"POST ", path, host, self._common))
-        if body is not None:
-            head += b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        reply = await self._send(origin, head + b"\r\n", body or b"")
+        head = b"".join((b"POST " if body else b"GET ", path, host, self._common))
+        if body:
+            size = sum(map(len, body))
+            head += b"content-type: application/json\r\ncontent-length: %d\r\n" % size
+        reply = await self._send(origin, [head + b"\r\n", *body])
         try:
             yield reply
         finally:
@@ -199,13 +200,13 @@ class EngineHttp:
             else:
                 reply.close()
 
-    async def _send(self, origin: _Origin, head: bytes, body: bytes) -> Reply:
+    async def _send(self, origin: _Origin, request: Sequence[bytes | memoryview]) -> Reply:
         """Send over a kept connection, or over a new one if engines have closed those."""
         while True:
             kept = self._take(origin)
             reply = kept or await _connect(origin)
             try:
-                await reply.send(head, body)
+                await reply.send(request)
             except BaseException as error:
                 reply.close()
                 if kept is None or kept.replied or not isinstance(error, ConnectionError):

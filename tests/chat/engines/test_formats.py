@@ -275,6 +275,12 @@ def _missing() -> tuple[int, bytes]:
 
 
 # --------------------------------------------------------------------------- asking
+def sent(wire: EngineFormat, ask: EngineRequest) -> dict[str, Any]:
+    """The JSON that an engine is sent."""
+    body: dict[str, Any] = json.loads(b"".join(wire.build_request(ask).body))
+    return body
+
+
 def test_the_prompt_goes_out_as_its_digits() -> None:
     """No id is changed on the way, whatever the engine calls the field."""
     for wire, field in (
@@ -283,7 +289,7 @@ def test_the_prompt_goes_out_as_its_digits() -> None:
         (VllmCompletions(), "prompt"),
         (SglangGenerate(), "input_ids"),
     ):
-        body = json.loads(wire.build_request(ask_for(wire)).body)
+        body = sent(wire, ask_for(wire))
         assert body[field] == [5, 6, 7]
         settings = body.get("sampling_params", body)
         assert settings.get("max_tokens", settings.get("max_new_tokens")) == 9
@@ -307,7 +313,7 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
     choice = ToolChoice(ChoiceMode.NAMED, ("read",))
     parallel = isinstance(wire, SglangChat)
     asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=parallel)
-    body = json.loads(wire.build_request(asked).body)
+    body = sent(wire, asked)
     system, user, assistant, tool = body["messages"]
     assert system == {"role": "system", "content": "Help."}
     assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
@@ -329,17 +335,15 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
 def test_structured_output_is_asked_for_in_each_engines_words() -> None:
     """A schema, or any JSON object."""
     schema = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}', "thing")
-    body = json.loads(VllmGenerate().build_request(ask_for(VllmGenerate(), constraint=schema)).body)
+    body = sent(VllmGenerate(), ask_for(VllmGenerate(), constraint=schema))
     assert body["sampling_params"]["structured_outputs"] == {"json": {"type": "object"}}
-    body = json.loads(
-        SglangGenerate().build_request(ask_for(SglangGenerate(), constraint=schema)).body
-    )
+    body = sent(SglangGenerate(), ask_for(SglangGenerate(), constraint=schema))
     assert body["sampling_params"]["json_schema"] == '{"type":"object"}'
-    body = json.loads(TextChat().build_request(ask_for(TextChat(), constraint=schema)).body)
+    body = sent(TextChat(), ask_for(TextChat(), constraint=schema))
     assert body["response_format"]["json_schema"] == {"name": "thing", "schema": {"type": "object"}}
     anything = Constraint(ConstraintKind.JSON_OBJECT)
     for wire, field in ((SglangGenerate(), "json_schema"), (VllmGenerate(), "structured_outputs")):
-        body = json.loads(wire.build_request(ask_for(wire, constraint=anything)).body)
+        body = sent(wire, ask_for(wire, constraint=anything))
         assert body["sampling_params"][field] in ({"json_object": True}, '{"type":"object"}')
 
 
@@ -354,14 +358,14 @@ def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
 def test_a_banned_id_is_never_drawn() -> None:
     """It is biased out by its number."""
     for wire in (VllmGenerate(), VllmCompletions(), SglangGenerate()):
-        body = json.loads(wire.build_request(ask_for(wire, banned=(3,))).body)
+        body = sent(wire, ask_for(wire, banned=(3,)))
         assert body.get("sampling_params", body)["logit_bias"] == {"3": -100.0}
 
 
 def test_an_abort_names_the_request_as_its_route_does() -> None:
     """VLLM knows a request by its id with the route's own words around it."""
     named = {
-        type(wire): msgspec.json.decode(post.body)
+        type(wire): msgspec.json.decode(b"".join(post.body))
         for wire in (*FORMATS.values(), Embedded())
         if (post := wire.build_abort("r-1")) is not None
     }

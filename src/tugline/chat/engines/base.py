@@ -7,7 +7,7 @@ itself; in the other two it passes on the engine's own text, reasoning and tool 
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -57,7 +57,8 @@ class Post(msgspec.Struct, frozen=True):
     """One HTTP POST to the engine."""
 
     path: str
-    body: bytes
+    body: Sequence[bytes | memoryview]
+    """JSON, in parts."""
 
 
 class CallDelta(msgspec.Struct):
@@ -220,7 +221,7 @@ class EngineFormat(ABC):
         if not self.abort_path:
             return None
         body = {"request_ids": [self.abort_id.format(request_id)]}
-        return Post(self.abort_path, msgspec.json.encode(body))
+        return Post(self.abort_path, [msgspec.json.encode(body)])
 
 
 # --------------------------------------------------------------------------- parts of a reply

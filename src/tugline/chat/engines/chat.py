@@ -176,7 +176,7 @@ class ChatFormat(base.EngineFormat):
             **self.build_fields(ask),
         }
         fields = {name: value for name, value in body.items() if value is not None}
-        return base.Post("/v1/chat/completions", msgspec.json.encode(fields))
+        return base.Post("/v1/chat/completions", [msgspec.json.encode(fields)])
 
     def build_fields(self, ask: base.EngineRequest) -> dict[str, Any]:
         """Build the fields that not every server knows."""

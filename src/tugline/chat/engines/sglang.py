@@ -25,7 +25,7 @@ class _Sglang(base.EngineFormat):
 
     def build_abort(self, request_id: str) -> base.Post | None:
         """Ask the engine to end a request and reply with what it has."""
-        return base.Post("/abort_request", msgspec.json.encode({"rid": request_id}))
+        return base.Post("/abort_request", [msgspec.json.encode({"rid": request_id})])
 
 
 # --------------------------------------------------------------------------- ids in, ids out

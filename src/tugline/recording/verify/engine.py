@@ -102,7 +102,7 @@ class Scorer:
         return [value for one, (value, other, _) in pairs if value is not None and one == other]
 
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
-        data = TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:])
+        data = b"".join(TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:]))
         status, raw = await self.engine.post(path, data)
         if status != 200:
             raise parse_engine_error(status, raw, None)
