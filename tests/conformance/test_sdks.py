@@ -98,7 +98,7 @@ async def test_a_loop_of_parallel_tools_is_one_exact_sequence(
 @each_api
 async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) -> None:
     """The SDK puts the same answer together, from events that come as tokens are sampled."""
-    async with client(tmp_path, api, says(THINKS, delay_s=0.01)) as (_, sdk):
+    async with client(tmp_path, api, says(THINKS, delay_s=0.002)) as (_, sdk):
         whole = await api.ask(sdk, api.start("Mend it."), tools=True)
         streamed = await api.stream(sdk, api.start("Mend it. Mend it."), tools=True)
     assert whole.content == streamed.content == ("I look.", "Hm, ä. It is a file.", BOTH, "tools")

@@ -143,7 +143,7 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
 # --------------------------------------------------------------------------- the same request again
 async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
     """The same request after a hang-up is answered whole, and no token is sampled twice."""
-    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=QUICK) as it:
+    async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=QUICK) as it:
         await it.hang_up(characters=20)
         await until(lambda: it.calls)
         text = text_of(await it.read())
@@ -160,7 +160,7 @@ async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path
     function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
     chat: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": ASK}
     chat["tools"] = [{"type": "function", "function": function}]
-    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=QUICK) as it:
+    async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=QUICK) as it:
         await it.hang_up(characters=20)
         await until(lambda: it.calls)
         key = {"authorization": f"Bearer {it.key}"}
@@ -176,7 +176,7 @@ async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path
 
 async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> None:
     """A client that comes back within the grace period follows the same answer from its start."""
-    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=replace(QUICK, grace_s=30)) as it:
+    async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=replace(QUICK, grace_s=30)) as it:
         await it.hang_up()
         (completion,) = it.session.running
         await until(lambda: completion.undelivered)
@@ -241,7 +241,7 @@ async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path)
 
 async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
     """No wait is unbounded."""
-    async with rig(tmp_path, says(LONG, delay_s=0.02)) as it:
+    async with rig(tmp_path, says(LONG, delay_s=0.005)) as it:
         reading = asyncio.create_task(it.read())
         await until(lambda: it.running)
         with pytest.raises(EngineError, match="still in flight"):
@@ -254,7 +254,7 @@ async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
 async def test_a_stream_opens_at_its_first_token(tmp_path: Path) -> None:
     """Headers, opening and first delta come while the engine is still sampling."""
     async with (
-        rig(tmp_path, says(LONG, delay_s=0.01)) as it,
+        rig(tmp_path, says(LONG, delay_s=0.003)) as it,
         it.post(it.body(stream=True)) as response,
     ):
         first = await response.content.readany()

@@ -58,7 +58,7 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     text: str, cuts: list[int], leave_after: int | None
 ) -> None:
     """Lost engines and a client that leaves and comes back: the same text, each id sampled once."""
-    slow = [] if leave_after is None else [0.02]
+    slow = [] if leave_after is None else [0.008]
     plays = cut_at(text, cuts, slow), cut_at(text, [], slow)
     with tempfile.TemporaryDirectory() as folder:
         async with rig(Path(folder), *plays, tuning=AT_ONCE) as it:
@@ -83,7 +83,7 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
 ) -> None:
     """It waits until the part that was sampled is recorded, and gets that and the rest."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
-    async with rig(tmp_path, cut_at(text, [], [0.02]), tuning=AT_ONCE) as it:
+    async with rig(tmp_path, cut_at(text, [], [0.008]), tuning=AT_ONCE) as it:
         sample, back = it.upstream.sample, asyncio.Event()
 
         async def close_later(*args: Any) -> AsyncGenerator[Delta]:

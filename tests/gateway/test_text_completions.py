@@ -177,7 +177,7 @@ async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) ->
     """After a hang-up it goes on where it broke off; with logprobs it is sampled anew."""
     text = " ".join(f"word{i}" for i in range(24))
     quick = CallSettings(grace_s=0.01)
-    async with client(tmp_path, says(text, delay_s=0.02), tuning=quick) as me:
+    async with client(tmp_path, says(text, delay_s=0.005), tuning=quick) as me:
         for number, options in enumerate(({}, {"logprobs": 0})):
             stream = await me.ask("Hi" + str(options), stream=True, **options)
             async for chunk in stream:

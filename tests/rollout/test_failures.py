@@ -21,6 +21,7 @@ from containers import podman
 from rig import Play, Reply, rig, says
 from tugline.errors import CaptureError, DiskFull, EngineError, SandboxError, UsageError
 from tugline.gateway.app import Opened
+from tugline.gateway.policy import CallSettings
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots, classify
@@ -62,6 +63,7 @@ MEND = "sed -i s/-/+/ bill.py"
 SANDBOXED = PluginSpec("bubblewrap")
 LIMITS = Limits(init_s=20.0, agent_s=20.0, eval_s=10.0)
 PLAY = says("Done.")
+QUICK = CallSettings(backoff_s=0.01)
 
 
 @dataclass(frozen=True)
@@ -466,7 +468,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
             case.at_build(tmp_path)
 
     folder = tmp_path / "gateway"
-    async with rig(folder, case.play) as model, asyncio.timeout(case.within_s):
+    async with rig(folder, case.play, tuning=QUICK) as model, asyncio.timeout(case.within_s):
         task = a_task(case, tmp_path, mark)
         trajectory = await roll_out(
             task,

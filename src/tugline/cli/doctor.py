@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from tugline.cli.options import DEFAULT_SERVER, Json, Remote
+from tugline.cli.options import DEFAULT_SERVER, LOOK_S, Json, Remote
 from tugline.cli.output import COLOURS, make_table, print_report, print_text
 from tugline.client.overview import examine
 from tugline.errors import UsageError
@@ -89,7 +89,7 @@ def _list_runtimes(*, as_json: bool) -> None:
 
 
 async def _examine(remote: Remote, *, as_json: bool) -> None:
-    async with remote.connect() as client:
+    async with remote.connect(LOOK_S) as client:
         checks = await examine(client)
     signs = {True: ("healthy", "green"), False: ("unhealthy", "red")}
     rows = ((check.component, Text(*signs[check.healthy]), check.detail) for check in checks)

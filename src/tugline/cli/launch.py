@@ -15,7 +15,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from tugline.cli.options import Count, Json, Remote
+from tugline.cli.options import LOOK_S, Count, Json, Remote
 from tugline.cli.output import print_report, print_text
 from tugline.cli.status import render
 from tugline.cli.task import read_checked
@@ -136,7 +136,7 @@ async def _show_status(run: Path, *, as_json: bool) -> None:
     if report["state"] == "RUNNING" and address.exists():
         report["server"] = address.read_text().strip()
         with contextlib.suppress(ServerError, UsageError):  # it has just ended, or is silent
-            async with Remote(folder=run / "server").connect() as client:
+            async with Remote(folder=run / "server").connect(LOOK_S) as client:
                 seen = await Monitor(client).read()
     line = ", ".join(f"{name} {value}" for name, value in report.items() if value)
     parts = (line, render(seen)) if seen else (line,)

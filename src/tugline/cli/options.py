@@ -28,6 +28,8 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "warm_start_model"
 """The tiny model that is served or trained where none is named."""
 _DEADLINE_S = 10.0
 """A server that does not answer is reported soon; streams and waits survive its restarts."""
+LOOK_S = 3.0
+"""The same for commands that look whether it answers."""
 
 
 @Parameter(name="*")
@@ -42,9 +44,9 @@ class Remote:
     folder: Annotated[Path | None, Parameter("--dir")] = None
     """Folder of `tugline up` (default: tugline-data)."""
 
-    def connect(self) -> Client:
+    def connect(self, deadline_s: float = _DEADLINE_S) -> Client:
         """Create the client of a command, to be used as an async context manager."""
-        return Client(self.server, self.token, folder=self.folder, deadline_s=_DEADLINE_S)
+        return Client(self.server, self.token, folder=self.folder, deadline_s=deadline_s)
 
     @contextlib.contextmanager
     def find_recordings(self, name: str) -> Iterator[list[Path]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from msgspec.structs import replace
 
 from calls import make_call, make_header
 from recording.verify.recorded import LOOK, changed, read_in, rewritten, verify, work
-from rig import RENDERING, ids, rig, says
+from rig import RENDERING, ids, rig, says, until
 from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
+from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, Writer, write_result
 from tugline.recording.records import RecordedResult
 from tugline.recording.verify.session import VerifyVerdict, summarize, verify_session
@@ -218,12 +218,12 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
 ) -> None:
     """Both halves say what was told, and the second goes on exactly from the first."""
     answer = LOOK.replace("a.py", LONG) if fields else LONG
-    async with rig(tmp_path, says(answer, delay_s=0.012)) as it:
+    async with rig(tmp_path, says(answer, delay_s=0.004), tuning=CallSettings(grace_s=0.01)) as it:
         response = await it.post(it.body(stream=True, **fields))
         await response.content.readany()
-        await asyncio.sleep(0.15)
+        await until(lambda: it.sampled > 12)
         response.close()
-        await asyncio.sleep(0.8)
+        await until(lambda: it.calls)
         (received,) = (await it.ask(**fields))["content"]
     assert received.get("text") == LONG or received["input"] == {"path": LONG, "n": 1}
     found = verify(tmp_path)
