@@ -7,6 +7,9 @@ SPREAD := -n auto --maxprocesses 8 --dist loadfile
 # Tests of `make test` wait for processes nearly half of the time, so two share a core.
 SHARED := -n $(shell $(PYTHON) -c "import os; print(min(8, 2 * os.cpu_count()))") --dist loadfile
 
+# Every process of every test would compile the package anew where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-slow test-harnesses test-engines test-browser test-sandboxes test-cluster docs bench console lock clean
 
