@@ -136,7 +136,7 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
 
 @each_wire
 def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
-    """What was parsed in an earlier request is the same objects."""
+    """What was parsed in an earlier request is the same objects, also if it stands elsewhere."""
     cache = ParseCache()
     said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
     for i in range(40):
@@ -149,8 +149,11 @@ def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
     assert len(request.body) > 60_000
     second = wire.dialect.parse(request, cache)
     assert second == wire.parse(body)
-    assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
-    assert second.tools is first.tools
+    more = wire.write([*said, Message(Role.USER, "Go on.")])
+    third = wire.dialect.parse(wire.request({"tools": wire.tools, **wire.fields, **more}), cache)
+    for earlier, later in ((first, second), (second, third)):
+        assert all(a is b for a, b in zip(earlier.messages, later.messages, strict=False))
+        assert later.tools is earlier.tools
 
 
 TURNS = st.sampled_from(
