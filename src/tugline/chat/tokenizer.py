@@ -154,8 +154,9 @@ class Detokenizer(msgspec.Struct, gc=False):
     _preface: str = ""
     _at_start: bool = True
     _watched: tuple[str, ...] = ()
+    """What may turn out to be no text: the stop strings, and the guard."""
     _longest: int = 0
-    """Characters of the longest of them, less one."""
+    """Characters of the longest of these, less one."""
 
     def __post_init__(self) -> None:
         self._watched = (*self.stops, self.guard + "\0") if self.guard else self.stops

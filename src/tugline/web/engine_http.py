@@ -202,6 +202,8 @@ class EngineHttp:
 
     async def _send(self, origin: _Origin, request: Sequence[bytes | memoryview]) -> Reply:
         """Send over a kept connection, or over a new one if engines have closed those."""
+        if origin[2]:  # each part would be a TLS record of its own
+            request = [b"".join(request)]
         while True:
             kept = self._take(origin)
             reply = kept or await _connect(origin)

@@ -386,7 +386,8 @@ def test_a_failing_stream_ends_in_both_ways() -> None:
 def test_compaction_there_and_back() -> None:
     """The model is asked for a summary; its item is later read as the user's."""
     items = [{"role": "developer", "content": "Rules."}, user("Mend it."), said("Done.")]
-    request = parse(items, path="/responses/compact", tools=TOOLS, stream=True)
+    more = {"tools": TOOLS, "stream": True, "instructions": "Be brief."}
+    request = parse(items, path="/responses/compact", **more)
     assert request.thread.kind is TraceKind.COMPACTION
     assert (request.tools, request.stream) == ((), False)
     assert request.messages[-1].role is Role.USER
@@ -394,7 +395,7 @@ def test_compaction_there_and_back() -> None:
     reply = WIRE.whole(request, Message(Role.ASSISTANT, "It is mended."))
     kept, summary = reply["output"]
     CompactedResponse.model_validate({**reply, "output": [summary]})
-    assert (kept["role"], kept["type"]) == ("user", "message")
+    assert (kept["role"], kept["type"], kept["id"]) == ("user", "message", "msg_kept_1")
     assert kept["content"] == [{"type": "input_text", "text": "Mend it."}]
     assert "mended" not in json.dumps(summary)
     again = parse([*reply["output"], user("Go on.")]).messages

@@ -136,7 +136,7 @@ class OpenAIResponses(openai.OpenAIDialect):
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.parse_constraint(text.format if text else None, "text.format"),
             thread=thread,
-            echo=_build_echo(body, [*items, *after[:-1]] if compact else None),
+            echo=_build_echo(body, [*items, *after[:-1]][first:] if compact else None),
             kept_from=None if compact or body.store is False else first,
         )
 
