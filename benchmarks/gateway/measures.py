@@ -24,6 +24,8 @@ from tugline.recording import file as recordings
 SLICES = 5
 AT_ONCE = 4
 """Calls that are under way while many sessions are open."""
+BUSY = 8
+"""Connections that keep one process, or two, from ever waiting for the load generator."""
 Spread = tuple[float, float, float]
 """Median, 99th percentile and worst."""
 
@@ -179,19 +181,19 @@ async def many_open(rig: Rig, mode: Mode, size: Size) -> dict[str, Any]:
 
 
 async def workers(rig: Rig, modes: Sequence[Mode], size: Size) -> dict[str, Any]:
-    """CPU ms and calls a second of one process and of several, with two connections."""
+    """CPU ms and calls a second of one process and of several, each as busy as it can be."""
     found: dict[str, tuple[list[float], list[float]]] = {mode.gateway: ([], []) for mode in modes}
     for _ in range(size.rounds):
         for mode in modes:
             gateway = rig.gateways[mode.gateway]
-            gateway.open(2)
-            seats = rig.seats(mode, "gateway", 2)
+            gateway.open(BUSY)
+            seats = rig.seats(mode, "gateway", BUSY)
             for seat in seats:
                 await seat.connect()
             pids = gateway.child.ask("pids")
             before, began = sum(map(cpu_of, pids)), time.monotonic()
             await closed_loop(seats, rig.script.turns)
-            calls, seconds = 2 * rig.script.turns, time.monotonic() - began
+            calls, seconds = BUSY * rig.script.turns, time.monotonic() - began
             found[mode.gateway][0].append((sum(map(cpu_of, pids)) - before) / calls * 1000)
             found[mode.gateway][1].append(calls / seconds)
             _close(seats)

@@ -278,7 +278,6 @@ class Gateway:
             if action is Action.COUNT:
                 await http.reply(200, dialect.encode_count(len(prompt.tokens)))
                 return
-            request = msgspec.structs.replace(request, dialect=dialect.name)
             retry = http.headers.get(_RETRY, "0") != "0"
             completion = await live.complete(request, prompt, retry=retry)
             if repaired:

@@ -194,8 +194,8 @@ _BESIDE = ("Git commit messages", "summarize this partial conversation")
 def find_kind(request: Request) -> TraceKind | None:
     """The kind that the harness names, or that the words of its own prompts tell."""
     first, last = request.messages[0], request.messages[-1]
-    answered = any(message.role is Role.ASSISTANT for message in request.messages)
     if request.thread.kind is None and last.role is Role.USER:
+        answered = any(message.role is Role.ASSISTANT for message in request.messages)
         if answered and any(words in last.content for words in _SUMMARISE):
             return TraceKind.COMPACTION
         if not answered and any(words in first.content for words in _BESIDE):
@@ -210,9 +210,10 @@ def classify_call(request: Request, *, declares_tools: bool) -> TraceKind:
     """
     if request.thread.kind is not None:
         return request.thread.kind
-    opening = not any(message.role is Role.ASSISTANT for message in request.messages)
-    aside = declares_tools and opening and not request.tools
-    return TraceKind.SIDE if aside else TraceKind.MAIN
+    if not declares_tools or request.tools:
+        return TraceKind.MAIN
+    answered = any(message.role is Role.ASSISTANT for message in request.messages)
+    return TraceKind.MAIN if answered else TraceKind.SIDE
 
 
 def _refuse(field: str, feature: str, reason: str) -> None:
@@ -232,5 +233,7 @@ def _derive_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest())
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _first(first: float | None, second: float | None, default: float) -> float:
+    if first is not None:
+        return first
+    return default if second is None else second

@@ -170,7 +170,8 @@ class LiveSession:
                 prompt = self.transcript.turns.match(request.messages, request.tools, thread)
         except RecursionError as error:
             raise errors.RequestError("the request is nested too deeply") from error
-        return msgspec.structs.replace(request, thread=prompt.thread), prompt, repaired
+        request = msgspec.structs.replace(request, thread=prompt.thread, dialect=dialect.name)
+        return request, prompt, repaired
 
     async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
         """Start sampling, or return the completion that this request repeats.

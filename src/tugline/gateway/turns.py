@@ -28,6 +28,7 @@ MessageDigest = bytes
 """Digest of one message's meaning."""
 
 _LONGEST_EXACT_INTEGER = 2**53
+_CHANGES = tuple(EchoChange)
 _INLINE_REASONING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 """Reasoning as the text that some clients, such as pydantic-ai, make of it when they echo it."""
 
@@ -73,7 +74,7 @@ def compare_echo(turn: Turn, echoed: Message) -> tuple[EchoChange, ...]:
     An echo in the same words takes the place of the answer, so that text is not kept twice.
     """
     hashes = (struct.unpack("4q", one) for one in (turn.wording, hash_wording(echoed)))
-    pairs = zip(EchoChange, *hashes, strict=True)
+    pairs = zip(_CHANGES, *hashes, strict=True)
     changes = tuple(change for change, sampled, written in pairs if sampled != written)
     if EchoChange.TEXT not in changes and EchoChange.IDS not in changes:
         turn.answer = echoed

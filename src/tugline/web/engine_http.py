@@ -64,7 +64,10 @@ class Reply(asyncio.Protocol):
 
     async def read(self) -> bytes:
         """The whole body."""
-        return b"".join([chunk async for chunk in self.chunks()])
+        while not self.complete:
+            await self._wait()
+        data, self._parts = b"".join(self._parts), []
+        return data
 
     @property
     def reusable(self) -> bool:

@@ -12,6 +12,7 @@ import socket
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +100,7 @@ class _BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._clear_deadline()
         self._header_bytes = 0
-        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS:
+        if sum(map(len, chain.from_iterable(self.headers))) > MAX_HEADERS:
             self._refuse()
         else:
             cast("Message", self.scope)["lost"] = self._lost
