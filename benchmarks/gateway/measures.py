@@ -24,7 +24,7 @@ from tugline.recording import file as recordings
 SLICES = 5
 AT_ONCE = 4
 """Calls that are under way while many sessions are open."""
-BUSY = 8
+BUSY = 16
 """Connections that keep one process, or two, from ever waiting for the load generator."""
 Spread = tuple[float, float, float]
 """Median, 99th percentile and worst."""

@@ -41,8 +41,9 @@ class Reply(asyncio.Protocol):
         """Whether anything came since the request was sent, and whether all has come."""
         self.used_at = 0.0
         self._transport: asyncio.Transport
-        self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # the parser calls it: a stream is hundreds of parts
+        self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._fault: OSError | None = None
 
@@ -59,15 +60,13 @@ class Reply(asyncio.Protocol):
             if not self._parts:
                 await self._wait()
                 continue
-            data, self._parts = b"".join(self._parts), []
-            yield data
+            yield self._take_parts()
 
     async def read(self) -> bytes:
         """The whole body."""
         while not self.complete:
             await self._wait()
-        data, self._parts = b"".join(self._parts), []
-        return data
+        return self._take_parts()
 
     @property
     def reusable(self) -> bool:
@@ -77,6 +76,11 @@ class Reply(asyncio.Protocol):
     def close(self) -> None:
         """End the connection now."""
         self._transport.abort()
+
+    def _take_parts(self) -> bytes:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        return data
 
     async def _wait(self) -> None:
         if self._fault is not None:
@@ -105,6 +109,8 @@ class Reply(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(ConnectionError(f"it sent what is no HTTP: {error}"))
+        if self._parts:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the reply: one without a length ends well with its connection."""
@@ -128,12 +134,6 @@ class Reply(asyncio.Protocol):
         """Let the sender look at the status, unless it is one before the reply proper, as 100."""
         self.status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
         self._wake()
-
-    def on_body(self, data: bytes) -> None:
-        """Keep a part of the body."""
-        self._parts.append(data)
-        if self._waiter is not None:  # one read may bring hundreds of parts
-            self._wake()
 
     def on_message_complete(self) -> None:
         """End the reply."""

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import uvicorn
 import zstandard
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tugline.errors import ClientGone, EngineError, RequestError, TooLarge, UsageError
@@ -111,6 +112,14 @@ class _BoundedHttp(HttpToolsProtocol):
         self._header_bytes += len(data) if self._header_bytes else 0
         if self._header_bytes > MAX_HEADERS:
             self._refuse()
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part as it came: the server's own buffer copies it in and out."""
+        if not self.cycle.response_complete:
+            self.cycle.body = self.cycle.body + body if self.cycle.body else body  # type: ignore[assignment]
+            if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            self.cycle.message_event.set()
 
     def _unsupported_upgrade_warning(self) -> None:
         """The app answers it."""

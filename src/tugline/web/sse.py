@@ -15,15 +15,18 @@ def encode_event(data: bytes, event: str = "", event_id: int | None = None) -> b
 
 
 async def read_payloads(chunks: AsyncIterable[bytes]) -> AsyncGenerator[list[bytes]]:
-    """Payloads of the events in a stream without `DONE`, all that one chunk completes together."""
+    """Payloads of the events in a stream without `DONE`, all that one chunk completes together.
+
+    White space around a payload is left.
+    """
     rest = b""
     async for chunk in chunks:
         lines = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
         rest = lines.pop()
-        payloads = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-        if payloads and payloads[-1] == DONE:
+        payloads = [line[5:] for line in lines if line.startswith(b"data:")]
+        if payloads and payloads[-1].strip() == DONE:
             payloads.pop()
         if payloads:
             yield payloads
     if rest.startswith(b"data:") and rest[5:].strip() != DONE:
-        yield [rest[5:].strip()]
+        yield [rest[5:]]

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -124,6 +125,7 @@ R = TypeVar("R", bound=EngineReply)
 
 
 _EMPTY = Delta()
+_ERROR = attrgetter("error")
 
 
 class Reader(ABC, Generic[R]):
@@ -154,7 +156,7 @@ class Reader(ABC, Generic[R]):
             replies = self.decoder.decode_lines(b"\n".join(payloads))
         except (msgspec.DecodeError, UnicodeDecodeError):
             replies = []
-        if not replies or any(reply.error is not None for reply in replies):
+        if not replies or any(map(_ERROR, replies)):
             replies = [self.decode(payload) for payload in payloads]  # one of them raises
         return self.add_all(replies)
 

@@ -104,6 +104,17 @@ class ChatReader(base.Reader[ChatReply]):
 class ObservedReader(ChatReader):
     """Ids and logprobs come with each event."""
 
+    def decode(self, payload: bytes) -> ChatReply:
+        """Decode a reply, but for the prompt's ids: they are most of one that is whole."""
+        found = payload.find(_PROMPT_IDS)
+        start = found + len(_PROMPT_IDS) - 1
+        end = payload.find(b"]", start) + 1
+        if found < 0 or not end:
+            return super().decode(payload)
+        reply = super().decode(payload[:start] + b"null" + payload[end:])
+        reply.prompt_token_ids = msgspec.Raw(payload[start:end])
+        return reply
+
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
         """Text without any token is of no use."""
         for choice in reply.choices[:1]:
@@ -131,6 +142,8 @@ class TextReader(ChatReader):
 
 
 _NO_MESSAGE = _ChatMessage()
+_PROMPT_IDS = b'"prompt_token_ids":['
+"""In a string its quotes would be escaped."""
 
 
 def _read_call(place: int, call: _ChatToolCall) -> base.CallDelta:

@@ -112,14 +112,15 @@ class ChoiceReader(TokenReader[_Reply]):
         if not reply.choices:
             return
         choice, latest = reply.choices[0], self.deltas[-1]
-        ids, logprobs = choice.token_ids or [], choice.list_logprobs()
+        ids, found = choice.token_ids or [], choice.logprobs and choice.logprobs.content
         plain = choice.finish_reason is None and choice.weight_versions is None
-        if plain and len(ids) == len(logprobs) and not (latest.finish or latest.spans):
+        if plain and found and len(ids) == len(found) == 1 and not (latest.finish or latest.spans):
             # nearly every event of a stream, and all that `add_tokens` would do for it
-            latest.ids += ids
-            latest.logprobs += logprobs
-            self.count += len(ids)
+            latest.ids.append(ids[0])
+            latest.logprobs.append(found[0].logprob)
+            self.count += 1
             return
+        logprobs = choice.list_logprobs()
         finish = base.parse_finish(choice.finish_reason)
         if choice.token_ids is None and finish is not None and not self.count:
             raise EngineError(self.missing_ids)
