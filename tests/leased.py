@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
 import zstandard
 
 from tugline.protocol import (
@@ -16,10 +18,12 @@ from tugline.protocol import (
     LeaseRequest,
     LeaseResponse,
     NodeRegistration,
+    Release,
     Renewal,
     Work,
 )
 from tugline.server.control import ControlPlane, expire
+from tugline.server.store.base import Tx
 from tugline.types import (
     HANDLING,
     Boundary,
@@ -63,6 +67,20 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
     return zstandard.ZstdCompressor().compress(encode(trajectory))
 
 
+@contextlib.contextmanager
+def statements(tx: Tx) -> Iterator[list[str]]:
+    """The SQL that runs inside the block."""
+    seen: list[str] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda sql, *values, **named: seen.append(sql) or call(sql, *values, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("execute", "many"):
+            patch.setattr(tx, name, noted(getattr(tx, name)))
+        yield seen
+
+
 class Clock:
     """A clock of the database that a test moves forward."""
 
@@ -103,6 +121,16 @@ class Idler:
         )
         return cls(control, welcome.node, room)
 
+    @classmethod
+    async def at_work(
+        cls, control: ControlPlane, *tasks: Task, name: str = "node", room: int = 8
+    ) -> Idler:
+        """Register a node, submit tasks and lease as many of their sessions as it has room for."""
+        node = await cls.join(control, name, room=room)
+        await control.submit(tasks)
+        await node.ask()
+        return node
+
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """Request a lease; holds the granted work."""
         left = self.room - len(self.held) if room is None else room
@@ -131,6 +159,13 @@ class Idler:
         return await self.control.dispatcher.commit(
             session, leased.epoch, result(leased, **outcome)
         )
+
+    async def release(
+        self, session: str, reason: str = "it drains", boundary: Boundary | None = None
+    ) -> None:
+        """Return a held session to the queue."""
+        back = Release(epoch=self.held[session].epoch, reason=reason, boundary=boundary)
+        await self.control.dispatcher.release(session, back)
 
     def _holding(self) -> tuple[HeldSession, ...]:
         return tuple(HeldSession(one.id, one.epoch, Status.RUN) for one in self.held.values())

@@ -110,6 +110,21 @@ def open_control(store_url: str, tmp_path: Path) -> Open:
 
 
 @pytest.fixture
+def open_server(postgres_url: str, tmp_path: Path) -> Callable[..., ControlPlane]:
+    """Makes servers that share one PostgreSQL, each with a name."""
+
+    def opened(name: str, **settings: Any) -> ControlPlane:
+        return ControlPlane(
+            open_database(postgres_url),
+            LocalBlobs(tmp_path / "blobs"),
+            folder=tmp_path / name,
+            settings=ServerSettings(**settings),
+        )
+
+    return opened
+
+
+@pytest.fixture
 async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
     """A control plane with nothing in it."""
     async with open_control() as control:

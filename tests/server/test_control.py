@@ -101,9 +101,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
 
 async def test_sessions_are_found(control: ControlPlane) -> None:
     """By task, by status and by node, in pages."""
-    node = await Idler.join(control, room=3)
-    await control.submit([a_task("t", 4), a_task("u", 4)])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t", 4), a_task("u", 4), room=3)
     of_node = await control.database.read(sessions.page, SessionQuery(node=node.node))
     assert [one.id for one in of_node.sessions] == ["t-0", "t-1", "t-2"]
     queued = await control.database.read(sessions.page, SessionQuery(status=Status.QUEUED, limit=3))
@@ -121,9 +119,7 @@ async def test_sessions_are_found(control: ControlPlane) -> None:
 async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> None:
     """Each result once, in order, over a restart of both; what is unacknowledged comes again."""
     async with open_control() as control:
-        node = await Idler.join(control)
-        await control.submit([a_task("t", 4)])
-        await node.ask()
+        node = await Idler.at_work(control, a_task("t", 4))
         for n in (2, 0, 3):
             await node.commit(f"t-{n}")
         first = await control.results(ResultQuery(consumer="me", limit=2))
@@ -155,9 +151,7 @@ async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> N
 )
 async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, match: str) -> None:
     """And the session goes on."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"))
     with pytest.raises(Invalid, match=match):
         await control.dispatcher.commit("t-0", node.held["t-0"].epoch, data)
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
@@ -208,9 +202,7 @@ async def test_nodes_are_listed_with_what_they_do(control: ControlPlane) -> None
 
 async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> None:
     """A node is asked for a log that somebody reads, and only it may write it."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"))
     asking = await node.start_asking()
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
     assert (await asyncio.wait_for(asking, 20)).follow == ("t-0",)
@@ -228,9 +220,7 @@ async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> No
 
 async def test_a_requeued_result_leaves_nothing_behind(control: ControlPlane) -> None:
     """What is tried again has no result and no trajectory."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"))
     await node.commit("t-0", failure=Boundary.RUNTIME)
     for op in (results.get, results.get_blob):
         with pytest.raises(Missing, match="has no result"):

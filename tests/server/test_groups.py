@@ -23,9 +23,7 @@ from tugline.types import Boundary, Callback, Group, Status
 
 async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -> None:
     """Its samples without a usable result are named; the order is that of release."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", 3), a_task("u")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t", 3), a_task("u"))
     await node.commit("t-1")
     await node.commit("t-0", failure=Boundary.AGENT)
     view = await control.database.read(tasks.view, "t")
@@ -81,9 +79,7 @@ async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
 
 async def test_cancelling_a_task(control: ControlPlane) -> None:
     """Says what it met; doing it again finds the same still on its way."""
-    node = await Idler.join(control, room=2)
-    await control.submit([a_task("t", 4)])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t", 4), room=2)
     await node.commit("t-0")
     expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
     assert await control.database.write(results.cancel_task, "t", by="me") == expected
@@ -101,9 +97,7 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
 
 async def test_cancelling_a_session(control: ControlPlane) -> None:
     """Leaves the others alone; one that is over stays as it is."""
-    node = await Idler.join(control, room=1)
-    await control.submit([a_task("t", 3)])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t", 3), room=1)
     assert (await control.database.write(results.cancel_session, "t-2", by="me")).ended == ("t-2",)
     assert (await control.database.write(results.cancel_session, "t-0", by="me")).stopping == (
         "t-0",
@@ -118,9 +112,7 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
 @pytest.mark.parametrize("how", ["lost", "handed back", "failed", "completed"])
 async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how: str) -> None:
     """However its attempt ends; a result that came in time is kept as it is."""
-    node = await Idler.join(control, "a")
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"), name="a")
     await control.database.write(results.cancel_task, "t", by="me")
     if how == "lost":
         await Idler.join(control, "a")
@@ -155,9 +147,7 @@ async def test_results_and_release_have_a_callback_each(control: ControlPlane) -
 
 async def test_whoever_waits_for_a_group_gets_it_at_once(control: ControlPlane) -> None:
     """A question for groups sleeps through results of unfinished ones."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", 2)])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t", 2))
     waiting = asyncio.ensure_future(control.results(ResultQuery(groups=True, wait_s=10)))
     await until_waiting(control, "releases")
     await node.commit("t-0")
