@@ -24,6 +24,7 @@ from tugline.protocol import (
 )
 from tugline.server.control import ControlPlane, expire
 from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 from tugline.types import (
     HANDLING,
     Boundary,
@@ -41,6 +42,8 @@ from tugline.types import (
 
 Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
 """Opens a control plane on the same store and folder, as often as it is called."""
+Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
+"""Opens the store of a test with an earlier layout, of so many steps."""
 
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
@@ -50,7 +53,7 @@ def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
 
 
 def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
-           status: Status = Status.COMPLETED) -> bytes:  # fmt: skip
+           status: Status = Status.COMPLETED, ledger: Ledger | None = None) -> bytes:  # fmt: skip
     """An encoded result, as a node commits it."""
     cause = failure if isinstance(failure, Cause) else None
     boundary = HANDLING[cause].boundary if cause else failure
@@ -60,7 +63,7 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
         sample=session.sample,
         status=Status.FAILED if failure else status,
         traces=(),
-        ledger=Ledger(),
+        ledger=ledger or Ledger(),
         reward=None if reward is None or failure else Reward(reward),
         failure=Failure(Boundary(boundary), "it broke", cause) if boundary else None,
     )
@@ -119,7 +122,9 @@ class Idler:
         welcome = await control.dispatcher.register(
             NodeRegistration(name=name, slots=room, capacity=room)
         )
-        return cls(control, welcome.node, room)
+        idler = cls(control, welcome.node, room)
+        idler.applied = welcome.control.generation
+        return idler
 
     @classmethod
     async def at_work(

@@ -13,10 +13,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from leased import Clock, Open
+from leased import Clock, Earlier, Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
+from tugline.server.store import base, postgres, sqlite
+from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
 from tugline.types import Task
 
@@ -27,7 +29,7 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Any]:
+def postgres_server() -> Iterator[Any]:
     """One server for all tests, which does not care about power cuts."""
     folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
     folder.chmod(0o755)  # as root, the server runs as another user
@@ -40,9 +42,9 @@ def postgres() -> Iterator[Any]:
 
 
 @pytest.fixture
-def postgres_url(postgres: Any) -> str:
+def postgres_url(postgres_server: Any) -> str:
     """A database with nothing in it; the same one each time, for making one takes a second."""
-    url: str = postgres.get_uri("postgres")
+    url: str = postgres_server.get_uri("postgres")
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -80,6 +82,21 @@ async def database(store_url: str) -> AsyncIterator[Database]:
     """An open database with nothing in it."""
     async with open_database(store_url) as database:
         yield database
+
+
+@pytest.fixture
+def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
+    """Opens the store of this test with an earlier layout, of so many steps."""
+
+    @contextlib.asynccontextmanager
+    async def opened(steps: int) -> AsyncIterator[Database]:
+        with monkeypatch.context() as earlier:
+            for module in (base, sqlite, postgres):
+                earlier.setattr(module, "STEPS", STEPS[:steps])
+            async with open_database(store_url) as database:
+                yield database
+
+    return opened
 
 
 @pytest.fixture
