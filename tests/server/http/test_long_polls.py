@@ -9,12 +9,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from house import House
 from served import TOKENS, Served
-from tugline.protocol import NodeRegistration
-from tugline.server.blobs import open_blobs
-from tugline.server.control import ControlPlane
-from tugline.server.http.app import Api, serve_api
-from tugline.server.store.database import open_database
+from tugline.server.http.app import Api
 
 SSE = {"accept": "text/event-stream"}
 
@@ -23,16 +20,6 @@ async def _until(app: Api, waiting: int) -> None:
     async with asyncio.timeout(10):
         while app.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
-
-
-async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -> None:
-    """Not before, and not a moment later."""
-    asking = asyncio.create_task(server.ask("GET", "/v1/results?wait_s=30"))
-    await _until(server.app, 1)
-    await server.finish()
-    response = await asyncio.wait_for(asking, 20)
-    assert [one["session"] for one in response.json["items"]] == ["t-0"]
-    assert server.app.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
@@ -84,36 +71,27 @@ async def test_a_lease_that_nobody_waits_for_takes_no_work(server: Served) -> No
 
 async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
     """Open long-polls get 503, streams end as streams do, and it is down within two seconds."""
-    database = open_database(f"sqlite:{tmp_path / 'db'}")
-    async with (
-        ControlPlane(database, open_blobs(str(tmp_path / "blobs")), folder=tmp_path) as control,
-        aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.client}"}) as http,
-    ):
-        app = Api(control, TOKENS)
-        node = await control.dispatcher.register(NodeRegistration(name="n", slots=1, capacity=1))
-
-        async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-            async with http.get(url, headers=headers) as got:
-                return got.status, await got.read()
-
-        async def lease(url: str) -> tuple[int, bytes]:
-            mine = {"authorization": f"Bearer {node.token}"}
-            path = f"{url}/v1/nodes/{node.node}/lease"
-            async with http.post(path, json={"capacity": 1}, headers=mine) as got:
-                return got.status, await got.read()
-
-        async with serve_api(app) as url:
-            ways = (("/v1/results?wait_s=60", {}), ("/v1/events", SSE))
-            asking = [asyncio.create_task(ask(url + path, how)) for path, how in ways * 5]
-            asking.append(asyncio.create_task(lease(url)))
-            await _until(app, len(asking))
-            began = time.monotonic()
+    house = House(tmp_path)
+    await house.start()
+    async with aiohttp.ClientSession() as http:
+        served = Served(house.url, house.app, house.control, http)
+        node = await served.join()
+        lease = f"/v1/nodes/{node.node}/lease"
+        asking = [
+            asyncio.create_task(one)
+            for one in (
+                served.ask("GET", "/v1/results?wait_s=60"),
+                served.ask("POST", lease, node.token, json={"capacity": 1}),
+                *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
+            )
+        ]
+        await _until(house.app, len(asking))
+        began = time.monotonic()
+        await house.stop()
         assert time.monotonic() - began < 2
-        poll, told, *_, leased = await asyncio.gather(*asking)
-        for status, problem in (poll, leased):
-            assert status == 503
-            assert b"urn:tugline:problem:stopping" in problem
-        assert told == (200, b": events\n\n")
+        *polls, told = await asyncio.gather(*asking[:3])
+    assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
+    assert (told.status, told.body) == (200, b": events\n\n")
 
 
 async def test_many_wait_at_once(server: Served) -> None:
@@ -122,11 +100,12 @@ async def test_many_wait_at_once(server: Served) -> None:
     headers = {"authorization": f"Bearer {TOKENS.read}"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
 
-        async def ask() -> int:
+        async def ask() -> list[str]:
             async with http.get(server.url + "/v1/results?wait_s=60") as got:
-                return len((await got.json())["items"])
+                return [one["session"] for one in (await got.json())["items"]]
 
         asking = [asyncio.create_task(ask()) for _ in range(300)]
         await _until(server.app, 300)
         await server.finish()
-        assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [1] * 300
+        assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [["t-0"]] * 300
+    assert server.app.waits.open == 0

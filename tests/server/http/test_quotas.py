@@ -28,9 +28,11 @@ async def test_a_full_tenant_is_refused_by_name_and_number(store_url: str, tmp_p
     ):
         await server.submit(samples=2, tenant="lab")
         response = await _post(server, id="u", samples=2, tenant="lab")
-        problem = response.problem
-        assert (response.status, problem.type[20:], problem.field) == (429, "quota", "tenant")
-        assert problem.detail.startswith("tenant is 'lab', which may have 3 unfinished sessions")
+        assert response.refusal == (429, "quota")
+        assert response.problem.detail == (
+            "tenant is 'lab', which may have 3 unfinished sessions and has 2;"
+            " 2 more are too many: submit 1, and others as those end"
+        )
         assert "retry-after" not in response.headers
         task = msgspec.convert({**TASK, "id": "u", "samples": 2, "tenant": "lab"}, Task)
         with pytest.raises(QuotaExceeded, match="submit 1, and others as those end") as caught:
@@ -77,7 +79,7 @@ async def test_a_person_of_a_tenant_works_for_that_one_only(server_of_each: Serv
         await server.ask("POST", "/v1/tasks/theirs/cancel", "ann-token"),
         await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
     ):
-        assert (response.status, response.problem.type[20:]) == (403, "forbidden")
+        assert response.refusal == (403, "forbidden")
         said = "this token is for the work of tenant 'lab' only, not of 'other'"
         assert response.problem.detail == said
     assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
