@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from served import TOKENS, result
@@ -61,6 +62,15 @@ class House:
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
             return [one.session.id for one in work]
+
+
+@contextlib.asynccontextmanager
+async def leased(house: House) -> AsyncIterator[tuple[NodeClient, str, Work]]:
+    """A node that holds one session: its connection, its id, and the session."""
+    async with NodeClient(house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
+        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
+        yield node, welcome.node, work
 
 
 async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:

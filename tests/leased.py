@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -82,6 +83,17 @@ def statements(tx: Tx) -> Iterator[list[str]]:
         for name in ("execute", "many"):
             patch.setattr(tx, name, noted(getattr(tx, name)))
         yield seen
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes inside the block, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Clock:

@@ -87,6 +87,7 @@ async def test_what_passes_is_tried_again() -> None:
         ("conflict", 409, Conflict),
         ("fenced", 409, FencedError),
         ("quota", 429, QuotaExceeded),
+        ("unauthorized", 401, ServerError),
         ("forbidden", 403, ServerError),
         ("fault", 500, ServerError),
     ],
