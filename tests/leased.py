@@ -41,8 +41,10 @@ from tugline.types import (
     encode,
 )
 
-Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
-"""Opens a control plane on the same store and folder, as often as it is called."""
+Open = Callable[..., ControlPlane]
+"""Makes a control plane on the same store, as often as it is called, in a folder of a name."""
+on_postgres = pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
+"""Only there, several servers share a store."""
 Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
 """Opens the store of a test with an earlier layout, of so many steps."""
 

@@ -41,16 +41,21 @@ def postgres_server() -> Iterator[Any]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def postgres_url(postgres_server: Any) -> str:
-    """A database with nothing in it; the same one each time, for making one takes a second."""
-    url: str = postgres_server.get_uri("postgres")
+def _empty(url: str) -> None:
+    """Drop what is in a database of that server, which nobody uses from then on."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name = 'tugline'"
         )
         connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+
+
+@pytest.fixture
+def postgres_url(postgres_server: Any) -> str:
+    """A database with nothing in it; the same one each time, for making one takes a second."""
+    url: str = postgres_server.get_uri("postgres")
+    _empty(url)
     return url
 
 
@@ -70,9 +75,8 @@ def wipe_store(store_url: str) -> Callable[[], None]:
     def wipe() -> None:
         if store_url.startswith("sqlite:"):
             Path(store_url.removeprefix("sqlite:")).unlink()
-            return
-        with psycopg.connect(store_url, autocommit=True) as connection:
-            connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        else:
+            _empty(store_url)
 
     return wipe
 
@@ -103,39 +107,20 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
 def open_control(store_url: str, tmp_path: Path) -> Open:
     """Opens the control plane of this test; again, to see what a restart finds."""
 
-    @contextlib.asynccontextmanager
-    async def opened(
+    def opened(
+        name: str = "server",
         *,
         ahead_s: float | None = 0.0,
         check: Callable[[Task], None] = lambda _task: None,
         **settings: Any,
-    ) -> AsyncIterator[ControlPlane]:
+    ) -> ControlPlane:
         clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
-        blobs = LocalBlobs(tmp_path / "blobs")
-        folder = tmp_path / "server"
-        chosen = ServerSettings(**{"callback_hosts": ("*",), **settings})
-        async with ControlPlane(
-            open_database(store_url, clock=clock),
-            blobs,
-            folder=folder,
-            settings=chosen,
-            check=check,
-        ) as one:
-            yield one
-
-    return opened
-
-
-@pytest.fixture
-def open_server(postgres_url: str, tmp_path: Path) -> Callable[..., ControlPlane]:
-    """Makes servers that share one PostgreSQL, each with a name."""
-
-    def opened(name: str, **settings: Any) -> ControlPlane:
         return ControlPlane(
-            open_database(postgres_url),
+            open_database(store_url, clock=clock),
             LocalBlobs(tmp_path / "blobs"),
             folder=tmp_path / name,
-            settings=ServerSettings(**settings),
+            settings=ServerSettings(**{"callback_hosts": ("*",), **settings}),
+            check=check,
         )
 
     return opened

@@ -115,3 +115,4 @@ async def test_a_node_is_asked_for_a_log_that_somebody_reads(control: ControlPla
     assert (await asyncio.wait_for(asking, 20)).follow == ("t-0",)
     assert await control.dispatcher.log("t-0", node.held["t-0"].epoch, 0, b"hello") == 5
     assert (await asyncio.wait_for(reading, 20)).data == b"hello"
+    assert (await control.read_log("t-0", offset=5, wait_s=0.05)).data == b""

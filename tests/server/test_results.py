@@ -55,33 +55,6 @@ async def test_results_are_read_in_the_order_of_their_commits(database: Database
     assert found.cursor == cursor, "the cursor stays where there is nothing new"
 
 
-async def test_results_of_some_tasks(database: Database) -> None:
-    """A filter names tasks; one that names none finds none."""
-    await _done(database, a=1, b=2, c=1)
-    chosen = await database.read(results.page, 0, 10, ["a", "c"])
-    assert _ids(chosen) == ["a-0", "c-0"]
-    assert _ids(await database.read(results.page, 0, 10, [])) == []
-    groups_of = await database.read(results.groups, 0, 10, ["b", "x"])
-    assert _ids(groups_of) == ["b-0", "b-1"]
-
-
-async def test_groups_are_whole_and_in_order_of_release(database: Database) -> None:
-    """A group comes when all its samples are over; those without use are named."""
-    await database.write(_submit, [a_task(name, 2) for name in "abc"])
-    rewards = {"a-1": 1.0, "b-0": None, "c-1": 0.5, "b-1": 0.0, "a-0": 0.0}
-    for session, reward in rewards.items():
-        await database.write(_finish, session, reward)
-    found = await database.read(results.groups, 0, 100)
-    assert _ids(found) == ["b-0", "b-1", "a-0", "a-1"]
-    assert [(group.id, group.missing) for group in found.groups] == [("b", (0,)), ("a", ())]
-    assert found.cursor == found.groups[-1].released
-    await database.write(_finish, "c-0", 0.0)
-    rest = await database.read(results.groups, found.cursor, 100)
-    assert _ids(rest) == ["c-0", "c-1"]
-    nothing = await database.read(results.groups, rest.cursor, 100)
-    assert nothing == Results(items=(), groups=(), cursor=rest.cursor)
-
-
 async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) -> None:
     """As many whole groups as fit, and one in any case."""
     await _done(database, a=4, b=2, c=2, d=2)
@@ -90,6 +63,7 @@ async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) ->
         pages.append([group.id for group in found.groups])
         cursor = found.cursor
     assert pages == [["a"], ["b"], ["c"], ["d"]]
+    assert found.cursor == cursor, "the cursor stays where there is nothing new"
     found = await database.read(results.groups, 0, 6)
     assert [group.id for group in found.groups] == ["a", "b"]
 

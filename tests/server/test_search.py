@@ -116,6 +116,22 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
         assert await find(control, "common", node="none", **options) == []
 
 
+async def test_sessions_are_found_by_parts_of_ids(
+    control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of submission, whether tasks or sessions are looked at."""
+    await control.database.write(submit, task("mend", "x", 3), task("later", "x", 2))
+    mend, later = ["mend-0", "mend-1", "mend-2"], ["later-0", "later-1"]
+    assert await find(control, "end-1") == ["mend-1"]
+    assert await find(control, "mend") == await find(control, "mend-") == mend
+    assert await find(control, "-1") == await find(control, "1") == ["mend-1", "later-1"]
+    assert await find(control, "e") == mend + later
+    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing"):
+        assert await find(control, nothing) == [], nothing
+    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)
+    assert await find(control, "e") == mend + later
+
+
 async def test_a_number_is_that_of_a_task_or_of_a_sample(control: ControlPlane) -> None:
     """A sample is found however many tasks have none with this number."""
     batch = [task("few-12", "x", 1), task("many", "x", 14)]

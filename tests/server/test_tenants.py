@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from leased import Idler, Open, a_task, statements
+from leased import Idler, Open, a_task, on_postgres, statements
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration
-from tugline.server.control import ControlPlane
 from tugline.server.settings import DEFAULTS, ServerSettings, TenantSettings
 from tugline.server.store import leases, nodes, stats, tasks
 from tugline.server.store.base import Tx
@@ -185,13 +183,12 @@ async def test_a_session_that_ends_makes_room_on_another_node(open_control: Open
         assert [work.session.id for work in (await waiting).work] == ["t-1"]
 
 
-async def test_servers_of_one_store_hold_a_limit_together(
-    open_server: Callable[..., ControlPlane],
-) -> None:
+@on_postgres
+async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) -> None:
     """Both give out work at once: never more than the limit; an end on one is room on the other."""
     limits = {"t": TenantSettings(sessions=5)}
     async with AsyncExitStack() as stack:
-        made = [open_server(name, tenants=limits) for name in "xy"]
+        made = [open_control(name, tenants=limits) for name in "xy"]
         servers = [await stack.enter_async_context(server) for server in made]
         idlers = [await Idler.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)]
         await servers[0].submit([a_task("t", 30, tenant="t")])
@@ -213,8 +210,13 @@ async def test_a_tenant_has_so_many_unfinished_sessions(open_control: Open) -> N
         first, other = a_task("a", 4, tenant="lab"), a_task("other", 9)
         await control.submit([first])
         batch = [first, other, a_task("b", 1, tenant="lab"), a_task("c", tenant="lab")]
-        with pytest.raises(QuotaExceeded, match="submit 1, and others as those end"):
+        with pytest.raises(QuotaExceeded) as caught:
             await control.submit(batch)
+        assert (caught.value.field, caught.value.status, caught.value.retry_s) == ("tenant", 429, 0)
+        assert str(caught.value) == (
+            "tenant is 'lab', which may have 5 unfinished sessions and has 4;"
+            " 2 more are too many: submit 1, and others as those end"
+        )
         assert [one.new for one in await control.submit([first, other])] == [False, True]
         node = await Idler.join(control)
         await node.ask()

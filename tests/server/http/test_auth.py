@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import stat
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import structlog
 
-from served import TASK, TOKENS, Served, result
+from served import TASK, TOKENS, Answer, Served, result, serve
 from tugline.errors import UsageError
 from tugline.protocol import NodeRegistered
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import ApiRole, Person, Route, Tokens
+from tugline.server.settings import TenantSettings
 
 GUARDED = [route for route in ROUTES if route.roles]
 NAMES = [f"{route.method} {route.path}" for route in GUARDED]
@@ -185,3 +188,55 @@ def test_tokens_must_be_tokens() -> None:
     with pytest.raises(UsageError, match=r"the people\.ann token must be ASCII"):
         Tokens("a", "b", "c", {"ann": Person("")})
     assert "client-token" not in repr(TOKENS)
+
+
+# --------------------------------------------------------------------------- tenants
+async def _post(server: Served, key: str = "client", **changes: Any) -> Answer:
+    return await server.ask("POST", "/v1/tasks", key, json={**TASK, **changes})
+
+
+async def test_a_token_submits_so_many_times_a_minute(tmp_path: Path) -> None:
+    """For each tenant, or all without an entry; the answer says when the next one is taken."""
+    limits = {"default": TenantSettings(requests_per_minute=2), "free": 1.0}
+    async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path, tenants=limits) as server:
+        people = {"ann": Person("ann-token")}
+        server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+        server.control.database.clock = lambda: now
+        now = 1e9
+        assert [(await _post(server, tenant=tenant)).status for tenant in ("a", "a")] == [201, 200]
+        now += 10.5
+        for tenant in ("a", "b"):
+            response = await _post(server, tenant=tenant)
+            assert response.refusal == (429, "quota")
+            assert response.headers["retry-after"] == "20"
+            said = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
+            assert response.problem.detail == f"{said} submit again in 20 s"
+        assert (await _post(server, "ann-token", tenant="a")).status == 200
+        assert (await _post(server, id="f", tenant="free")).status == 201
+        for _ in range(3):
+            assert (await server.ask("GET", "/v1/tasks")).status == 200
+        now += 21
+        assert [(await _post(server, tenant="a")).status for _ in range(2)] == [200, 429]
+
+
+async def test_a_person_of_a_tenant_works_for_that_one_only(server_of_each: Served) -> None:
+    """Submits and cancels its work, and reads everything; what names no tenant gets it."""
+    server = server_of_each
+    people = {"ann": Person("ann-token", tenant="lab")}
+    server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+    await server.submit(id="theirs", tenant="other")
+    assert (await _post(server, "ann-token", id="mine")).status == 201
+    assert (await _post(server, "ann-token", id="mine", tenant="lab")).status == 200
+    for response in (
+        await _post(server, "ann-token", id="no", tenant="other"),
+        await server.ask("POST", "/v1/tasks/theirs/cancel", "ann-token"),
+        await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
+    ):
+        assert response.refusal == (403, "forbidden")
+        said = "this token is for the work of tenant 'lab' only, not of 'other'"
+        assert response.problem.detail == said
+    assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
+    assert (await server.ask("GET", "/v1/tasks/theirs", "ann-token")).status == 200
+    for path in ("tasks/mine", "sessions/mine-0"):
+        assert (await server.ask("POST", f"/v1/{path}/cancel", "ann-token")).status == 200
+    assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404

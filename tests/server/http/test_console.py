@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from served import Served
-from tugline.server.store import sessions
 
 
 @pytest.mark.parametrize("path", ["/", "/sessions", "/sessions/mend-0?turn=3", "/nodes/n.1"])
@@ -54,27 +53,3 @@ async def test_the_newest_come_first_with_their_results(server_of_each: Served) 
     ids, tasks = await read("tasks", "limit=1")
     assert ids == ["later"]
     assert (await read("tasks", f"after={tasks['next']}"))[0] == ["mend"]
-
-
-async def test_sessions_are_found_by_parts_of_ids(
-    server_of_each: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the order of submission."""
-    server = server_of_each
-    await server.submit(id="mend", samples=3)
-    await server.submit(id="later", samples=2)
-
-    async def find(part: str) -> list[str]:
-        page = (await server.ask("GET", f"/v1/sessions?q={part}", "read")).json
-        return [one["id"] for one in page["sessions"]]
-
-    mend = ["mend-0", "mend-1", "mend-2"]
-    every = [*mend, "later-0", "later-1"]
-    assert await find("end-1") == ["mend-1"]
-    assert await find("mend") == await find("mend-") == mend
-    assert await find("-1") == await find("1") == ["mend-1", "later-1"]
-    assert await find("e") == every
-    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing"):
-        assert await find(nothing) == [], nothing
-    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)  # then sessions are searched, not tasks
-    assert await find("e") == every
