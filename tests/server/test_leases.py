@@ -56,17 +56,16 @@ async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane)
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
     """As soon as its lease has ended; its later messages are refused."""
-    dead, alive = await Idler.join(control, "dead"), await Idler.join(control, "alive")
-    await control.submit([a_task("t")])
-    [work] = (await dead.ask()).work
+    dead = await Idler.at_work(control, a_task("t"), name="dead")
+    alive = await Idler.join(control, "alive")
     await pass_time(control, 20.0)
     asking = await alive.start_asking()
     await pass_time(control, 20.0)
     await asyncio.wait_for(asking, 10)
-    epoch = work.session.epoch
-    assert (alive.held["t-0"].epoch > epoch, alive.held["t-0"].attempt) == (True, 0)
+    assert alive.held["t-0"].epoch > dead.held["t-0"].epoch
+    assert alive.held["t-0"].attempt == 0
     with pytest.raises(FencedError):
-        await control.dispatcher.commit("t-0", epoch, result(work.session))
+        await dead.commit("t-0")
     for says in (dead.ask, dead.renew):
         with pytest.raises(FencedError, match="register again"):
             await says()
@@ -80,17 +79,14 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
 ) -> None:
     """A task of the same id is leased again: the late result, log and release are refused."""
     async with open_control() as control:
-        node = await Idler.join(control)
-        await control.submit([a_task("t")])
-        [old] = (await node.ask()).work
+        old = (await Idler.at_work(control, a_task("t"))).held["t-0"]
     wipe_store()
     async with open_control(ahead_s=1.0) as control:
-        node = await Idler.join(control, "another")
-        await control.submit([a_task("t")])
-        [new] = (await node.ask()).work
-        again, epoch = control.dispatcher, old.session.epoch
+        node = await Idler.at_work(control, a_task("t"), name="another")
+        again, epoch = control.dispatcher, old.epoch
+        assert node.held["t-0"].epoch > epoch
         for late in (
-            again.commit("t-0", epoch, result(old.session, reward=0.0)),
+            again.commit("t-0", epoch, result(old, reward=0.0)),
             again.release("t-0", Release(epoch=epoch, reason="late")),
             again.log("t-0", epoch, 0, b"late"),
         ):
@@ -100,7 +96,6 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
         answer = await again.renew(node.node, Renewal(held=(held,), applied=0))
         assert [stop.epoch for stop in answer.stop] == [epoch]
         assert (await node.commit("t-0", reward=1.0)).outcome is CommitOutcome.COMMITTED
-    assert new.session.epoch > epoch
 
 
 async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
@@ -119,18 +114,6 @@ async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) ->
     await control.dispatcher.renew(again.node, Renewal(held=(), applied=0))
     await pass_time(control, 31.0)
     await join("two")
-
-
-async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> None:
-    """Nodes have the whole lease to come back, and commit what they were given before."""
-    async with open_control() as control:
-        node = await Idler.at_work(control, a_task("t", 2))
-    async with open_control(ahead_s=100.0) as control:
-        node.control = control
-        await pass_time(control, 20.0)
-        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        assert (await node.renew()).stop == ()
-        assert (await control.database.read(stats.counts)).sessions == {"completed": 1, "run": 1}
 
 
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:

@@ -53,7 +53,7 @@ async def test_a_batch_is_kept_whole_or_not_at_all(server_of_each: Served) -> No
 
 
 async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
-    """Its state, its body as it came, its sessions, and lists of them by pages."""
+    """Its state, its body as it came, its sessions; found by its tags and its tenant."""
     changes = {"samples": 3, "tags": {"set": "a"}, "tenant": "lab"}
     await server.submit(**changes)
     await server.submit(id="u")
@@ -61,13 +61,9 @@ async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
     assert (task["state"], task["counts"], task["tenant"]) == ("open", {"queued": 3}, "lab")
     body = msgspec.json.decode((await server.ask("GET", "/v1/tasks/t/body")).body, type=Task)
     assert body == msgspec.convert({**TASK, **changes}, Task)
-    page = (await server.ask("GET", "/v1/tasks?tag=set=a&tenant=lab")).json
-    assert [one["id"] for one in page["tasks"]] == ["t"]
-    first = (await server.ask("GET", "/v1/sessions?limit=3")).json
-    rest = (await server.ask("GET", f"/v1/sessions?after={first['next']}")).json
-    seen = [one["id"] for one in (*first["sessions"], *rest["sessions"])]
-    assert rest["next"] is None
-    assert seen == ["t-0", "t-1", "t-2", "u-0"]
+    for query in ("tag=set=a", "tenant=lab"):
+        page = (await server.ask("GET", f"/v1/tasks?{query}")).json
+        assert [one["id"] for one in page["tasks"]] == ["t"], query
     assert (await server.ask("GET", "/v1/sessions/t-1")).json["sample"] == 1
 
 

@@ -179,40 +179,31 @@ async def test_bodies_are_bounded(server: Served) -> None:
     assert response.status == 413
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"name": "a b"}, "name"),
-        ({"name": ""}, "name"),
-        ({"slots": 0}, "slots"),
-        ({"capacity": -1}, "capacity"),
-        ({"gatway": ""}, "gatway"),
-        ({"labels": {"": ""}}, "labels"),
-    ],
-)
-async def test_a_node_must_make_sense(server: Served, change: dict[str, Any], field: str) -> None:
-    """A node's mistake is named as well as a client's."""
-    body = {"name": "a", "slots": 1, "capacity": 1, **change}
-    response = await server.ask("POST", "/v1/nodes", "join", json=body)
-    assert (response.status, response.problem.field) == (422, field)
+HELLO = {"name": "a", "slots": 1, "capacity": 1}
 
 
 @pytest.mark.parametrize(
-    ("body", "field"),
+    ("path", "body", "field"),
     [
-        ({"capacity": -1}, "capacity"),
-        ({"wait_s": 1e9}, "wait_s"),
-        ({"held": [["a\0b", 1, "run"]]}, "held.0"),
-        ({"held": [{"session": "a", "epoch": -1, "status": "run"}]}, "held.0.epoch"),
+        ("", {**HELLO, "name": "a b"}, "name"),
+        ("", {**HELLO, "name": ""}, "name"),
+        ("", {**HELLO, "slots": 0}, "slots"),
+        ("", {**HELLO, "capacity": -1}, "capacity"),
+        ("", {**HELLO, "gatway": ""}, "gatway"),
+        ("", {**HELLO, "labels": {"": ""}}, "labels"),
+        ("/{}/lease", {"capacity": -1}, "capacity"),
+        ("/{}/lease", {"capacity": 1, "wait_s": 1e9}, "wait_s"),
+        ("/{}/lease", {"capacity": 1, "held": [["a\0b", 1, "run"]]}, "held.0"),
+        ("/{}/renew", {"held": [{"session": "a", "epoch": -1, "status": "run"}]}, "held.0.epoch"),
     ],
 )
-async def test_a_lease_request_must_make_sense(
-    server: Served, body: dict[str, Any], field: str
+async def test_what_nodes_say_is_held_to_the_same(
+    server: Served, path: str, body: dict[str, Any], field: str
 ) -> None:
-    """Its field is named, too."""
+    """A node's mistake is named as well as a client's."""
     node = await server.join()
-    path = f"/v1/nodes/{node.node}/lease"
-    response = await server.ask("POST", path, node.token, json={"capacity": 1, **body})
+    key = node.token if path else "join"
+    response = await server.ask("POST", "/v1/nodes" + path.format(node.node), key, json=body)
     assert (response.status, response.problem.field) == (422, field)
 
 
