@@ -6,16 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from served import TOKENS, result
+from served import TOKENS, result, serve
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
-from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
-from tugline.server.http.app import Api, serve_api
-from tugline.server.settings import ServerSettings
-from tugline.server.store.database import open_database
-from tugline.server.validation import check_task
+from tugline.server.http.app import Api
 from tugline.types import PluginSpec, Status, Task
 
 
@@ -30,17 +26,11 @@ class House:
 
     async def start(self) -> None:
         """Up, with what is in the folder."""
-        self.control = await self._stack.enter_async_context(
-            ControlPlane(
-                open_database(f"sqlite:{self.folder / 'server.db'}"),
-                open_blobs(str(self.folder / "blobs")),
-                folder=self.folder,
-                settings=ServerSettings(lease_s=10.0),
-                check=check_task,
-            )
+        store = f"sqlite:{self.folder / 'server.db'}"
+        served = await self._stack.enter_async_context(
+            serve(store, self.folder, port=self.port, lease_s=10.0)
         )
-        self.app = Api(self.control, TOKENS)
-        self.url = await self._stack.enter_async_context(serve_api(self.app, port=self.port))
+        self.url, self.app, self.control = served.url, served.app, served.control
         self.port = int(self.url.rpartition(":")[2])
 
     async def stop(self) -> None:

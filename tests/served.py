@@ -157,8 +157,10 @@ def spoil(folder: Path, damaged: str, lost: str) -> str:
 
 
 @asynccontextmanager
-async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
-    """A server on an empty store, with metrics, and somebody who asks."""
+async def serve(
+    store: str, folder: Path, *, port: int = 0, **settings: Any
+) -> AsyncIterator[Served]:
+    """A server with metrics, and somebody who asks."""
     async with (
         ControlPlane(
             open_database(store),
@@ -170,5 +172,5 @@ async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Serv
         aiohttp.ClientSession() as http,
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))
-        async with serve_api(app) as url:
+        async with serve_api(app, port=port) as url:
             yield Served(url, app, control, http)
