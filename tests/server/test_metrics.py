@@ -2,42 +2,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
-import pytest
-
 from leased import Idler, Open, a_task
-from observed import observed, read, task, until
-from served import TOKENS
+from observed import observed, read, task
 from tugline.protocol import EventQuery
 from tugline.server.control import ControlPlane
-from tugline.server.http.app import Api, serve_api
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store import events, results
 from tugline.types import Boundary, Callback, Ledger
 
-Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetrics]]]
+
+@contextlib.asynccontextmanager
+async def measured(open_control: Open) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
+    """A control plane and its metrics since it was opened."""
+    async with open_control() as control:
+        started = await control.database.read(events.latest)
+        yield control, ServerMetrics(control.database, started)
 
 
-@pytest.fixture
-def server(open_control: Open) -> Served:
-    """A control plane and its metrics, on each kind of store."""
-
-    @contextlib.asynccontextmanager
-    async def opened() -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
-        async with open_control() as control:
-            started = await control.database.read(events.latest)
-            yield control, ServerMetrics(control.database, started)
-
-    return opened
-
-
-async def test_what_there_is_now(server: Served) -> None:
+async def test_what_there_is_now(open_control: Open) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
-    async with server() as (control, metrics):
+    async with measured(open_control) as (control, metrics):
         await control.announce(4)
         told = a_task("a", 3, callback=Callback("http://127.0.0.1:9/"))
         node = await Idler.at_work(control, told, a_task("b", 2, tenant="other"), room=2)
@@ -58,9 +45,9 @@ async def test_what_there_is_now(server: Served) -> None:
     assert commits > 5
 
 
-async def test_what_has_happened(server: Served) -> None:
+async def test_what_has_happened(open_control: Open) -> None:
     """Leases, requeues by their reason, results, failures and tokens, as they were committed."""
-    async with server() as (control, metrics):
+    async with measured(open_control) as (control, metrics):
         node = await Idler.at_work(control, a_task("a", 4))
         await node.release("a-0")
         await node.release("a-1", "no disk", Boundary.INFRASTRUCTURE)
@@ -79,9 +66,9 @@ async def test_what_has_happened(server: Served) -> None:
     assert 0 < found["tugline_queue_seconds_sum"][()] < 20
 
 
-async def test_each_event_is_counted_once(server: Served) -> None:
+async def test_each_event_is_counted_once(open_control: Open) -> None:
     """Pages one after the other and at the same time, more events than are read at once."""
-    async with server() as (control, metrics):
+    async with measured(open_control) as (control, metrics):
         for first in range(0, 3000, 1000):
             await control.submit([a_task(f"t{n}") for n in range(first, first + 1000)])
             await asyncio.gather(metrics.page(), metrics.page())
@@ -89,12 +76,12 @@ async def test_each_event_is_counted_once(server: Served) -> None:
         assert found["tugline_events_total"]["task.accepted",] == 3000
 
 
-async def test_a_server_counts_from_its_start(server: Served) -> None:
+async def test_a_server_counts_from_its_start(open_control: Open) -> None:
     """What an earlier process did is not counted again, so that a rate has no jump."""
-    async with server() as (control, _):
+    async with measured(open_control) as (control, _):
         await control.submit([a_task("a")])
     await asyncio.sleep(0.01)
-    async with server() as (control, metrics):
+    async with measured(open_control) as (control, metrics):
         assert len(await control.events(EventQuery(after=0))) == 1
         await control.submit([a_task("b")])
         found = read(await metrics.page())
@@ -109,18 +96,3 @@ async def test_one_page_has_the_server_and_its_node(tmp_path: Path) -> None:
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
     assert {"tugline_sessions", "tugline_node_sessions", "tugline_gateway_calls_total"} <= {*names}
-
-
-async def test_open_long_answers_are_counted(tmp_path: Path) -> None:
-    """One that waits over HTTP is on the page, and gone from it with its client."""
-    async with observed(tmp_path) as rig:
-        app = Api(rig.control, TOKENS, rig.pages)
-        headers = {"authorization": f"Bearer {TOKENS.read}"}
-        async with serve_api(app) as url, aiohttp.ClientSession(headers=headers) as http:
-            asking = asyncio.ensure_future(http.get(f"{url}/v1/results?wait_s=20"))
-            await until(lambda: app.waits.open == 1)
-            async with http.get(f"{url}/metrics") as answer:
-                found = read(await answer.read())
-            asking.cancel()
-            await until(lambda: app.waits.open == 0)
-    assert found["tugline_waiting"][()] == 1

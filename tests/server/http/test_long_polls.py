@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from house import House
+from observed import read
 from served import TOKENS, Served
 from tugline.protocol import Event
 from tugline.server.http.app import Api
@@ -97,7 +98,7 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
 
 
 async def test_many_wait_at_once(server: Served) -> None:
-    """300 long-polls, each on its own connection, are all woken by one result."""
+    """300 long-polls, each on its own connection, are counted, and all woken by one result."""
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"authorization": f"Bearer {TOKENS.read}"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
@@ -108,6 +109,8 @@ async def test_many_wait_at_once(server: Served) -> None:
 
         asking = [asyncio.create_task(ask()) for _ in range(300)]
         await _until(server.app, 300)
+        page = await server.ask("GET", "/metrics")
+        assert read(page.body)["tugline_waiting"] == {(): 300}
         await server.finish()
         assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [["t-0"]] * 300
     assert server.app.waits.open == 0
