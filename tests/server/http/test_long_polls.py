@@ -35,9 +35,9 @@ async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
-        ("/v1/results?wait_s=60", {}),
-        ("/v1/events?wait_s=60", {}),
-        ("/v1/events", SSE),
+        ("/v1/results?wait_s=60&after={}", {}),
+        ("/v1/events?wait_s=60&after={}", {}),
+        ("/v1/events?after={}", SSE),
         ("/v1/sessions/t-0/log?follow=true", {}),
     ],
 )
@@ -47,13 +47,7 @@ async def test_whoever_hangs_up_is_forgotten(
     """A client that leaves frees its place at once, long before its time is up."""
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
-    ask = path if "log" in path else f"{path}{'&' if '?' in path else '?'}after={position}"
-
-    async def reads() -> None:
-        async with server.request("GET", ask, headers=headers) as got:
-            await got.read()
-
-    reading = asyncio.create_task(reads())
+    reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
     await _until(server.app, 1)
     reading.cancel()
     await _until(server.app, 0)
