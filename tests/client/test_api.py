@@ -62,6 +62,16 @@ async def test_a_stream_goes_on_over_a_restart(house: House, client: Client) -> 
     assert got == ["a-0", "a-1", "b-0", "b-1"]
 
 
+async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
+    """Submitted while the server is away, kept when it is back."""
+    await house.stop()
+    submitting = asyncio.create_task(client.submit(task()))
+    await asyncio.sleep(0.2)
+    await house.start()
+    (accepted,) = await submitting
+    assert accepted.new
+
+
 async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -> None:
     """Its result comes without it, as does that of a damaged one; what follows is whole."""
     await client.submit([task("a", samples=3), task("b")])
@@ -102,6 +112,14 @@ async def test_results_come_with_their_trajectories(house: House, client: Client
     assert [one.name for one in await client.consumers()] == ["trainer"]
     await client.delete_consumer("trainer")
     assert await client.consumers() == []
+
+
+async def test_results_can_be_had_of_some_tasks(house: House, client: Client) -> None:
+    """Of those that are named."""
+    await client.submit([task(name) for name in "abc"])
+    await house.finish()
+    found = client.results(tasks=("a", "c"), follow=False)
+    assert [one.view.task async for one in found] == ["a", "c"]
 
 
 async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: Client) -> None:
@@ -196,7 +214,6 @@ async def test_a_node_that_was_given_up_is_fenced(house: House) -> None:
     hello = NodeRegistration(name="n", slots=1, capacity=1)
     async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:
         welcome = await old.register(hello)
-        await old.renew(welcome.node, Renewal())
         await new.register(hello)
         for late in (old.renew(welcome.node, Renewal()), old.drain(welcome.node)):
             with pytest.raises(FencedError):

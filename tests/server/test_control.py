@@ -74,7 +74,7 @@ async def test_everything_is_there_right_after_the_start(open_control: Open) -> 
 
 
 async def test_a_task_that_no_part_can_run_is_refused_with_its_number(open_control: Open) -> None:
-    """Also where the check names no field."""
+    """Also where the check names no field; the bounds of its type are checked in any case."""
 
     def check(task: Task) -> None:
         if task.id == "odd":
@@ -84,7 +84,10 @@ async def test_a_task_that_no_part_can_run_is_refused_with_its_number(open_contr
     async with open_control(check=check) as control:
         with pytest.raises(Invalid, match="no harness of that name") as caught:
             await control.submit([a_task("t"), a_task("odd")])
-    assert caught.value.field == "1"
+        assert caught.value.field == "1"
+        with pytest.raises(Invalid, match="samples is 0") as caught:
+            await control.submit([a_task("t", 0)])
+        assert caught.value.field == "0.samples"
 
 
 async def test_a_node_in_this_process_must_make_sense(control: ControlPlane) -> None:

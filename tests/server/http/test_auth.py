@@ -26,11 +26,15 @@ def _path(route: Route, ident: str = "t") -> str:
 
 
 async def test_no_route_opens_without_its_token(server: Served) -> None:
-    """Nobody, a stranger, and every role that a route does not name are refused, on every route."""
+    """Nobody, a stranger, a node that is gone, and every role that a route does not name."""
+    gone = await server.join("again")
+    await server.lease(gone, wait_s=0)
+    await server.join("again")
     node = await server.join()
+    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], gone.token)
     keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
     for route in GUARDED:
-        for key in (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1]):
+        for key in strangers:
             response = await server.ask(route.method, _path(route), key)
             assert response.refusal == (401, "unauthorized"), (route.path, key)
             assert response.headers["www-authenticate"].startswith("Bearer")
