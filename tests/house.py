@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-from served import TOKENS, result
+from served import TOKENS, result, serve
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
-from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
-from tugline.server.http.app import Api, serve_api
-from tugline.server.settings import ServerSettings
-from tugline.server.store.database import open_database
-from tugline.server.validation import check_task
+from tugline.server.http.app import Api
 from tugline.types import PluginSpec, Status, Task
 
 
@@ -29,17 +26,11 @@ class House:
 
     async def start(self) -> None:
         """Up, with what is in the folder."""
-        self.control = await self._stack.enter_async_context(
-            ControlPlane(
-                open_database(f"sqlite:{self.folder / 'server.db'}"),
-                open_blobs(str(self.folder / "blobs")),
-                folder=self.folder,
-                settings=ServerSettings(lease_s=10.0),
-                check=check_task,
-            )
+        store = f"sqlite:{self.folder / 'server.db'}"
+        served = await self._stack.enter_async_context(
+            serve(store, self.folder, port=self.port, lease_s=10.0)
         )
-        self.app = Api(self.control, TOKENS)
-        self.url = await self._stack.enter_async_context(serve_api(self.app, port=self.port))
+        self.url, self.app, self.control = served.url, served.app, served.control
         self.port = int(self.url.rpartition(":")[2])
 
     async def stop(self) -> None:
@@ -61,6 +52,15 @@ class House:
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
             return [one.session.id for one in work]
+
+
+@contextlib.asynccontextmanager
+async def leased(house: House) -> AsyncIterator[tuple[NodeClient, str, Work]]:
+    """A node that holds one session: its connection, its id, and the session."""
+    async with NodeClient(house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
+        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
+        yield node, welcome.node, work
 
 
 async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:

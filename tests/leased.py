@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import pytest
 import zstandard
 
 from tugline.protocol import (
@@ -16,10 +19,13 @@ from tugline.protocol import (
     LeaseRequest,
     LeaseResponse,
     NodeRegistration,
+    Release,
     Renewal,
     Work,
 )
 from tugline.server.control import ControlPlane, expire
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 from tugline.types import (
     HANDLING,
     Boundary,
@@ -35,8 +41,12 @@ from tugline.types import (
     encode,
 )
 
-Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
-"""Opens a control plane on the same store and folder, as often as it is called."""
+Open = Callable[..., ControlPlane]
+"""Makes a control plane on the same store, as often as it is called, in a folder of a name."""
+on_postgres = pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
+"""Only there, several servers share a store."""
+Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
+"""Opens the store of a test with an earlier layout, of so many steps."""
 
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
@@ -46,7 +56,7 @@ def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
 
 
 def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
-           status: Status = Status.COMPLETED) -> bytes:  # fmt: skip
+           status: Status = Status.COMPLETED, ledger: Ledger | None = None) -> bytes:  # fmt: skip
     """An encoded result, as a node commits it."""
     cause = failure if isinstance(failure, Cause) else None
     boundary = HANDLING[cause].boundary if cause else failure
@@ -56,11 +66,36 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
         sample=session.sample,
         status=Status.FAILED if failure else status,
         traces=(),
-        ledger=Ledger(),
+        ledger=ledger or Ledger(),
         reward=None if reward is None or failure else Reward(reward),
         failure=Failure(Boundary(boundary), "it broke", cause) if boundary else None,
     )
     return zstandard.ZstdCompressor().compress(encode(trajectory))
+
+
+@contextlib.contextmanager
+def statements(tx: Tx) -> Iterator[list[str]]:
+    """The SQL that runs inside the block."""
+    seen: list[str] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda sql, *values, **named: seen.append(sql) or call(sql, *values, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("execute", "many"):
+            patch.setattr(tx, name, noted(getattr(tx, name)))
+        yield seen
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes inside the block, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Clock:
@@ -101,7 +136,19 @@ class Idler:
         welcome = await control.dispatcher.register(
             NodeRegistration(name=name, slots=room, capacity=room)
         )
-        return cls(control, welcome.node, room)
+        idler = cls(control, welcome.node, room)
+        idler.applied = welcome.control.generation
+        return idler
+
+    @classmethod
+    async def at_work(
+        cls, control: ControlPlane, *tasks: Task, name: str = "node", room: int = 8
+    ) -> Idler:
+        """Register a node, submit tasks and lease as many of their sessions as it has room for."""
+        node = await cls.join(control, name, room=room)
+        await control.submit(tasks)
+        await node.ask()
+        return node
 
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """Request a lease; holds the granted work."""
@@ -131,6 +178,13 @@ class Idler:
         return await self.control.dispatcher.commit(
             session, leased.epoch, result(leased, **outcome)
         )
+
+    async def release(
+        self, session: str, reason: str = "it drains", boundary: Boundary | None = None
+    ) -> None:
+        """Return a held session to the queue."""
+        back = Release(epoch=self.held[session].epoch, reason=reason, boundary=boundary)
+        await self.control.dispatcher.release(session, back)
 
     def _holding(self) -> tuple[HeldSession, ...]:
         return tuple(HeldSession(one.id, one.epoch, Status.RUN) for one in self.held.values())

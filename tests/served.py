@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import zstandard
 
-from tugline.protocol import LeaseResponse, NodeRegistered, NodeRegistration, Problem
+from tugline.protocol import PROBLEM, LeaseResponse, NodeRegistered, NodeRegistration, Problem
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
@@ -49,6 +49,11 @@ class Answer(NamedTuple):
         """The body of an error, which must be one."""
         assert self.headers["content-type"] == "application/problem+json"
         return msgspec.json.decode(self.body, type=Problem)
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """Status and name of the problem."""
+        return self.status, self.problem.type.removeprefix(PROBLEM)
 
 
 @dataclass
@@ -96,6 +101,20 @@ class Served:
         assert response.status == 200, response
         return msgspec.json.decode(response.body, type=LeaseResponse)
 
+    async def start(self, name: str = "n", **changes: Any) -> tuple[NodeRegistered, int]:
+        """Submit a task and lease its first session to a new node; the node, and the epoch."""
+        await self.submit(**changes)
+        node = await self.join(name)
+        (work,) = (await self.lease(node, 1)).work
+        return node, work.session.epoch
+
+    async def write_log(
+        self, node: NodeRegistered, epoch: int, data: bytes, *, offset: int = 0
+    ) -> Answer:
+        """Add to the log of session ``t-0``."""
+        path = f"/v1/sessions/t-0/log?epoch={epoch}&offset={offset}"
+        return await self.ask("POST", path, node.token, data=data)
+
     async def commit(self, node: NodeRegistered, session: str, epoch: int, data: bytes) -> Answer:
         """Hand in a result."""
         path = f"/v1/sessions/{session}/result?epoch={epoch}"
@@ -138,8 +157,10 @@ def spoil(folder: Path, damaged: str, lost: str) -> str:
 
 
 @asynccontextmanager
-async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
-    """A server on an empty store, with metrics, and somebody who asks."""
+async def serve(
+    store: str, folder: Path, *, port: int = 0, **settings: Any
+) -> AsyncIterator[Served]:
+    """A server with metrics, and somebody who asks."""
     async with (
         ControlPlane(
             open_database(store),
@@ -151,5 +172,5 @@ async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Serv
         aiohttp.ClientSession() as http,
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))
-        async with serve_api(app) as url:
+        async with serve_api(app, port=port) as url:
             yield Served(url, app, control, http)

@@ -7,25 +7,13 @@ from contextlib import aclosing
 
 import pytest
 
-from house import House, commit, held, task
+from house import House, commit, held, leased, task
 from served import TOKENS, spoil
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
-from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
-from tugline.protocol import EventKind, LeaseRequest, NodeRegistration, Renewal, TaskState
-from tugline.types import Limits, Status
-
-
-async def test_a_task_is_submitted_once(client: Client) -> None:
-    """The same task again is the same task; another one of its name is a conflict."""
-    (first,) = await client.submit(task(samples=2))
-    (again,) = await client.submit([task(samples=2)])
-    assert first.new
-    assert not again.new
-    assert first.sessions == again.sessions
-    with pytest.raises(Conflict):
-        await client.submit(task(samples=3))
-    assert await client.task_body("t") == task(samples=2)
+from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError
+from tugline.protocol import LeaseRequest, NodeRegistration, Renewal, TaskState
+from tugline.types import Limits, Reward, Status
 
 
 async def test_many_tasks_go_in_batches(client: Client) -> None:
@@ -49,104 +37,29 @@ async def test_what_is_not_there_is_missing(client: Client) -> None:
         await client.cancel(task="x")
 
 
-async def test_a_wrong_token_is_refused_at_once(house: House) -> None:
-    """No retries for what will not change."""
-    async with Client(house.url, "wrong", deadline_s=30.0) as client, asyncio.timeout(20):
-        with pytest.raises(ServerError, match="token") as raised:
-            await client.status()
-    assert raised.value.status == 401
-
-
 async def test_nobody_waits_for_a_server_that_is_not_there() -> None:
     """A call ends at its deadline and says what it tried."""
+    refused = r"127\.0\.0\.1:9 cannot be reached: Connection refused$"
     async with asyncio.timeout(20), Client("http://127.0.0.1:9", "t", deadline_s=0.5) as client:
-        with pytest.raises(
-            ServerError, match=r"127\.0\.0\.1:9 cannot be reached: Connection refused$"
-        ):
+        with pytest.raises(ServerError, match=refused):
             await client.status()
     with pytest.raises(UsageError, match="not open"):
         await client.status()
-
-
-async def test_results_come_with_their_trajectories(house: House, client: Client) -> None:
-    """In order, and again from where the consumer acknowledged."""
-    await client.submit(task(samples=3))
-    await house.finish(t_1=0.5)
-    got = [one async for one in client.results("trainer", follow=False)]
-    assert [one.view.session for one in got] == ["t-0", "t-1", "t-2"]
-    trajectory = got[1].trajectory
-    assert trajectory is not None
-    assert trajectory.reward is not None
-    assert trajectory.reward.value == 0.5
-    assert (await client.trajectory("t-1")).session == "t-1"
-    await client.ack("trainer", got[1].cursor)
-    left = [one async for one in client.results("trainer", follow=False)]
-    assert [one.view.session for one in left] == ["t-2"]
-    assert [one.name for one in await client.consumers()] == ["trainer"]
-    await client.delete_consumer("trainer")
-    assert await client.consumers() == []
-    with pytest.raises(Missing, match="trainer"):
-        await client.delete_consumer("trainer")
-
-
-async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: Client) -> None:
-    """A result whose loop body broke comes again; those before it do not."""
-    await client.submit(task(samples=3))
-    await house.finish()
-
-    async def learn() -> None:
-        async with aclosing(client.results("trainer", auto_ack=True)) as results:
-            async for one in results:
-                if one.view.sample == 1:
-                    msg = "out of memory"
-                    raise MemoryError(msg)
-
-    with pytest.raises(MemoryError):
-        await learn()
-    left = client.results("trainer", auto_ack=True, follow=False)
-    assert [one.view.sample async for one in left] == [1, 2]
-    assert [one async for one in client.results("trainer", follow=False)] == []
-    with pytest.raises(UsageError, match="consumer"):
-        await anext(client.results(auto_ack=True))
 
 
 async def test_a_stream_goes_on_over_a_restart(house: House, client: Client) -> None:
     """The server goes down and comes back: nothing is lost, nothing comes twice."""
     await client.submit([task("a", samples=2), task("b", samples=2)])
     await house.finish(limit=2)
-    got: list[str] = []
-
-    async def read() -> None:
-        async with aclosing(client.results()) as results:
-            async for one in results:
-                got.append(one.view.session)
-                if len(got) == 4:
-                    return
-
-    async with asyncio.timeout(30):
-        reading = asyncio.create_task(read())
-        while len(got) < 2:  # noqa: ASYNC110 - the stream fills it
-            await asyncio.sleep(0.01)
+    async with aclosing(client.results()) as results, asyncio.timeout(30):
+        got = [(await anext(results)).view.session for _ in range(2)]
+        waiting = asyncio.ensure_future(anext(results))
+        await asyncio.sleep(0.1)
         await house.stop()
         await house.start()
         await house.finish()
-        await reading
+        got += [one.view.session for one in (await waiting, await anext(results))]
     assert got == ["a-0", "a-1", "b-0", "b-1"]
-
-
-async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -> None:
-    """Its result comes without it, as does that of a damaged one; what follows is whole."""
-    await client.submit([task("a", samples=3), task("b")])
-    await house.finish()
-    spoil(house.folder, "a-0", "a-1")
-    read = {one.view.session: one async for one in client.results(follow=False)}
-    assert [name for name, one in read.items() if one.trajectory] == ["a-2", "b-0"]
-    assert read["a-0"].view.bytes > 0
-    groups = [one async for one in client.groups(follow=False)]
-    assert [[bool(one.packed) for one in group.results] for group in groups] == [
-        [False, False, True],
-        [True],
-    ]
 
 
 async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
@@ -157,6 +70,19 @@ async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
     await house.start()
     (accepted,) = await submitting
     assert accepted.new
+
+
+async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -> None:
+    """Its result comes without it, as does that of a damaged one; what follows is whole."""
+    await client.submit([task("a", samples=3), task("b")])
+    await house.finish()
+    spoil(house.folder, "a-0", "a-1")
+    read = {one.view.session: one async for one in client.results(follow=False)}
+    assert [name for name, one in read.items() if one.trajectory] == ["a-2", "b-0"]
+    assert read["a-0"].view.bytes > 0
+    groups = [group async for group in client.groups(follow=False)]
+    kept = [[bool(one.packed) for one in group.results] for group in groups]
+    assert kept == [[False, False, True], [True]]
 
 
 async def test_groups_come_whole(house: House, client: Client) -> None:
@@ -171,80 +97,91 @@ async def test_groups_come_whole(house: House, client: Client) -> None:
     assert left == ["b"]
 
 
+async def test_results_come_with_their_trajectories(house: House, client: Client) -> None:
+    """In order, and again from where the consumer acknowledged."""
+    await client.submit(task(samples=3))
+    await house.finish(t_1=0.5)
+    got = [one async for one in client.results("trainer", follow=False)]
+    assert [one.view.session for one in got] == ["t-0", "t-1", "t-2"]
+    trajectory = await client.trajectory("t-1")
+    assert got[1].trajectory == trajectory
+    assert trajectory.reward == Reward(0.5)
+    await client.ack("trainer", got[1].cursor)
+    left = [one async for one in client.results("trainer", follow=False)]
+    assert [one.view.session for one in left] == ["t-2"]
+    assert [one.name for one in await client.consumers()] == ["trainer"]
+    await client.delete_consumer("trainer")
+    assert await client.consumers() == []
+
+
+async def test_results_can_be_had_of_some_tasks(house: House, client: Client) -> None:
+    """Of those that are named."""
+    await client.submit([task(name) for name in "abc"])
+    await house.finish()
+    found = client.results(tasks=("a", "c"), follow=False)
+    assert [one.view.task async for one in found] == ["a", "c"]
+
+
+async def test_auto_ack_counts_what_the_loop_is_done_with(house: House, client: Client) -> None:
+    """A result whose loop body broke comes again; those before it do not."""
+    await client.submit(task(samples=3))
+    await house.finish()
+    async with aclosing(client.results("trainer", auto_ack=True)) as results:
+        async for one in results:
+            if one.view.sample == 1:
+                break
+    left = client.results("trainer", auto_ack=True, follow=False)
+    assert [one.view.sample async for one in left] == [1, 2]
+    assert [one async for one in client.results("trainer", follow=False)] == []
+    with pytest.raises(UsageError, match="consumer"):
+        await anext(client.results(auto_ack=True))
+
+
 async def test_waiting_ends_with_the_release(house: House, client: Client) -> None:
     """For one that is over and one that is not; in the order that was asked for."""
-    await client.submit(task("a"))
+    await client.submit([task("a"), task("b")])
+    await house.finish(limit=1)
+    waiting = asyncio.create_task(client.wait(["b", "a"]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
     await house.finish()
-    await client.submit(task("b"))
-    async with asyncio.timeout(20):
-        waiting = asyncio.create_task(client.wait(["b", "a"]))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await house.finish()
-        views = await waiting
-    assert [(view.id, view.state) for view in views] == [
-        ("b", TaskState.RELEASED),
-        ("a", TaskState.RELEASED),
-    ]
+    views = await asyncio.wait_for(waiting, 20)
+    assert [view.id for view in views] == ["b", "a"]
+    assert {view.state for view in views} == {TaskState.RELEASED}
     assert [view.status async for view in client.sessions(task="a")] == [Status.COMPLETED]
 
 
-async def test_events_go_on_over_a_restart(house: House, client: Client) -> None:
-    """By the position of the last one that came."""
-    kinds: list[EventKind] = []
+async def test_events_are_followed_from_a_position(client: Client) -> None:
+    """Each comes once, those that were there and those that come."""
     await client.submit(task("a"))
-
-    async def read() -> None:
-        async with aclosing(client.events(after=0)) as events:
-            async for event in events:
-                kinds.append(event.kind)
-                if kinds.count(EventKind.ACCEPTED) == 2:
-                    return
-
-    reading = asyncio.create_task(read())
-    while not kinds:  # noqa: ASYNC110 - the stream fills it
-        await asyncio.sleep(0.01)
-    await house.stop()
-    await house.start()
-    await client.submit(task("b"))
-    async with asyncio.timeout(20):
-        await reading
-    assert kinds == [EventKind.ACCEPTED, EventKind.ACCEPTED]
+    async with aclosing(client.events(after=0)) as events, asyncio.timeout(20):
+        assert (await anext(events)).task == "a"
+        await client.submit(task("b"))
+        assert (await anext(events)).task == "b"
 
 
 async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client: Client) -> None:
     """Also over a restart of the server; the tail alone if asked for."""
     await client.submit(task())
-    async with NodeClient(house.url, TOKENS.join) as node, asyncio.timeout(30):
-        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
+    async with leased(house) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
-
-        async def read() -> bytes:
-            return b"".join([piece async for piece in client.log("t-0", follow=True)])
-
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0.2)
-        await house.stop()
-        await house.start()
-        await node.log("t-0", epoch, 4, b"two\n")
-        await commit(node, work)
-        assert await reading == b"one\ntwo\n"
+        async with aclosing(client.log("t-0", follow=True)) as log:
+            assert await anext(log) == b"one\n"
+            await house.stop()
+            await house.start()
+            await node.log("t-0", epoch, 4, b"two\n")
+            await commit(node, work)
+            assert [piece async for piece in log] == [b"two\n"]
     assert [piece async for piece in client.log("t-0", tail=4)] == [b"two\n"]
 
 
 async def test_cancelling_reaches_the_node(house: House, client: Client) -> None:
     """What waits ends at once; what runs is stopped by its node."""
     await client.submit([task("a"), task("b")])
-    async with NodeClient(house.url, TOKENS.join) as node, asyncio.timeout(20):
-        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
-        polling = asyncio.create_task(
-            node.lease(
-                welcome.node, LeaseRequest(capacity=0, held=held(work), applied=0, wait_s=10.0)
-            )
-        )
+    async with leased(house) as (node, name, work), asyncio.timeout(20):
+        ask = LeaseRequest(capacity=0, held=held(work), wait_s=10.0)
+        polling = asyncio.create_task(node.lease(name, ask))
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)
         assert (await client.cancel(session="a-0", by="me")).stopping == ("a-0",)
         (stop,) = (await polling).stop
@@ -253,13 +190,9 @@ async def test_cancelling_reaches_the_node(house: House, client: Client) -> None
         await client.cancel()
 
 
-async def test_weights_change_behind_a_barrier(house: House, client: Client) -> None:
-    """Paused until the block ends; a node that does not answer is named, and calls go on."""
-    async with client.paused(within_s=1.0) as barrier:
-        assert barrier.missing == ()
-        assert (await client.weights()).paused is not None
+async def test_a_node_that_does_not_pause_is_named(house: House, client: Client) -> None:
+    """The block is not entered, and calls go on."""
     assert (await client.announce(3)).version == 3
-    assert (await client.weights()).paused is None
     async with NodeClient(house.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="deaf", slots=1, capacity=1))
 
@@ -278,14 +211,14 @@ async def test_weights_change_behind_a_barrier(house: House, client: Client) -> 
 
 async def test_a_node_that_was_given_up_is_fenced(house: House) -> None:
     """Its token is gone: whatever it says is a lost lease, not a wrong password."""
+    hello = NodeRegistration(name="n", slots=1, capacity=1)
     async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:
-        welcome = await old.register(NodeRegistration(name="n", slots=1, capacity=1))
-        await new.register(NodeRegistration(name="n", slots=1, capacity=1))
-        with pytest.raises(FencedError):
-            await old.lease(welcome.node, LeaseRequest(capacity=1, wait_s=0.0))
-        with pytest.raises(FencedError):
-            await old.drain(welcome.node)
+        welcome = await old.register(hello)
+        await new.register(hello)
+        for late in (old.renew(welcome.node, Renewal()), old.drain(welcome.node)):
+            with pytest.raises(FencedError):
+                await late
     async with NodeClient(house.url, TOKENS.read) as wrong:
         with pytest.raises(ServerError, match="join") as raised:
-            await wrong.register(NodeRegistration(name="n", slots=1, capacity=1))
+            await wrong.register(hello)
     assert raised.value.status == 403

@@ -13,10 +13,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from leased import Clock, Open
+from leased import Clock, Earlier, Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
+from tugline.server.store import base, postgres, sqlite
+from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
 from tugline.types import Task
 
@@ -27,7 +29,7 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Any]:
+def postgres_server() -> Iterator[Any]:
     """One server for all tests, which does not care about power cuts."""
     folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
     folder.chmod(0o755)  # as root, the server runs as another user
@@ -39,16 +41,21 @@ def postgres() -> Iterator[Any]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def postgres_url(postgres: Any) -> str:
-    """A database with nothing in it; the same one each time, for making one takes a second."""
-    url: str = postgres.get_uri("postgres")
+def _empty(url: str) -> None:
+    """Drop what is in a database of that server, which nobody uses from then on."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE application_name = 'tugline'"
         )
         connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+
+
+@pytest.fixture
+def postgres_url(postgres_server: Any) -> str:
+    """A database with nothing in it; the same one each time, for making one takes a second."""
+    url: str = postgres_server.get_uri("postgres")
+    _empty(url)
     return url
 
 
@@ -68,9 +75,8 @@ def wipe_store(store_url: str) -> Callable[[], None]:
     def wipe() -> None:
         if store_url.startswith("sqlite:"):
             Path(store_url.removeprefix("sqlite:")).unlink()
-            return
-        with psycopg.connect(store_url, autocommit=True) as connection:
-            connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        else:
+            _empty(store_url)
 
     return wipe
 
@@ -83,28 +89,39 @@ async def database(store_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
+def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
+    """Opens the store of this test with an earlier layout, of so many steps."""
+
+    @contextlib.asynccontextmanager
+    async def opened(steps: int) -> AsyncIterator[Database]:
+        with monkeypatch.context() as earlier:
+            for module in (base, sqlite, postgres):
+                earlier.setattr(module, "STEPS", STEPS[:steps])
+            async with open_database(store_url) as database:
+                yield database
+
+    return opened
+
+
+@pytest.fixture
 def open_control(store_url: str, tmp_path: Path) -> Open:
     """Opens the control plane of this test; again, to see what a restart finds."""
 
-    @contextlib.asynccontextmanager
-    async def opened(
+    def opened(
+        name: str = "server",
         *,
         ahead_s: float | None = 0.0,
         check: Callable[[Task], None] = lambda _task: None,
         **settings: Any,
-    ) -> AsyncIterator[ControlPlane]:
+    ) -> ControlPlane:
         clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
-        blobs = LocalBlobs(tmp_path / "blobs")
-        folder = tmp_path / "server"
-        chosen = ServerSettings(**{"callback_hosts": ("*",), **settings})
-        async with ControlPlane(
+        return ControlPlane(
             open_database(store_url, clock=clock),
-            blobs,
-            folder=folder,
-            settings=chosen,
+            LocalBlobs(tmp_path / "blobs"),
+            folder=tmp_path / name,
+            settings=ServerSettings(**{"callback_hosts": ("*",), **settings}),
             check=check,
-        ) as one:
-            yield one
+        )
 
     return opened
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from leased import limited_files
 from tugline.errors import Missing, StoreError, UsageError
 from tugline.server.blobs import Blobs, LocalBlobs, open_blobs
 
@@ -17,8 +18,8 @@ KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGIO
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """A real S3 server on loopback with an empty bucket; its address."""
+def s3_server() -> Iterator[str]:
+    """A real S3 server on loopback; its address."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -26,29 +27,22 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """That server is the one that the environment names."""
+    for name, value in (KEY | {"AWS_ENDPOINT_URL": s3_server}).items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
 @pytest.fixture(params=["directory", "s3"])
-def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blobs:
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
     """An empty place of each kind."""
     if request.param == "directory":
         return open_blobs(str(tmp_path / "blobs"))
-    address = request.getfixturevalue("s3")
-    for name, value in (KEY | {"AWS_ENDPOINT_URL": address}).items():
-        monkeypatch.setenv(name, value)
-    bucket = f"bucket-{time.time_ns()}"
-    _make_bucket(address, bucket)
+    address, bucket = request.getfixturevalue("s3"), f"bucket-{time.time_ns()}"
+    boto3.client("s3", endpoint_url=address).create_bucket(Bucket=bucket)
     return open_blobs(f"s3://{bucket}/some/prefix")
-
-
-def _make_bucket(address: str, bucket: str) -> None:
-    import boto3  # noqa: PLC0415 - comes with moto
-
-    boto3.client(
-        "s3",
-        endpoint_url=address,
-        region_name="us-east-1",
-        aws_access_key_id="key",
-        aws_secret_access_key="secret",
-    ).create_bucket(Bucket=bucket)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -97,13 +91,9 @@ async def test_a_blob_is_whole_or_not_there(tmp_path: Path) -> None:
     """A disk that takes no more leaves the old bytes, a clear error and nothing half-written."""
     blobs = LocalBlobs(tmp_path)
     await blobs.put("task-0.1.a", b"old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(StoreError, match=r"cannot write .*task-0\.1\.a: File too large"):
-            await blobs.put("task-0.1.a", os.urandom(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(StoreError, match=r"cannot write .*task-0\.1\.a: File too large")
+    with limited_files(4096), refused:
+        await blobs.put("task-0.1.a", os.urandom(100_000))
     assert await blobs.get("task-0.1.a") == b"old"
     assert [path.name for path in _files(tmp_path)] == ["task-0.1.a"]
 
@@ -130,12 +120,9 @@ async def test_a_name_is_no_path(tmp_path: Path) -> None:
             await blobs.get(name)
 
 
-async def test_a_place_that_refuses_is_a_store_error(
-    s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("s3")
+async def test_a_place_that_refuses_is_a_store_error() -> None:
     """What the object store says is passed on, in one line, with the place."""
-    for name, value in (KEY | {"AWS_ENDPOINT_URL": s3}).items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(StoreError, match=r"cannot write s3://nowhere/x/task-0\.1\.a: .*[^\n]$"):
         await open_blobs("s3://nowhere/x").put("task-0.1.a", b"x")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ import pytest
 
 from commands import run_command
 from recording.verify.recorded import work
-from served import serve, spoil
+from served import Served, serve, spoil
 
 
-def check(folder: Path, *options: object) -> tuple[int, Any]:
+async def check(folder: Path, *options: object) -> tuple[int, Any]:
     """Exit code and report of a check of the server in `folder`."""
-    done = run_command("server", "check", "--dir", folder, "--json", *options)
+    command = ("server", "check", "--dir", folder, "--json", *options)
+    done = await asyncio.to_thread(run_command, *command)
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+def serve_in(folder: Path) -> AbstractAsyncContextManager[Served]:
+    """A server as `tugline server` finds it in its folder."""
+    return serve(f"sqlite:{folder / 'server.db'}", folder)
 
 
 async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path) -> None:
@@ -27,57 +34,53 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         await server.finish(samples=4)
         await server.submit(id="u")
         await server.ask("POST", "/v1/tasks/u/cancel")
-        sound = await asyncio.to_thread(check, tmp_path, *store)
+        sound = await check(tmp_path, *store)
         assert sound == (0, {"results": 4, "recordings": 0, "damaged": {}})
         name = spoil(tmp_path, "t-1", "t-3")
-        code, running = await asyncio.to_thread(check, tmp_path, *store)
+        code, running = await check(tmp_path, *store)
         assert (code, running["results"]) == (1, 4)
         assert list(running["damaged"]) == ["t-1", "t-3"]
         assert f"blob {name!r} has not the SHA-256" in running["damaged"]["t-1"]
         assert "no blob 't-3." in running["damaged"]["t-3"]
-    assert check(tmp_path, *store) == (1, running)
+    assert await check(tmp_path, *store) == (1, running)
     output = run_command("server", "check", "--dir", tmp_path, *store)
     assert output.returncode == 1
-    lines = output.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines[:-1]] == ["t-1", "t-3"]
-    assert lines[-1] == "4 results and 0 recordings were read, 2 are damaged or lost"
+    *damaged, last = output.stdout.splitlines()
+    assert [line.partition(":")[0] for line in damaged] == ["t-1", "t-3"]
+    assert last == "4 results and 0 recordings were read, 2 are damaged or lost"
 
 
-def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
-    """As is one that is not there, which is not created."""
-    code, output = check(tmp_path)
+def test_a_file_of_tasks_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    """It is not created."""
+    code, output = asyncio.run(check(tmp_path))
     assert (code, "unable to open" in output, list(tmp_path.iterdir())) == (1, True, [])
 
-    async def fill() -> None:
-        async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as server:
-            await server.finish(samples=40)
 
-    asyncio.run(fill())
-    assert check(tmp_path)[0] == 0
+async def test_a_damaged_file_of_tasks_is_an_error(tmp_path: Path) -> None:
+    """It is named."""
+    async with serve_in(tmp_path) as server:
+        await server.finish(samples=40)
+    assert (await check(tmp_path))[0] == 0
     file = tmp_path / "server.db"
-    data = bytearray(file.read_bytes())
-    data[4096:] = b"\x5a" * (len(data) - 4096)
-    file.write_bytes(data)
-    code, output = check(tmp_path)
+    with file.open("r+b") as data:
+        data.seek(4096)
+        data.write(b"\x5a" * (file.stat().st_size - 4096))
+    code, output = await check(tmp_path)
     assert (code, "server.db" in output) == (1, True), output
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_recordings_are_read_too(tmp_path: Path, *, damaged: bool) -> None:
+async def test_recordings_are_read_too(tmp_path: Path, *, damaged: bool) -> None:
     """Those of the folders that are given."""
-    asyncio.run(work(tmp_path / "node"))
+    await work(tmp_path / "node")
     (path,) = (tmp_path / "node").glob("*.rec")
     if damaged:
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-
-    async def open_once() -> None:
-        async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path):
-            pass
-
-    asyncio.run(open_once())
-    code, report = check(tmp_path, "--recordings", tmp_path / "node")
+    async with serve_in(tmp_path):
+        pass
+    code, report = await check(tmp_path, "--recordings", tmp_path / "node")
     assert (code, report["recordings"]) == (int(damaged), 1)
     assert list(report["damaged"]) == [path.name] * damaged
 
@@ -86,19 +89,19 @@ async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
     """It has every result and the same tokens; what comes later is in the original alone."""
     folder, copy = tmp_path / "server", tmp_path / "backups" / "first"
     folder.mkdir()
-    async with serve(f"sqlite:{folder / 'server.db'}", folder) as server:
+    async with serve_in(folder) as server:
         (folder / "tokens.json").write_text("{}")
         await server.finish(samples=4)
         made = await asyncio.to_thread(run_command, "server", "backup", copy, "--dir", folder)
         assert (made.returncode, made.stderr) == (0, "")
         await server.finish(id="later")
-    assert check(folder)[1]["results"] > 4
-    assert check(copy) == (0, {"results": 4, "recordings": 0, "damaged": {}})
+    assert (await check(folder))[1]["results"] > 4
+    assert await check(copy) == (0, {"results": 4, "recordings": 0, "damaged": {}})
     assert (copy / "tokens.json").read_text() == "{}"
     assert (copy / "server.db").stat().st_mode & 0o777 == 0o600
-    async with serve(f"sqlite:{copy / 'server.db'}", copy) as restored:
+    async with serve_in(copy) as restored:
         await restored.finish(id="from-there")
-    assert check(copy)[1]["results"] > 4
+    assert (await check(copy))[1]["results"] > 4
 
 
 def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:

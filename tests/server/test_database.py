@@ -14,8 +14,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from leased import Earlier, limited_files
 from tugline.errors import Missing, StoreError, UsageError
-from tugline.server.store import base, postgres, sqlite
 from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database
 from tugline.server.store.sqlite import Sqlite
@@ -127,14 +127,6 @@ async def test_wakes_only_after_the_commit(database: Database, store_url: str) -
     assert not database.hub.topics
 
 
-async def test_what_is_written_is_there_after_a_restart(store_url: str) -> None:
-    """The tables are made once, and kept."""
-    async with open_database(store_url) as database:
-        await database.write(_add("kept"))
-    async with open_database(store_url) as database:
-        assert await database.read(_names) == ["kept"]
-
-
 async def test_a_closed_store_refuses(store_url: str) -> None:
     """Nobody waits for ever for an answer of a server that has stopped."""
     async with open_database(store_url) as database:
@@ -171,6 +163,24 @@ async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> No
                 pass
 
 
+def _run(program: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """A program that is given the store's URL."""
+    command = [sys.executable, "-c", program, f"sqlite:{path}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+_OPEN = """
+import asyncio, sys
+from tugline.server.store.database import open_database
+
+async def main():
+    async with open_database(sys.argv[1]):
+        print("two servers")
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize("how", ["symlink", "hard link", "folder", "no lock file"])
 async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path, how: str) -> None:
     """The lock is the file's own: no other name of it, and no deletion beside it, gets around."""
@@ -186,20 +196,7 @@ async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path, how: 
         else:
             await asyncio.to_thread(Path(f"{path}.lock").unlink, missing_ok=True)
             other = path
-        program = (
-            "import asyncio, sys; from tugline.server.store.database import open_database\n"
-            "async def main():\n"
-            "    async with open_database(sys.argv[1]): print('two servers')\n"
-            "asyncio.run(main())"
-        )
-        second = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-c", program, f"sqlite:{other}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        second = await asyncio.to_thread(_run, _OPEN, other)
         assert second.stdout == ""
         assert "is used by another server" in second.stderr
         await database.write(_add("still here"))
@@ -219,27 +216,22 @@ async def test_a_damaged_file_is_no_store(tmp_path: Path) -> None:
 
 
 async def test_a_store_of_an_earlier_version_is_brought_up_to_date(
-    store_url: str, monkeypatch: pytest.MonkeyPatch
+    store_url: str, open_earlier: Earlier
 ) -> None:
     """What it holds stays, with the defaults of what is new; once."""
-    with monkeypatch.context() as earlier:
-        for module in (base, sqlite, postgres):
-            earlier.setattr(module, "STEPS", STEPS[:1])
-        async with open_database(store_url) as database:
-            await database.write(
-                lambda tx: tx.run(
-                    "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples,"
-                    " attempts, on_stale, tags, created)"
-                    " VALUES ('t', 1, 'a', 0, :body, 'd', 1, 3, 'mark', '{}', 0)",
-                    body=b"old",
-                )
+    async with open_earlier(1) as database:
+        await database.write(
+            lambda tx: tx.run(
+                "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples,"
+                " attempts, on_stale, tags, created)"
+                " VALUES ('t', 1, 'a', 0, :body, 'd', 1, 3, 'mark', '{}', 0)",
+                body=b"old",
             )
+        )
     for _ in range(2):
         async with open_database(store_url) as database:
-            found = await database.read(lambda tx: tx.all("SELECT id, body, retry_s FROM tasks"))
-            assert [(name, bytes(body), wait) for name, body, wait in found] == [
-                ("t", b"old", 3600)
-            ]
+            [row] = await database.read(lambda tx: tx.all("SELECT id, body, retry_s FROM tasks"))
+            assert (row[0], bytes(row[1]), row[2]) == ("t", b"old", 3600)
 
 
 async def test_a_store_of_a_later_version_is_refused(store_url: str) -> None:
@@ -295,16 +287,18 @@ async def test_a_database_that_is_being_started_is_waited_for(tmp_path: Path) ->
         assert await database.write(_add("first")) == "first"
 
 
+def _end_connections(url: str, which: str = "") -> None:
+    with psycopg.connect(url, autocommit=True) as admin:
+        ours = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        admin.execute(f"{ours} WHERE application_name = 'tugline'{which}")
+
+
 async def test_a_lost_connection_is_opened_again(postgres_url: str) -> None:
     """When PostgreSQL ends all connections, writes and reads go on as if nothing was."""
     async with open_database(postgres_url) as database:
         await database.write(_add("before"))
         await database.read(_names)
-        with psycopg.connect(postgres_url, autocommit=True) as admin:
-            admin.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE application_name = 'tugline'"
-            )
+        _end_connections(postgres_url)
         found = asyncio.gather(*(database.read(_names) for _ in range(4)))
         await database.write(_add("later"))
         assert all("before" in names for names in await found)
@@ -319,11 +313,7 @@ async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_ur
         runs.append(1)
         _add("once")(tx)
         if len(runs) == 1:
-            with psycopg.connect(postgres_url, autocommit=True) as admin:
-                admin.execute(
-                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                    " WHERE application_name = 'tugline' AND state = 'idle in transaction'"
-                )
+            _end_connections(postgres_url, " AND state = 'idle in transaction'")
             tx.run("UPDATE consumers SET acked = 1")
 
     async with open_database(postgres_url) as database:
@@ -332,45 +322,20 @@ async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_ur
         assert await database.read(_names) == ["once"]
 
 
-_FULL = """
-import asyncio, resource, signal, sys
-from tugline.errors import StoreError
-from tugline.server.store.database import open_database
-
-def put(tx, n):
-    tx.run("INSERT INTO consumers VALUES (:name, 0, 0)", name=f"{n}" + "x" * 100_000)
-
-async def main():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    async with open_database(sys.argv[1]) as database:
-        await database.write(lambda tx: put(tx, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
-        kept = 1
-        try:
-            for n in range(1, 100):
-                await database.write(lambda tx: put(tx, n))
-                kept += 1
-        except StoreError as error:
-            print(error)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        await database.write(lambda tx: put(tx, 1000))
-        count = await database.read(lambda tx: tx.fetch_value("SELECT COUNT(*) FROM consumers"))
-        print(kept, count - 1)
-
-asyncio.run(main())
-"""
-
-
-def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
+async def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     """Writes fail with clear words while there is no room, and go on when there is some."""
-    url = f"sqlite:{tmp_path / 'a.db'}"
-    run = subprocess.run(
-        [sys.executable, "-c", _FULL, url], capture_output=True, text=True, timeout=30, check=False
-    )
-    output, kept = run.stdout.splitlines()
-    assert f"store {tmp_path / 'a.db'}: " in output, run.stderr
-    before, after = map(int, kept.split())
-    assert 1 < before == after
+    path, kept = tmp_path / "a.db", list[str]()
+    async with open_database(f"sqlite:{path}") as database:
+
+        async def fill() -> None:
+            for n in range(100, 200):
+                kept.append(await database.write(_add(f"{n}" + "x" * 100_000)))
+
+        with limited_files(1_000_000), pytest.raises(StoreError, match=f"store {path}: "):
+            await fill()
+        await database.write(_add("later"))
+        assert await database.read(_names) == [*kept, "later"]
+    assert kept
 
 
 def test_no_space_is_explained(tmp_path: Path) -> None:

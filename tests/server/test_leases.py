@@ -3,18 +3,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
-from leased import Idler, Open, a_task, names, pass_time, result
+from leased import Idler, Open, a_task, names, on_postgres, pass_time, result, statements
 from tugline.errors import Conflict, FencedError
 from tugline.protocol import (
     CommitOutcome,
     EventKind,
     EventQuery,
     HeldSession,
-    LeaseRequest,
     NodeRegistered,
     NodeRegistration,
     PauseMode,
@@ -23,55 +21,20 @@ from tugline.protocol import (
     ResultQuery,
     StopKind,
 )
-from tugline.server.blobs import LocalBlobs
-from tugline.server.control import ControlPlane
-from tugline.server.store import nodes, results, sessions, stats
-from tugline.server.store.database import open_database
+from tugline.server.control import ControlPlane, expire
+from tugline.server.store import leases, nodes, results, sessions, stats
+from tugline.server.store.base import Tx
 from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
 
-async def test_a_node_that_waits_gets_work_at_once(control: ControlPlane) -> None:
-    """A question that waits is answered by the submission, not by a clock."""
-    node = await Idler.join(control)
-    asking = await node.start_asking()
-    await control.submit([a_task("t", 4)])
-    orders = await asyncio.wait_for(asking, 20)
-    assert names(orders.work) == ["t-0", "t-1", "t-2", "t-3"]
-    first = orders.work[0]
-    assert first.task == a_task("t", 4)
-    assert (first.session.epoch > 0, first.session.attempt) == (True, 0)
-    assert first.session.status is Status.INIT
-
-
-async def test_work_is_no_more_than_there_is_room(control: ControlPlane) -> None:
-    """The rest stays for others, and a node without room waits for orders only."""
-    node, other = await Idler.join(control, "a", room=3), await Idler.join(control, "b")
-    await control.submit([a_task("t", 5)])
-    assert len((await node.ask()).work) == 3
-    assert (await node.ask(wait_s=0.05)).work == ()
-    assert len((await other.ask()).work) == 2
-    assert (await other.ask(wait_s=0.05)).work == ()
-
-
 async def test_samples_of_a_task_stay_together(control: ControlPlane) -> None:
-    """Nodes that wait at the same time each get whole tasks, as far as they have room."""
+    """Nodes that wait at the same time get whole tasks at once, as far as they have room."""
     a, b = await Idler.join(control, "a", room=4), await Idler.join(control, "b", room=4)
     asking = [await a.start_asking(), await b.start_asking()]
     await control.submit([a_task("s", 4), a_task("t", 4)])
-    got = [sorted({w.task.id for w in orders.work}) for orders in await asyncio.gather(*asking)]
-    assert sorted(got) == [["s"], ["t"]]
-
-
-async def test_an_answer_that_got_lost_is_given_again(control: ControlPlane) -> None:
-    """The node says what it holds; what it does not name has not arrived, and keeps its epoch."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", 2)])
-    lost = await node.ask()
-    node.held.clear()
-    again = await node.ask()
-    assert sorted(names(again.work)) == sorted(names(lost.work)) == ["t-0", "t-1"]
-    assert {work.session for work in again.work} == {work.session for work in lost.work}
-    assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
+    answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
+    got = [sorted(names(orders.work)) for orders in answers]
+    assert sorted(got) == [["s-0", "s-1", "s-2", "s-3"], ["t-0", "t-1", "t-2", "t-3"]]
 
 
 async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane) -> None:
@@ -91,34 +54,18 @@ async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane)
     assert len(held) == 8, "as many as it has room for"
 
 
-async def test_a_result_is_kept_once(control: ControlPlane) -> None:
-    """The same bytes again are fine; others are refused, as is what comes with an old epoch."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    [work] = (await node.ask()).work
-    data, epoch = result(work.session), work.session.epoch
-    assert (await control.dispatcher.commit("t-0", epoch, data)).outcome is CommitOutcome.COMMITTED
-    assert (await control.dispatcher.commit("t-0", epoch, data)).outcome is CommitOutcome.ALREADY
-    with pytest.raises(FencedError):
-        await control.dispatcher.commit("t-0", epoch, result(work.session, reward=0.5))
-    found = await control.results(ResultQuery())
-    assert [item.reward for item in found.items] == [1.0]
-    assert await control.trajectory("t-0") == data
-
-
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
     """As soon as its lease has ended; its later messages are refused."""
-    dead, alive = await Idler.join(control, "dead"), await Idler.join(control, "alive")
-    await control.submit([a_task("t")])
-    [work] = (await dead.ask()).work
+    dead = await Idler.at_work(control, a_task("t"), name="dead")
+    alive = await Idler.join(control, "alive")
     await pass_time(control, 20.0)
     asking = await alive.start_asking()
     await pass_time(control, 20.0)
     await asyncio.wait_for(asking, 10)
-    epoch = work.session.epoch
-    assert (alive.held["t-0"].epoch > epoch, alive.held["t-0"].attempt) == (True, 0)
+    assert alive.held["t-0"].epoch > dead.held["t-0"].epoch
+    assert alive.held["t-0"].attempt == 0
     with pytest.raises(FencedError):
-        await control.dispatcher.commit("t-0", epoch, result(work.session))
+        await dead.commit("t-0")
     for says in (dead.ask, dead.renew):
         with pytest.raises(FencedError, match="register again"):
             await says()
@@ -132,17 +79,14 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
 ) -> None:
     """A task of the same id is leased again: the late result, log and release are refused."""
     async with open_control() as control:
-        node = await Idler.join(control)
-        await control.submit([a_task("t")])
-        [old] = (await node.ask()).work
+        old = (await Idler.at_work(control, a_task("t"))).held["t-0"]
     wipe_store()
     async with open_control(ahead_s=1.0) as control:
-        node = await Idler.join(control, "another")
-        await control.submit([a_task("t")])
-        [new] = (await node.ask()).work
-        again, epoch = control.dispatcher, old.session.epoch
+        node = await Idler.at_work(control, a_task("t"), name="another")
+        again, epoch = control.dispatcher, old.epoch
+        assert node.held["t-0"].epoch > epoch
         for late in (
-            again.commit("t-0", epoch, result(old.session, reward=0.0)),
+            again.commit("t-0", epoch, result(old, reward=0.0)),
             again.release("t-0", Release(epoch=epoch, reason="late")),
             again.log("t-0", epoch, 0, b"late"),
         ):
@@ -152,39 +96,6 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
         answer = await again.renew(node.node, Renewal(held=(held,), applied=0))
         assert [stop.epoch for stop in answer.stop] == [epoch]
         assert (await node.commit("t-0", reward=1.0)).outcome is CommitOutcome.COMMITTED
-    assert new.session.epoch > epoch
-
-
-async def test_leases_end_by_themselves(open_control: Open) -> None:
-    """The server wakes when one is due; nobody has to ask."""
-    async with open_control(lease_s=0.2) as control:
-        await Idler.join(control)
-        after = (await control.events(EventQuery()))[-1].position
-        events = await control.events(EventQuery(after=after, wait_s=20.0))
-        assert [event.kind for event in events] == [EventKind.LOST]
-
-
-async def test_a_node_that_renews_keeps_what_it_has(control: ControlPlane) -> None:
-    """For as long as it does, whatever its sessions take."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
-    for _ in range(8):
-        await pass_time(control, 10.0)
-        assert (await node.renew()).stop == ()
-    assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-
-
-async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPlane) -> None:
-    """Its successor of the same name gets it at once, without waiting for a lease to end."""
-    before = await Idler.join(control, "a")
-    await control.submit([a_task("t")])
-    await before.ask()
-    after = await Idler.join(control, "a")
-    assert names((await after.ask()).work) == ["t-0"]
-    assert after.held["t-0"].epoch > before.held["t-0"].epoch
-    with pytest.raises(FencedError):
-        await before.renew()
 
 
 async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
@@ -205,39 +116,9 @@ async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) ->
     await join("two")
 
 
-async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> None:
-    """Nodes have the whole lease to come back, and commit what they were given before."""
-    async with open_control() as control:
-        node = await Idler.join(control)
-        await control.submit([a_task("t", 2)])
-        await node.ask()
-    async with open_control(ahead_s=100.0) as control:
-        node.control = control
-        await pass_time(control, 20.0)
-        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        assert (await node.renew()).stop == ()
-        assert (await control.database.read(stats.counts)).sessions == {"completed": 1, "run": 1}
-
-
-async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPlane) -> None:
-    """A renewal names it as fenced."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t", 2)])
-    await node.ask()
-    handed = Release(epoch=node.held["t-1"].epoch, reason="no room")
-    await control.dispatcher.release("t-1", handed)
-    assert [(stop.session, stop.reason) for stop in (await node.renew()).stop] == [
-        ("t-1", StopKind.FENCED)
-    ]
-    with pytest.raises(FencedError):
-        await control.dispatcher.release("t-1", handed)
-
-
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
     """A question in waiting is answered by a stop; the next one waits, renewals repeat it."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"))
     asking = await node.start_asking()
     await control.database.write(results.cancel_session, "t-0", by="me")
     [stop] = (await asyncio.wait_for(asking, 20)).stop
@@ -250,19 +131,17 @@ async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> No
 
 async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> None:
     """It is told at once, and what it hands back costs no attempt."""
-    node = await Idler.join(control, "a")
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"), name="a")
     asking = await node.start_asking()
     await control.dispatcher.drain(node.node)
     assert (await asyncio.wait_for(asking, 20)).draining
     await control.submit([a_task("u")])
     assert (await node.ask(wait_s=0.2)).work == ()
-    epoch = node.held["t-0"].epoch
-    await control.dispatcher.release("t-0", Release(epoch=epoch, reason="going"))
+    await node.release("t-0")
     other = await Idler.join(control, "b")
     await other.ask()
-    assert (other.held["t-0"].attempt, other.held["t-0"].epoch > epoch) == (0, True)
+    assert other.held["t-0"].attempt == 0
+    assert other.held["t-0"].epoch > node.held["t-0"].epoch
     assert set(other.held) == {"t-0", "u-0"}
 
 
@@ -326,11 +205,10 @@ async def test_a_broken_node_is_no_black_hole(control: ControlPlane) -> None:
     for pause_s, cause in ((5.0, Cause.SANDBOX), (10.0, None), (0.0, None)):
         name = f"after{pause_s:g}"
         await control.submit([a_task(f"{name}.{n}") for n in range(3)])
-        [_, view] = await control.database.read(nodes.list_views)
-        view = next(one for one in (_, view) if one.name == "broken")
+        view, _ = await control.database.read(nodes.list_views)
         assert view.fault == ("sandbox: it broke" if pause_s else "")
-        for half in (pause_s / 2, pause_s / 2):
-            await pass_time(control, half)
+        for _ in range(2):
+            await pass_time(control, pause_s / 2)
             await asyncio.gather(broken.renew(), sound.renew())
         trial = names((await broken.ask()).work)
         assert len(trial) == (1 if pause_s else 3)
@@ -355,9 +233,7 @@ async def test_one_task_alone_stops_no_node(control: ControlPlane) -> None:
 
 async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
     """If another has room; a node that is alone gets it again."""
-    a = await Idler.join(control, "a")
-    await control.submit([a_task("t")])
-    await a.ask()
+    a = await Idler.at_work(control, a_task("t"), name="a")
     b = await Idler.join(control, "b", room=1)
     waiting = await a.start_asking(room=7)
     asking = await b.start_asking()
@@ -371,28 +247,24 @@ async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) ->
 
 async def test_a_crash_is_not_held_against_the_node(control: ControlPlane) -> None:
     """Only what the table says to try elsewhere leaves the node where its task's samples are."""
-    a = await Idler.join(control, "a", room=2)
-    await control.submit([a_task("t", 2)])
-    await a.ask()
+    a = await Idler.at_work(control, a_task("t", 2), name="a", room=2)
     b = await Idler.join(control, "b", room=1)
     await a.commit("t-0", failure=Cause.CRASH)
     await asyncio.gather(a.ask(wait_s=0.5), b.ask(wait_s=0.5))
     assert (set(a.held), set(b.held)) == ({"t-0", "t-1"}, set())
 
 
-async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -> None:
+async def test_the_last_attempt_of_a_lost_node_is_a_result(control: ControlPlane) -> None:
     """Nobody waits for ever for a task that kills its nodes."""
-    async with open_control() as control:
-        await control.submit([a_task("t", group=Group(attempts=2, retry_s=0.0))])
-        for _ in range(2):
-            node = await Idler.join(control, "a")
-            await node.ask()
-        await Idler.join(control, "a")
-        found = await control.database.read(results.get, "t-0")
-        assert found.failure is not None
-        assert found.failure.boundary is Boundary.INFRASTRUCTURE
-        assert "try 2, the last" in found.failure.message
-        assert (found.bytes, found.reward) == (0, None)
+    task = a_task("t", group=Group(attempts=2, retry_s=0.0))
+    lost = [await Idler.at_work(control, task, name="a") for _ in range(2)]
+    assert lost[1].held["t-0"].epoch > lost[0].held["t-0"].epoch, "its successor gets it at once"
+    await Idler.join(control, "a")
+    found = await control.database.read(results.get, "t-0")
+    assert found.failure is not None
+    assert found.failure.boundary is Boundary.INFRASTRUCTURE
+    assert "try 2, the last" in found.failure.message
+    assert (found.bytes, found.reward) == (0, None)
 
 
 async def test_stale_sessions_start_again(control: ControlPlane) -> None:
@@ -408,8 +280,8 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     [stop] = (await asyncio.wait_for(asking, 20)).stop
     assert (stop.session, stop.reason) == ("strict-0", StopKind.STALE)
     await announcing
+    await node.release("strict-0", "stale")
     epoch = node.held.pop("strict-0").epoch
-    await control.dispatcher.release("strict-0", Release(epoch=epoch, reason="stale"))
     [work] = (await node.ask()).work
     assert (work.session.id, work.session.attempt) == ("strict-0", 1)
     assert work.session.epoch > epoch
@@ -418,9 +290,7 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
 
 async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
     """A node that renews and ignores its orders loses the session when a lease time is over."""
-    node = await Idler.join(control)
-    await control.submit([a_task("t")])
-    await node.ask()
+    node = await Idler.at_work(control, a_task("t"))
     await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
         await pass_time(control, 20.0)
@@ -455,35 +325,20 @@ async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     assert (await control.database.read(stats.counts)).paused
 
 
-async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -> None:
+@on_postgres
+async def test_work_is_given_across_servers(open_control: Open) -> None:
     """On PostgreSQL a task that one server takes in wakes a node that waits at another."""
-
-    def server(name: str) -> ControlPlane:
-        blobs = LocalBlobs(tmp_path / "blobs")
-        return ControlPlane(open_database(postgres_url), blobs, folder=tmp_path / name)
-
-    async with server("one") as one, server("other") as other:
+    async with open_control("one") as one, open_control("other") as other:
         node = await Idler.join(other)
         asking = await node.start_asking()
         await one.submit([a_task("t", 2)])
         assert len((await asyncio.wait_for(asking, 20)).work) == 2
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        assert await one.database.read(nodes.find_by_token, "nonsense") is None
         waiting = asyncio.ensure_future(
             one.results(ResultQuery(after=(await one.results(ResultQuery())).cursor, wait_s=10))
         )
         await node.commit("t-1")
         assert [item.session for item in (await asyncio.wait_for(waiting, 20)).items] == ["t-1"]
-
-
-async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
-    """A hundred nodes without work are answered with nothing when their time is over."""
-    asks = []
-    for n in range(100):
-        node = await Idler.join(control, f"n{n}")
-        asks.append(control.dispatcher.lease(node.node, LeaseRequest(capacity=1, wait_s=0.3)))
-    async with asyncio.timeout(10):
-        assert all(orders.work == () for orders in await asyncio.gather(*asks))
 
 
 # --------------------------------------------------------------------------- clocks and restarts
@@ -537,19 +392,13 @@ async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: 
     assert states["dead"] == "gone"
 
 
-async def test_a_start_beside_a_running_server_renews_nothing(
-    postgres_url: str, tmp_path: Path
-) -> None:
+@on_postgres
+async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open) -> None:
     """Nodes that have time left need none from a second server."""
-
-    def server(name: str) -> ControlPlane:
-        blobs = LocalBlobs(tmp_path / "blobs")
-        return ControlPlane(open_database(postgres_url), blobs, folder=tmp_path / name)
-
-    async with server("one") as one:
+    async with open_control("one") as one:
         await Idler.join(one)
         [before] = await one.database.read(nodes.list_views)
-        async with server("other") as other:
+        async with open_control("other") as other:
             [after] = await other.database.read(nodes.list_views)
     assert after.deadline == before.deadline
 
@@ -566,3 +415,51 @@ async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlan
     [trial] = names((await node.ask()).work)
     await node.commit(trial)
     assert len((await node.ask()).work) == 2
+
+
+# --------------------------------------------------------------------------- many at once
+async def test_a_lost_node_costs_as_many_statements_whatever_it_held(control: ControlPlane) -> None:
+    """Its sessions are returned to the queue together, not one by one."""
+    counts = []
+    for name, samples in (("small", 2), ("large", 64)):
+        node = await Idler.at_work(control, a_task(name, samples), name=name, room=samples)
+        assert len(node.held) == samples
+
+        def lose(tx: Tx, node: str = node.node) -> int:
+            with statements(tx) as seen:
+                leases.expire_node(tx, node, "gone")
+            return len(seen)
+
+        counts.append(await control.database.write(lose))
+    assert max(counts) < 16
+    assert (await control.database.read(stats.counts)).sessions["queued"] == 66
+
+
+async def test_lost_nodes_expire_a_few_at_a_time(control: ControlPlane) -> None:
+    """Others can renew in between; in the end all are gone and all work is in the queue again."""
+    for n in range(45):
+        await Idler.at_work(control, a_task(f"t{n}"), name=f"n{n}", room=1)
+    control.database.clock.ahead_s += 100
+    steps = []
+    while due := await control.database.read(nodes.list_expired):
+        steps.append(len(due))
+        await control.database.write(expire, lease_s=30.0)
+    assert steps[0] == max(steps) == 20
+    assert len(steps) > 1
+    assert (await control.database.read(stats.counts)).sessions["queued"] == 45
+
+
+async def test_what_is_beyond_one_grant_is_granted_next(
+    control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound on each transaction leaves no node waiting beside a queue."""
+    monkeypatch.setattr(leases, "_GRANTED", 3)
+    waiting = [await Idler.join(control, name, room=3) for name in "abc"]
+    asking = [await node.start_asking() for node in waiting]
+    await control.submit([a_task(f"t{n}") for n in range(9)])
+    answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
+    given = [name for answer in answers for name in names(answer.work)]
+    while len(given) < 9:
+        for node in waiting:
+            given += names((await node.ask(wait_s=0.5)).work)
+    assert sorted(given) == [f"t{n}-0" for n in range(9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import psycopg
+import pytest
 
+from leased import a_task
 from transitions import TRANSITIONS
 from tugline.errors import FencedError
 from tugline.protocol import (
@@ -28,18 +30,7 @@ from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.postgres import Postgres
 from tugline.server.store.results import End
 from tugline.server.store.sqlite import Sqlite
-from tugline.types import (
-    STAGES,
-    TERMINAL,
-    Boundary,
-    Failure,
-    Group,
-    PluginSpec,
-    Session,
-    Stale,
-    Status,
-    Task,
-)
+from tugline.types import STAGES, TERMINAL, Boundary, Failure, Group, Session, Stale, Status
 
 LEASE_S = 10.0
 T = TypeVar("T")
@@ -99,12 +90,9 @@ class Lifecycle:
     def _submit(self) -> None:
         """A client submits a task."""
         draw = self.random.choice
-        task = Task(
-            id=f"t{next(self.numbers)}",
-            instruction="",
-            harness=PluginSpec("shell"),
-            evaluator=PluginSpec("tests"),
-            samples=draw([1, 2, 4, 6]),
+        task = a_task(
+            f"t{next(self.numbers)}",
+            draw([1, 2, 4, 6]),
             tenant=draw(["a", "b"]),
             priority=draw([-1, 0, 1]),
             group=Group(
@@ -207,12 +195,8 @@ class Lifecycle:
     def _announce(self) -> None:
         """New weights."""
         version = next(self.numbers)
-
-        def op(tx: Tx) -> None:
-            tx.run("UPDATE control SET version = :version", version=version)
-            leases.abort_stale(tx, version)
-
-        self._do(op)
+        self._do(lambda tx: tx.run("UPDATE control SET version = :version", version=version))
+        self._do(partial(leases.abort_stale, version=version))
 
     def _wait(self, seconds: float = 0) -> None:
         """Time passes, and what is due happens."""
@@ -323,16 +307,14 @@ def _after(status: Status) -> set[Status]:
 
 def _run(store: Driver, seed: int, steps: int) -> None:
     store.prepare()
-    connection = store.connect()
-    life = Lifecycle(connection, seed)
-    try:
-        life.live(steps)
-    except Exception as error:
-        error.add_note(f"seed {seed} after {life.history}")
-        raise
-    finally:
-        connection.close()
-        store.release()
+    with contextlib.closing(store.connect()) as connection:
+        life = Lifecycle(connection, seed)
+        try:
+            life.live(steps)
+        except Exception as error:
+            error.add_note(f"seed {seed} after {life.history}")
+            raise
+    store.release()
 
 
 def test_lifecycle_on_sqlite(tmp_path: Path) -> None:
@@ -341,9 +323,7 @@ def test_lifecycle_on_sqlite(tmp_path: Path) -> None:
         _run(Sqlite(tmp_path / f"{seed}.db"), seed, 120)
 
 
-def test_lifecycle_on_postgres(postgres_url: str) -> None:
+@pytest.mark.parametrize("seed", [100, 101])
+def test_lifecycle_on_postgres(postgres_url: str, seed: int) -> None:
     """The same on PostgreSQL, a few times."""
-    for seed in range(2):
-        with psycopg.connect(postgres_url, autocommit=True) as connection:
-            connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
-        _run(Postgres(postgres_url), seed + 100, 80)
+    _run(Postgres(postgres_url), seed, 80)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -69,23 +68,6 @@ async def test_reading_from_the_end(tmp_path: Path) -> None:
     assert await logs.read("t-1", offset=-3, ended=True) == LogPart(b"", 0, ended=True)
     logs.part = 4
     assert await logs.read("t-0", offset=-30) == LogPart(b"0123", 4, ended=False)
-
-
-async def test_following_waits_for_what_comes(tmp_path: Path) -> None:
-    """A reader sleeps until there is more, until the session ends, or for as long as it said."""
-    logs = Logs(tmp_path)
-    reader = asyncio.create_task(logs.read("t-0", wait_s=10))
-    await asyncio.sleep(0.05)
-    assert logs.followed() == ("t-0",)
-    await logs.append("t-1", 1, 0, b"another session")
-    await logs.append("t-0", 1, 0, b"at last")
-    async with asyncio.timeout(20):
-        assert await reader == LogPart(b"at last", 7, ended=False)
-        reader = asyncio.create_task(logs.read("t-0", offset=7, wait_s=10))
-        await asyncio.sleep(0.05)
-        logs.hub.notify(["t-0"])
-        assert await reader == LogPart(b"", 7, ended=False)
-        assert await logs.read("t-0", offset=7, wait_s=0.05) == LogPart(b"", 7, ended=False)
 
 
 async def test_old_logs_are_forgotten(tmp_path: Path) -> None:

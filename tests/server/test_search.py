@@ -5,29 +5,21 @@ from __future__ import annotations
 import time
 
 import pytest
+from msgspec.structs import replace
 
-from leased import Open
+from leased import Earlier, Open, a_task
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
-from tugline.server.store import base, postgres, results, sessions, sqlite, tasks
-from tugline.server.store.base import STEPS, Tx
-from tugline.server.store.database import open_database
+from tugline.server.store import results, sessions, tasks
+from tugline.server.store.base import Tx
 from tugline.server.store.results import End
-from tugline.types import Boundary, Failure, PluginSpec, Status, Task
+from tugline.types import Boundary, Failure, Status, Task
 
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     """A task that no node runs."""
-    plugin = PluginSpec("none")
-    return Task(
-        id=name,
-        instruction=instruction,
-        harness=plugin,
-        evaluator=plugin,
-        samples=samples,
-        tags=tags,
-    )
+    return replace(a_task(name, samples, tags=tags), instruction=instruction)
 
 
 def submit(tx: Tx, *batch: Task) -> None:
@@ -51,13 +43,13 @@ def fill(tx: Tx) -> None:
 async def find(control: ControlPlane, q: str, **query: object) -> list[str]:
     """Ids of all pages that match."""
     found: list[str] = []
-    after: str | None = None
+    asked = SessionQuery(q=q, **query)  # type: ignore[arg-type]
     while True:
-        asked = SessionQuery(q=q, after=after, **query)  # type: ignore[arg-type]
         page = await control.database.read(sessions.page, asked)
         found += [one.id for one in page.sessions]
-        if (after := page.next) is None:
+        if page.next is None:
             return found
+        asked = replace(asked, after=page.next)
 
 
 async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> None:
@@ -124,6 +116,22 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
         assert await find(control, "common", node="none", **options) == []
 
 
+async def test_sessions_are_found_by_parts_of_ids(
+    control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of submission, whether tasks or sessions are looked at."""
+    await control.database.write(submit, task("mend", "x", 3), task("later", "x", 2))
+    mend, later = ["mend-0", "mend-1", "mend-2"], ["later-0", "later-1"]
+    assert await find(control, "end-1") == ["mend-1"]
+    assert await find(control, "mend") == await find(control, "mend-") == mend
+    assert await find(control, "-1") == await find(control, "1") == ["mend-1", "later-1"]
+    assert await find(control, "e") == mend + later
+    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing"):
+        assert await find(control, nothing) == [], nothing
+    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)
+    assert await find(control, "e") == mend + later
+
+
 async def test_a_number_is_that_of_a_task_or_of_a_sample(control: ControlPlane) -> None:
     """A sample is found however many tasks have none with this number."""
     batch = [task("few-12", "x", 1), task("many", "x", 14)]
@@ -188,16 +196,14 @@ async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
 
 
 async def test_an_earlier_store_is_searched_from_then_on(
-    store_url: str, open_control: Open, monkeypatch: pytest.MonkeyPatch
+    open_earlier: Earlier, open_control: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it holds is found by ids; what comes after it was brought up to date, by words, too."""
     with monkeypatch.context() as earlier:
-        for module in (base, sqlite, postgres):
-            earlier.setattr(module, "STEPS", STEPS[:4])
-        earlier.setattr(sessions.texts, "add", lambda *_: None)
-        earlier.setattr(sessions.texts, "replace", lambda *_: None)
+        for name in ("add", "replace"):
+            earlier.setattr(sessions.texts, name, lambda *_: None)
         earlier.setattr(sessions, "_COLUMNS", sessions._COLUMNS.replace(", note", ", ''"))
-        async with open_database(store_url) as database:
+        async with open_earlier(4) as database:
             await database.write(submit, task("early", "Fix calc.py", kind="mend"))
             await database.write(fail, "early-1", "gone wrong")
     async with open_control() as control:
@@ -209,15 +215,12 @@ async def test_an_earlier_store_is_searched_from_then_on(
 
 
 async def test_a_store_of_layout_5_keeps_its_words(
-    store_url: str, open_control: Open, monkeypatch: pytest.MonkeyPatch
+    open_earlier: Earlier, open_control: Open
 ) -> None:
     """Texts that it has are in the new indexes."""
-    with monkeypatch.context() as earlier:
-        for module in (base, sqlite, postgres):
-            earlier.setattr(module, "STEPS", STEPS[:5])
-        async with open_database(store_url) as database:
-            await database.write(submit, task("early", "Fix calc.py"))
-            await database.write(fail, "early-1", "gone wrong")
+    async with open_earlier(5) as database:
+        await database.write(submit, task("early", "Fix calc.py"))
+        await database.write(fail, "early-1", "gone wrong")
     async with open_control() as control:
         assert await find(control, "fix") == ["early-0", "early-1"]
         assert await find(control, "wrong", status=Status.FAILED) == ["early-1"]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import secrets
 import stat
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import structlog
 
-from served import TOKENS, Served, result
+from served import TASK, TOKENS, Answer, Served, result, serve
 from tugline.errors import UsageError
+from tugline.protocol import NodeRegistered
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import ApiRole, Person, Route, Tokens
+from tugline.server.settings import TenantSettings
 
 GUARDED = [route for route in ROUTES if route.roles]
-NAMES = [f"{route.method} {route.path}" for route in GUARDED]
 
 
 def _path(route: Route, ident: str = "t") -> str:
@@ -24,59 +26,41 @@ def _path(route: Route, ident: str = "t") -> str:
 
 
 async def test_no_route_opens_without_its_token(server: Served) -> None:
-    """Nobody, a stranger, and every role that a route does not name are refused, on every route."""
+    """Nobody, a stranger, a node that is gone, and every role that a route does not name."""
+    gone = await server.join("again")
+    await server.lease(gone, wait_s=0)
+    await server.join("again")
     node = await server.join()
+    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], gone.token)
     keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
     for route in GUARDED:
-        for key in (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1]):
+        for key in strangers:
             response = await server.ask(route.method, _path(route), key)
-            assert (response.status, response.problem.type[20:]) == (401, "unauthorized"), (
-                route.path,
-                key,
-            )
+            assert response.refusal == (401, "unauthorized"), (route.path, key)
             assert response.headers["www-authenticate"].startswith("Bearer")
         for role in set(ApiRole) - route.roles:
             response = await server.ask(route.method, _path(route), keys[role])
-            assert (response.status, response.problem.type[20:]) == (403, "forbidden"), (
-                route.path,
-                role,
-            )
+            assert response.refusal == (403, "forbidden"), (route.path, role)
 
 
-async def test_the_roles_are_these() -> None:
-    """Who may do what is a decision: it does not change by accident."""
-    may = {
-        role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles}
-        for role in ApiRole
-    }
-    assert may[ApiRole.JOIN] == {"POST /v1/nodes"}
-    assert may[ApiRole.READ] == {name for name in NAMES if name.startswith("GET ")}
-    assert may[ApiRole.NODE] == {
-        "POST /v1/nodes/{id}/lease",
-        "POST /v1/nodes/{id}/renew",
-        "POST /v1/nodes/{id}/drain",
-        "POST /v1/sessions/{id}/result",
-        "POST /v1/sessions/{id}/log",
-        "POST /v1/sessions/{id}/release",
-    }
-    only_nodes = may[ApiRole.NODE] - {"POST /v1/nodes/{id}/drain"}
-    assert may[ApiRole.CLIENT] == set(NAMES) - only_nodes - {"POST /v1/nodes"}
-    assert [route.path for route in ROUTES if not route.roles] == ["/healthz"]
-
-
-@pytest.mark.parametrize("header", ["Bearer", "Basic client-token", "client-token", "Bearer  "])
-async def test_only_bearer_tokens_are_tokens(server: Served, header: str) -> None:
-    """A token elsewhere in the header is none."""
-    response = await server.ask("GET", "/v1/status", None, headers={"authorization": header})
+@pytest.mark.parametrize(
+    ("query", "headers"),
+    [
+        ("", {"authorization": "Bearer"}),
+        ("", {"authorization": "Basic client-token"}),
+        ("", {"authorization": "client-token"}),
+        ("", {"authorization": "Bearer  "}),
+        ("", {"cookie": "token=client-token"}),
+        ("", {"x-api-key": "client-token"}),
+        ("?token=client-token", {}),
+    ],
+)
+async def test_only_bearer_tokens_are_tokens(
+    server: Served, query: str, headers: dict[str, str]
+) -> None:
+    """A token elsewhere is none: tokens stay out of addresses, which end up in logs."""
+    response = await server.ask("GET", f"/v1/status{query}", None, headers=headers)
     assert response.status == 401
-
-
-async def test_a_token_in_the_query_or_a_cookie_is_none(server: Served) -> None:
-    """Tokens stay out of addresses, which end up in logs."""
-    response = await server.ask("GET", f"/v1/status?token={TOKENS.client}", None)
-    assert response.status == 401
-    cookie = {"cookie": f"token={TOKENS.client}"}
-    assert (await server.ask("GET", "/v1/status", None, headers=cookie)).status == 401
 
 
 async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
@@ -89,60 +73,38 @@ async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
     assert {one["state"] for one in (await server.ask("GET", "/v1/nodes")).json} == {"live"}
 
 
+async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tuple[int, str]]:
+    """What a node gets that sends result, log and return of ``t-0`` and does not hold it."""
+    back = {"epoch": epoch, "reason": "because"}
+    answers = [
+        await server.commit(node, "t-0", epoch, b"not even unpacked"),
+        await server.write_log(node, epoch, b"lies"),
+        await server.ask("POST", "/v1/sessions/t-0/release", node.token, json=back),
+    ]
+    return [answer.refusal for answer in answers]
+
+
 async def test_a_node_cannot_touch_the_session_of_another(server: Served) -> None:
     """Result, log and return of a session are taken from the node that holds it, no other."""
-    await server.submit()
-    one, two = await server.join("one"), await server.join("two")
-    (work,) = (await server.lease(one)).work
-    sid, epoch = work.session.id, work.session.epoch
-    response = await server.commit(two, sid, epoch, result(sid, "t", reward=99.0))
-    assert (response.status, response.problem.type[20:]) == (409, "fenced")
-    log = f"/v1/sessions/{sid}/log?epoch={epoch}&offset=0"
-    assert (await server.ask("POST", log, two.token, data=b"lies")).status == 409
-    back = {"epoch": epoch, "reason": "because"}
-    path = f"/v1/sessions/{sid}/release"
-    assert (await server.ask("POST", path, two.token, json=back)).status == 409
-    assert (await server.commit(one, sid, epoch, result(sid, "t"))).status == 200
-    assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).json["reward"] == 1.0
+    holder, epoch = await server.start()
+    other = await server.join("other")
+    assert await _send_all(server, other, epoch) == [(409, "fenced")] * 3
+    assert (await server.commit(holder, "t-0", epoch, result("t-0", "t"))).status == 200
+    assert (await server.ask("GET", "/v1/sessions/t-0/result")).json["reward"] == 1.0
 
 
 async def test_a_node_cannot_write_to_a_session_that_nobody_holds(server: Served) -> None:
-    """Not before it is leased, and not after its end; what it sends is not even unpacked."""
+    """Not before it is leased, and not after its end."""
     await server.submit()
-    early = await server.join("early")
-    log, noise = "/v1/sessions/t-0/log?offset=0&epoch=", b"no trajectory"
-    for node, epoch in ((early, 0), (early, 1)):
-        sent = [await server.ask("POST", f"{log}{epoch}", node.token, data=b"lies")]
-        sent.append(await server.commit(node, "t-0", epoch, noise))
-        assert [(response.status, response.problem.type[20:]) for response in sent] == [
-            (409, "fenced")
-        ] * 2
-    (work,) = (await server.lease(early)).work
-    data = result("t-0", "t")
-    assert (await server.commit(early, "t-0", work.session.epoch, data)).status == 200
+    node = await server.join()
+    for epoch in (0, 1):
+        assert await _send_all(server, node, epoch) == [(409, "fenced")] * 3
+    (work,) = (await server.lease(node)).work
+    epoch = work.session.epoch
+    assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
     late = await server.join("late")
-    for response in (
-        await server.ask("POST", f"{log}{work.session.epoch}", late.token, data=b"lies"),
-        await server.commit(late, "t-0", work.session.epoch, noise),
-    ):
-        assert (response.status, response.problem.type[20:]) == (409, "fenced")
-    assert (await server.commit(early, "t-0", work.session.epoch, data)).json[
-        "outcome"
-    ] == "already"
+    assert await _send_all(server, late, epoch) == [(409, "fenced")] * 3
     assert (await server.ask("GET", "/v1/sessions/t-0/log")).body == b""
-
-
-async def test_an_agent_that_posts_its_own_reward_is_refused(server: Served) -> None:
-    """The secret of a session opens model calls at the gateway, and nothing of the server."""
-    await server.submit()
-    (work,) = (await server.lease(await server.join())).work
-    secret = secrets.token_urlsafe(32)
-    data = result(work.session.id, "t", reward=99.0)
-    for key in (None, secret, work.session.id):
-        path = f"/v1/sessions/{work.session.id}/result?epoch={work.session.epoch}"
-        assert (await server.ask("POST", path, key, data=data)).status == 401
-    headers = {"x-api-key": secret}
-    assert (await server.ask("GET", "/v1/status", None, headers=headers)).status == 401
 
 
 def audited(server: Served) -> list[tuple[str, ...]]:
@@ -159,29 +121,25 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
     """What changes something is written down with who did it; reading and nodes' work are not."""
     people = {"ann": Person("ann-token"), "bob": Person("bob-token", "read")}
     server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
-    task = {"instruction": "do", "harness": {"name": "shell"}, "evaluator": {"name": "tests"}}
-    assert (
-        await server.ask("POST", "/v1/tasks", "ann-token", json={"id": "a", **task})
-    ).status == 201
-    assert (
-        await server.ask("POST", "/v1/tasks", "bob-token", json={"id": "b", **task})
-    ).status == 403
-    assert (await server.ask("GET", "/v1/tasks", "bob-token")).status == 200
-    assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404
-    assert (await server.ask("POST", "/v1/tasks/a/cancel?by=me", "client")).status == 200
-    note, text = "/v1/sessions/a-0/note", {"text": " why? "}
-    assert (await server.ask("PUT", note, "bob-token", json=text)).status == 403
-    assert (await server.ask("PUT", note, "ann-token", json=text)).status == 204
-    assert (await server.ask("GET", note[:-5], "bob-token")).json["note"] == "why?"
+
+    async def ask(method: str, path: str, key: str, json: object = None) -> int:
+        response = await server.ask(method, f"/v1/{path}", key, json=json)
+        return int(response.status)
+
+    assert await ask("POST", "tasks", "ann-token", {**TASK, "id": "a"}) == 201
+    assert await ask("POST", "tasks", "bob-token", {**TASK, "id": "b"}) == 403
+    assert await ask("GET", "tasks", "bob-token") == 200
+    assert await ask("POST", "tasks/missing/cancel", "ann-token") == 404
+    assert await ask("POST", "tasks/a/cancel?by=me", "client") == 200
+    note = "sessions/a-0/note"
+    assert await ask("PUT", note, "bob-token", {"text": " why? "}) == 403
+    assert await ask("PUT", note, "ann-token", {"text": " why? "}) == 204
     for bad in ("x" * 2001, "a\0b"):
-        assert (await server.ask("PUT", note, "ann-token", json={"text": bad})).status == 422
-    for path, body in (
-        ("/v1/results/ack?consumer=c", {"cursor": 0}),
-        ("/v1/runs/r/steps", {"step": 1}),
-    ):
-        assert (await server.ask("POST", path, "ann-token", json=body)).status < 300
-    node = await server.join()
-    await server.lease(node, wait_s=0.0)
+        assert await ask("PUT", note, "ann-token", {"text": bad}) == 422
+    assert (await server.ask("GET", "/v1/sessions/a-0", "bob-token")).json["note"] == "why?"
+    assert await ask("POST", "results/ack?consumer=c", "ann-token", {"cursor": 0}) == 200
+    assert await ask("POST", "runs/r/steps", "ann-token", {"step": 1}) < 300
+    await server.lease(await server.join(), wait_s=0.0)
     assert stat.S_IMODE((server.control.folder / "audit.jsonl").stat().st_mode) == 0o600
     assert audited(server) == [
         ("ann", "POST /v1/tasks", "a"),
@@ -190,7 +148,7 @@ async def test_people_have_tokens_of_their_own_and_the_audit_log_has_their_names
         ("join", "POST /v1/nodes"),
     ]
     server.app.tokens = TOKENS
-    assert (await server.ask("GET", "/v1/tasks", "ann-token")).status == 401
+    assert await ask("GET", "tasks", "ann-token") == 401
 
 
 async def test_an_audit_log_that_cannot_be_written_is_said(server: Served) -> None:
@@ -212,3 +170,55 @@ def test_tokens_must_be_tokens() -> None:
     with pytest.raises(UsageError, match=r"the people\.ann token must be ASCII"):
         Tokens("a", "b", "c", {"ann": Person("")})
     assert "client-token" not in repr(TOKENS)
+
+
+# --------------------------------------------------------------------------- tenants
+async def _post(server: Served, key: str = "client", **changes: Any) -> Answer:
+    return await server.ask("POST", "/v1/tasks", key, json={**TASK, **changes})
+
+
+async def test_a_token_submits_so_many_times_a_minute(tmp_path: Path) -> None:
+    """For each tenant, or all without an entry; the answer says when the next one is taken."""
+    limits = {"default": TenantSettings(requests_per_minute=2), "free": 1.0}
+    async with serve(f"sqlite:{tmp_path / 'db'}", tmp_path, tenants=limits) as server:
+        people = {"ann": Person("ann-token")}
+        server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+        server.control.database.clock = lambda: now
+        now = 1e9
+        assert [(await _post(server, tenant=tenant)).status for tenant in ("a", "a")] == [201, 200]
+        now += 10.5
+        for tenant in ("a", "b"):
+            response = await _post(server, tenant=tenant)
+            assert response.refusal == (429, "quota")
+            assert response.headers["retry-after"] == "20"
+            said = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
+            assert response.problem.detail == f"{said} submit again in 20 s"
+        assert (await _post(server, "ann-token", tenant="a")).status == 200
+        assert (await _post(server, id="f", tenant="free")).status == 201
+        for _ in range(3):
+            assert (await server.ask("GET", "/v1/tasks")).status == 200
+        now += 21
+        assert [(await _post(server, tenant="a")).status for _ in range(2)] == [200, 429]
+
+
+async def test_a_person_of_a_tenant_works_for_that_one_only(server_of_each: Served) -> None:
+    """Submits and cancels its work, and reads everything; what names no tenant gets it."""
+    server = server_of_each
+    people = {"ann": Person("ann-token", tenant="lab")}
+    server.app.tokens = msgspec.structs.replace(TOKENS, people=people)
+    await server.submit(id="theirs", tenant="other")
+    assert (await _post(server, "ann-token", id="mine")).status == 201
+    assert (await _post(server, "ann-token", id="mine", tenant="lab")).status == 200
+    for response in (
+        await _post(server, "ann-token", id="no", tenant="other"),
+        await server.ask("POST", "/v1/tasks/theirs/cancel", "ann-token"),
+        await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
+    ):
+        assert response.refusal == (403, "forbidden")
+        said = "this token is for the work of tenant 'lab' only, not of 'other'"
+        assert response.problem.detail == said
+    assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
+    assert (await server.ask("GET", "/v1/tasks/theirs", "ann-token")).status == 200
+    for path in ("tasks/mine", "sessions/mine-0"):
+        assert (await server.ask("POST", f"/v1/{path}/cancel", "ann-token")).status == 200
+    assert (await server.ask("POST", "/v1/tasks/missing/cancel", "ann-token")).status == 404

@@ -1,4 +1,4 @@
-"""Who waits is woken, let go when it leaves, and sent home when the server goes down."""
+"""Long polls and streams: woken, let go when a client leaves, ended when the server goes down."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
+from house import House
+from observed import read
 from served import TOKENS, Served
-from tugline.protocol import NodeRegistration
-from tugline.server.blobs import open_blobs
-from tugline.server.control import ControlPlane
-from tugline.server.http.app import Api, serve_api
-from tugline.server.store.database import open_database
+from tugline.protocol import Event
+from tugline.server.http.app import Api
 
 SSE = {"accept": "text/event-stream"}
 
@@ -23,16 +23,6 @@ async def _until(app: Api, waiting: int) -> None:
     async with asyncio.timeout(10):
         while app.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
-
-
-async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -> None:
-    """Not before, and not a moment later."""
-    asking = asyncio.create_task(server.ask("GET", "/v1/results?wait_s=30"))
-    await _until(server.app, 1)
-    await server.finish()
-    response = await asyncio.wait_for(asking, 20)
-    assert [one["session"] for one in response.json["items"]] == ["t-0"]
-    assert server.app.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
@@ -45,9 +35,9 @@ async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
-        ("/v1/results?wait_s=60", {}),
-        ("/v1/events?wait_s=60", {}),
-        ("/v1/events", SSE),
+        ("/v1/results?wait_s=60&after={}", {}),
+        ("/v1/events?wait_s=60&after={}", {}),
+        ("/v1/events?after={}", SSE),
         ("/v1/sessions/t-0/log?follow=true", {}),
     ],
 )
@@ -57,13 +47,7 @@ async def test_whoever_hangs_up_is_forgotten(
     """A client that leaves frees its place at once, long before its time is up."""
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
-    ask = path if "log" in path else f"{path}{'&' if '?' in path else '?'}after={position}"
-
-    async def reads() -> None:
-        async with server.request("GET", ask, headers=headers) as got:
-            await got.read()
-
-    reading = asyncio.create_task(reads())
+    reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
     await _until(server.app, 1)
     reading.cancel()
     await _until(server.app, 0)
@@ -84,49 +68,88 @@ async def test_a_lease_that_nobody_waits_for_takes_no_work(server: Served) -> No
 
 async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
     """Open long-polls get 503, streams end as streams do, and it is down within two seconds."""
-    database = open_database(f"sqlite:{tmp_path / 'db'}")
-    async with (
-        ControlPlane(database, open_blobs(str(tmp_path / "blobs")), folder=tmp_path) as control,
-        aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.client}"}) as http,
-    ):
-        app = Api(control, TOKENS)
-        node = await control.dispatcher.register(NodeRegistration(name="n", slots=1, capacity=1))
-
-        async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-            async with http.get(url, headers=headers) as got:
-                return got.status, await got.read()
-
-        async def lease(url: str) -> tuple[int, bytes]:
-            mine = {"authorization": f"Bearer {node.token}"}
-            path = f"{url}/v1/nodes/{node.node}/lease"
-            async with http.post(path, json={"capacity": 1}, headers=mine) as got:
-                return got.status, await got.read()
-
-        async with serve_api(app) as url:
-            ways = (("/v1/results?wait_s=60", {}), ("/v1/events", SSE))
-            asking = [asyncio.create_task(ask(url + path, how)) for path, how in ways * 5]
-            asking.append(asyncio.create_task(lease(url)))
-            await _until(app, len(asking))
-            began = time.monotonic()
+    house = House(tmp_path)
+    await house.start()
+    async with aiohttp.ClientSession() as http:
+        served = Served(house.url, house.app, house.control, http)
+        node = await served.join()
+        lease = f"/v1/nodes/{node.node}/lease"
+        asking = [
+            asyncio.create_task(one)
+            for one in (
+                served.ask("GET", "/v1/results?wait_s=60"),
+                served.ask("POST", lease, node.token, json={"capacity": 1}),
+                *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
+            )
+        ]
+        await _until(house.app, len(asking))
+        began = time.monotonic()
+        await house.stop()
         assert time.monotonic() - began < 2
-        poll, told, *_, leased = await asyncio.gather(*asking)
-        for status, problem in (poll, leased):
-            assert status == 503
-            assert b"urn:tugline:problem:stopping" in problem
-        assert told == (200, b": events\n\n")
+        *polls, told = await asyncio.gather(*asking[:3])
+    assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
+    assert (told.status, told.body) == (200, b": events\n\n")
 
 
 async def test_many_wait_at_once(server: Served) -> None:
-    """300 long-polls, each on its own connection, are all woken by one result."""
+    """300 long-polls, each on its own connection, are counted, and all woken by one result."""
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"authorization": f"Bearer {TOKENS.read}"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
 
-        async def ask() -> int:
+        async def ask() -> list[str]:
             async with http.get(server.url + "/v1/results?wait_s=60") as got:
-                return len((await got.json())["items"])
+                return [one["session"] for one in (await got.json())["items"]]
 
         asking = [asyncio.create_task(ask()) for _ in range(300)]
         await _until(server.app, 300)
+        page = await server.ask("GET", "/metrics")
+        assert read(page.body)["tugline_waiting"] == {(): 300}
         await server.finish()
-        assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [1] * 300
+        assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [["t-0"]] * 300
+    assert server.app.waits.open == 0
+
+
+# --------------------------------------------------------------------------- streams
+async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
+    """The next event: its name, and what it holds; comments are passed over."""
+    while True:
+        fields: dict[str, str] = {}
+        while line := (await got.content.readline()).decode().rstrip("\n"):
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        if "data" in fields:
+            event = msgspec.json.decode(fields["data"], type=Event)
+            assert event.position == int(fields["id"])
+            return fields["event"], event
+
+
+async def test_events_come_as_they_happen(server: Served) -> None:
+    """A stream that names no position begins with what is new."""
+    await server.submit(id="before")
+    async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
+        assert got.headers["content-type"].startswith("text/event-stream")
+        await server.submit(id="after")
+        name, event = await _event(got)
+        assert (name, event.task) == ("task.accepted", "after")
+
+
+async def test_a_stream_resumes_after_a_position(server: Served) -> None:
+    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
+    for name in ("a", "b", "c"):
+        await server.submit(id=name)
+    page = (await server.ask("GET", "/v1/events")).json
+    assert [one["task"] for one in page] == ["a", "b", "c"]
+    path = f"/v1/events?after={page[0]['position']}"
+    async with server.request("GET", path, headers=SSE) as got:
+        assert [(await _event(got))[1].task for _ in range(2)] == ["b", "c"]
+    async with server.request("GET", f"{path}&task=c", headers=SSE) as got:
+        assert (await _event(got))[1].task == "c"
+
+
+async def test_a_silent_stream_says_that_it_lives(server: Served) -> None:
+    """A comment, now and then, for proxies and for readers that want to know."""
+    server.app.waits.keep_alive_s = 0.05
+    async with server.request("GET", "/v1/events", headers=SSE) as got:
+        text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 20)
+    assert all(line.startswith(b":") for line in text.split(b"\n") if line)

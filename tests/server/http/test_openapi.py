@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from openapi import FILE, make_document
@@ -70,22 +70,9 @@ async def _live(server: Served, node: NodeRegistered) -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
     """That server on a thread of its own."""
-    ready, told, stop = threading.Event(), [], asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def run() -> None:
-        async with _lived_in(tmp_path_factory.mktemp("server")) as (url, known):
-            told.append((url, known))
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-    thread.start()
-    assert ready.wait(20)
-    yield told[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(20)
-    loop.close()
+    lived_in = _lived_in(tmp_path_factory.mktemp("server"))
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(lived_in) as known:
+        yield known
 
 
 def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str, Any]:

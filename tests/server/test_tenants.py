@@ -1,0 +1,245 @@
+"""Tenants: fair shares of the queue, and limits, on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from leased import Idler, Open, a_task, on_postgres, statements
+from tugline.errors import ConfigError, QuotaExceeded
+from tugline.protocol import NodeRegistration
+from tugline.server.settings import DEFAULTS, ServerSettings, TenantSettings
+from tugline.server.store import leases, nodes, stats, tasks
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
+from tugline.types import Task
+
+NOW = 1_000_000.0
+
+
+def _settings(**tenants: Any) -> ServerSettings:
+    """A server on which these tenants have these limits, or weights."""
+    made = {
+        name: TenantSettings(**one) if isinstance(one, dict) else one
+        for name, one in tenants.items()
+    }
+    return ServerSettings(tenants=made)
+
+
+async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
+    database.clock = lambda: at
+    await database.write(tasks.submit, [tasks.pack(task) for task in batch])
+
+
+async def _lease(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> list[str]:
+    """Tasks of the next `n` sessions, as one node gets them."""
+
+    def op(tx: Tx) -> list[str]:
+        if not nodes.list_open(tx):
+            node = NodeRegistration(name="n", slots=1, capacity=1)
+            nodes.add(tx, "n", node, "token", lease_s=1e6)
+        granted = leases.grant(tx, {"n": n}, settings)
+        return [session.task for session in granted.get("n", [])]
+
+    return await database.write(op)
+
+
+async def _count(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> Counter[str]:
+    """How many of the next `n` sessions are of each task."""
+    return Counter(await _lease(database, n, settings))
+
+
+async def _end(database: Database, session: str) -> None:
+    """A leased session ends."""
+
+    def op(tx: Tx) -> None:
+        tx.run("UPDATE sessions SET stop = 'cancelled', stop_at = 0 WHERE id = :id", id=session)
+        leases.end_unstopped(tx, 1.0)
+
+    await database.write(op)
+
+
+# --------------------------------------------------------------------------- shares
+@pytest.mark.parametrize("at_once", [1, 7, 40])
+async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
+    """3 to 1 at every moment, within one, however many are leased at a time."""
+    settings = _settings(big=3.0, idle=100.0)
+    await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
+    got = Counter[str]()
+    while sum(got.values()) + at_once <= 60:
+        leased = await _lease(database, at_once, settings)
+        assert len(leased) == at_once, "nothing is kept free for those who want nothing"
+        got.update(leased)
+        assert abs(got["b"] - 3 * sum(got.values()) / 4) <= 1
+
+
+async def test_who_comes_back_starts_level(database: Database) -> None:
+    """Time without work earns nothing: neither at the first visit nor at a later one."""
+    await _submit(database, a_task("a", 50, tenant="a"))
+    assert await _count(database, 40) == {"a": 40}
+    await _submit(database, a_task("b", 50, tenant="b"))
+    assert await _count(database, 10) == {"a": 5, "b": 5}
+    assert await _count(database, 60) == {"a": 5, "b": 45}, "both have what there is"
+    await _submit(database, a_task("c", 50, tenant="c"))
+    await _submit(database, a_task("d", 50, tenant="a"))
+    assert await _count(database, 20) == {"c": 10, "d": 10}
+
+
+async def test_priority_goes_first(database: Database) -> None:
+    """Among tasks of about the same time the higher one is served first, then the older one."""
+    await _submit(database, a_task("low", 2, priority=-1), a_task("normal", 2))
+    await _submit(database, a_task("high", 2, priority=1), at=NOW + 30)
+    assert await _lease(database, 6) == ["high"] * 2 + ["normal"] * 2 + ["low"] * 2
+
+
+async def test_priority_does_not_starve(database: Database) -> None:
+    """Under an endless stream of the highest priority the lowest waits 20 minutes, not for ever."""
+    await _submit(database, a_task("low", 1, priority=-10))
+    for minute in itertools.count():
+        await _submit(database, a_task(f"high{minute}", 3, priority=10), at=NOW + 60 * minute)
+        if "low" in await _lease(database, 3):
+            break
+        assert minute < 25
+    assert minute >= 19
+
+
+async def test_a_huge_task_does_not_block_its_tenant(database: Database) -> None:
+    """A small one that comes a little later gets in between."""
+    await _submit(database, a_task("huge", 1000))
+    await _submit(database, a_task("small", 4), at=NOW + 90)
+    assert (await _count(database, 200))["small"] == 4
+
+
+async def test_requeued_sessions_keep_their_place(database: Database) -> None:
+    """What failed for no fault of its own does not stand in line again from the end."""
+    await _submit(database, a_task("first"), a_task("second", 3))
+    assert await _lease(database, 1) == ["first"]
+    await database.write(leases.expire_node, "n", "gone")
+    await database.write(lambda tx: tx.run("DELETE FROM nodes"))
+    assert await _lease(database, 2) == ["first", "second"]
+
+
+# --------------------------------------------------------------------------- limits of sessions
+async def test_a_tenant_at_its_limit_waits_while_others_take_the_slots(database: Database) -> None:
+    """Also where its limit was lowered meanwhile; what ends makes room for as many."""
+    await _submit(database, a_task("a", 9, tenant="a"), a_task("b", 20, tenant="b"))
+    three = _settings(a={"sessions": 3})
+    assert await _count(database, 2, three) == {"a": 1, "b": 1}
+    assert await _count(database, 8, three) == {"a": 2, "b": 6}
+    assert await _count(database, 2, _settings(a={"sessions": 1})) == {"b": 2}
+    await _end(database, "a-0")
+    assert await _count(database, 4, three) == {"a": 1, "b": 3}
+    assert await _count(database, 99, _settings(a={"sessions": 99})) == {"a": 5, "b": 8}
+
+
+async def test_waiting_at_a_limit_earns_nothing(database: Database) -> None:
+    """Once the limit is gone, both have the same share again."""
+    await _submit(database, a_task("a", 90, tenant="a"), a_task("b", 90, tenant="b"))
+    for _ in range(20):
+        await _lease(database, 2, _settings(a={"sessions": 2}))
+    got = await _count(database, 20)
+    assert abs(got["a"] - got["b"]) <= 2
+
+
+async def test_default_is_for_each_tenant_without_an_entry(database: Database) -> None:
+    """Limits and weight, of each by itself; an entry is not mixed with it."""
+    names = ("a", "b", "default", "own")
+    await _submit(database, *(a_task(name, 40, tenant=name) for name in names))
+    limited = _settings(default={"sessions": 2}, own={"weight": 2.0})
+    assert await _count(database, 20, limited) == {"a": 2, "b": 2, "default": 2, "own": 14}
+    shared = await _count(database, 24, _settings(default=2.0, own=6.0))
+    assert shared == {"a": 4, "b": 4, "default": 4, "own": 12}
+
+
+async def test_without_limits_nothing_is_counted(database: Database) -> None:
+    """A lease and a submission have the statements that they had; limits add few."""
+
+    def op(tx: Tx, settings: ServerSettings, name: str) -> int:
+        with statements(tx) as seen:
+            tasks.submit(tx, [tasks.pack(a_task(name, 3))], settings)
+            leases.grant(tx, {"n": 1}, settings)
+        return sum("COUNT" in sql for sql in seen)
+
+    await _lease(database, 0)
+    limits = {"sessions": 9, "queued": 9}
+    assert await database.write(op, _settings(default=2.0), "a") == 0
+    assert await database.write(op, _settings(other=limits), "b") == 0
+    assert await database.write(op, _settings(default=limits), "c") == 3
+
+
+async def test_a_session_that_ends_makes_room_on_another_node(open_control: Open) -> None:
+    """A node that waits with free slots gets the next one at once."""
+    async with open_control(tenants={"default": TenantSettings(sessions=1)}) as control:
+        one = await Idler.at_work(control, a_task("t", 2), name="one")
+        assert list(one.held) == ["t-0"]
+        two = await Idler.join(control, "two")
+        waiting = await two.start_asking()
+        await one.commit("t-0")
+        assert [work.session.id for work in (await waiting).work] == ["t-1"]
+
+
+@on_postgres
+async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) -> None:
+    """Both give out work at once: never more than the limit; an end on one is room on the other."""
+    limits = {"t": TenantSettings(sessions=5)}
+    async with AsyncExitStack() as stack:
+        made = [open_control(name, tenants=limits) for name in "xy"]
+        servers = [await stack.enter_async_context(server) for server in made]
+        idlers = [await Idler.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)]
+        await servers[0].submit([a_task("t", 30, tenant="t")])
+        ended = 0
+        while ended < 30:
+            await asyncio.gather(*(each.ask(wait_s=0.05) for each in idlers))
+            held = [(each, session) for each in idlers for session in each.held]
+            assert len(held) <= 5
+            for each, session in held[:3]:
+                await each.commit(session)
+                ended += 1
+        assert (await servers[1].database.read(stats.counts)).sessions == {"completed": 30}
+
+
+# --------------------------------------------------------------------------- queued
+async def test_a_tenant_has_so_many_unfinished_sessions(open_control: Open) -> None:
+    """More are refused, with all of their request; what is there already may be sent again."""
+    async with open_control(tenants={"lab": TenantSettings(queued=5)}) as control:
+        first, other = a_task("a", 4, tenant="lab"), a_task("other", 9)
+        await control.submit([first])
+        batch = [first, other, a_task("b", 1, tenant="lab"), a_task("c", tenant="lab")]
+        with pytest.raises(QuotaExceeded) as caught:
+            await control.submit(batch)
+        assert (caught.value.field, caught.value.status, caught.value.retry_s) == ("tenant", 429, 0)
+        assert str(caught.value) == (
+            "tenant is 'lab', which may have 5 unfinished sessions and has 4;"
+            " 2 more are too many: submit 1, and others as those end"
+        )
+        assert [one.new for one in await control.submit([first, other])] == [False, True]
+        node = await Idler.join(control)
+        await node.ask()
+        with pytest.raises(QuotaExceeded):  # one that runs is not final
+            await control.submit(batch)
+        await node.commit("a-0")
+        assert [one.new for one in await control.submit(batch)] == [False, False, True, True]
+
+
+# --------------------------------------------------------------------------- settings
+@pytest.mark.parametrize(
+    ("tenants", "message"),
+    [
+        ({"a": 0}, "tenants.a is 0, must be"),
+        ({"a": {"session": 1}}, "unknown key 'tenants.a.session'; did you mean 'sessions'?"),
+        ({"a": {"sessions": 0}}, "tenants.a.sessions is 0, must be an integer"),
+        ({"a": {"queued": 1.5}}, "tenants.a.queued is 1.5, must be an integer or null"),
+        ({"a": {"requests_per_minute": -1}}, "tenants.a.requests_per_minute is -1, must be"),
+        ({"a b": 1}, "tenants is {'a b': 1}, each key must be a string matching"),
+    ],
+)
+def test_a_wrong_limit_is_named(tenants: Any, message: str) -> None:
+    """Key, value, and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(tenants=tenants)
+    assert message in str(caught.value)
