@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from judging import Judge as Place
 from judging import call, task
@@ -82,13 +83,9 @@ async def model() -> AsyncIterator[Model]:
     made = Model()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", made.complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    made.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield made
-    await runner.cleanup()
+    async with TestServer(app) as server:
+        made.base_url = str(server.make_url("/v1"))
+        yield made
 
 
 @pytest.fixture
