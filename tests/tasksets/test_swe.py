@@ -12,8 +12,7 @@ import pytest
 from swe_toy import make, tasks, written
 from tugline import plugins
 from tugline.datasets.base import TaskSet
-from tugline.datasets.swe import SweTaskSet
-from tugline.datasets.swe_rows import END, START, list_files
+from tugline.datasets.swe import END, START, SweTaskSet, list_files
 from tugline.errors import ConfigError
 from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.types import PluginSpec
