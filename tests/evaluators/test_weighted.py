@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Mount
 from tugline.types import PluginSpec, Reward, Session, Status, Task
 
-HERE = "my_judges:Says"
 RUNNING: list[str] = []
 
 
@@ -60,15 +57,6 @@ class Says(Evaluator):
         return Verdict(Reward(self.value, {"part": 2.0}), {"said": True})
 
 
-@pytest.fixture(autouse=True)
-def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Says` is in a module that a task can name."""
-    module = types.ModuleType("my_judges")
-    module.__dict__["Says"] = Says
-    monkeypatch.setitem(sys.modules, "my_judges", module)
-    RUNNING.clear()
-
-
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
@@ -77,7 +65,7 @@ def judge(tmp_path: Path) -> Judge:
 
 def says(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
     """One part."""
-    evaluator = {"name": HERE, "options": options}
+    evaluator = {"name": f"{__name__}:Says", "options": options}
     return {"evaluator": evaluator, "weight": weight, "required": required}
 
 
@@ -138,6 +126,7 @@ async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
 
 async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
     """There is only one box in which the agent was."""
+    RUNNING.clear()
     await judge(WeightedEvaluator(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
     assert RUNNING == ["+", "+", "-", "-"]
     RUNNING.clear()
