@@ -13,10 +13,14 @@ import msgspec
 import pytest
 
 import judging
+from containers import podman
+from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.script import parse_apart
 from tugline.evaluators.swebench import _GRADE, SweBenchEvaluator
+
+__all__ = ["driver", "podman"]
 
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
@@ -194,6 +198,28 @@ async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) ->
     verdict = await judge.on({"calc.py": "1 / 0\n"}, eval_script=script)
     assert verdict.reward.value == 0.0
     assert judge.opened == 2
+
+
+STANDS_IN = "def test_add(): pass\ntest_add_again = test_sub = test_add\n"
+IN_PLACE = (
+    *("test_calc.py", "test_calc/__init__.py", "tests/test_calc/__init__.py"),
+    *("tests/test_calc.abi3.so", "src/test_calc.py", "tests/test_calc.pyc", "conftest.py"),
+)
+
+
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_nothing_stands_in_for_a_test(driver: Driver, tmp_path: Path) -> None:
+    """Modules, packages and extensions of its name, anywhere; beside honest work they are nothing.
+
+    The row's script imports from the top before it imports from the tests.
+    """
+    given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
+    judge = Judge(tmp_path, judging.task(), FILES, **given)
+    stand_ins = dict.fromkeys(IN_PLACE, STANDS_IN)
+    assert (await judge.on(stand_ins)).reward.value == 0.0
+    verdict = await judge.on({**stand_ins, **GOOD})
+    assert verdict.reward.value == 1.0
+    assert verdict.report["refused"].keys() == stand_ins.keys()
 
 
 async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:
