@@ -92,6 +92,8 @@ EARNED: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "wrong work": ("true", RIGHT, {}, 0.0),
     "a number, and the task's files": ("true", f"cat given.txt && {NUMBER.format(0.25)}", {}, 0.25),
     "the one called reward": ("true", TWO.format('{"reward": 0.5, "a": 1}'), {}, 0.5),
+    "true is one, false is none": ("true", TWO.format('{"a": true, "b": false}'), {}, 0.5),
+    "less than nothing": ("true", TWO.format("-3"), {"reward_range": [-3, 1]}, -3.0),
     "the mean": ("true", TWO.format('{"a": 1, "b": 0}'), {}, 0.5),
     "the one named": ("true", TWO.format('{"a": 1, "b": 0}'), {"reward": "a"}, 1.0),
     "the smaller of two files": ("true", ONE_IS_0.format('{"reward": 1}'), {}, 0.0),
@@ -195,14 +197,6 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     lines = "cat calendar.py | wc -l > /logs/verifier/reward.txt"
     there = judge("echo >> calendar.py", lines, reward_range=[0, 2])
     assert there.reward == 2.0, there.reason
-
-
-@pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])
-def test_json_rewards_are_numbers(text: str) -> None:
-    """Alone or by name."""
-    assert all(
-        isinstance(value, float) for value in parse_rewards("reward.json", text.encode()).values()
-    )
 
 
 @pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])

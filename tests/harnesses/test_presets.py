@@ -13,7 +13,6 @@ from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import Preset
 from tugline.plugins import find, make
-from tugline.rollout.parts import Parts
 from tugline.sandbox.base import Exit
 from tugline.types import PluginSpec
 
@@ -145,12 +144,6 @@ def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
     """The option, the value and what would be right, where the task is accepted."""
     with pytest.raises(ConfigError, match=line):
         launch("codex", **options)
-
-
-def test_what_a_program_does_not_know_is_no_option_of_its_preset() -> None:
-    """Pi has no MCP servers: the error lists what it has."""
-    with pytest.raises(ConfigError, match=r"there is no option 'mcp' \(its options: .*"):
-        Parts().harness(PluginSpec("pi", {"mcp": {}}))
 
 
 def test_a_status_in_an_exit_code_is_no_crash() -> None:

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from tugline.datasets.base import Solution
-from tugline.datasets.files import gather, load_tasks, read_set
+from tugline.datasets.files import gather, load_tasks
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec
 
@@ -176,9 +176,3 @@ def test_the_documented_set_of_ones_own_works(
     assert chosen is not None
     assert chosen.solution(task) == Solution(changes={"answer.txt": "4\n"})
     assert task.tags["split"] == "train"
-
-
-def test_an_ordinary_task_file_is_no_set(tmp_path: Path) -> None:
-    """Only the top key makes a set."""
-    (tmp_path / "t.yaml").write_text("id: t\n")
-    assert read_set(tmp_path / "t.yaml") is None
