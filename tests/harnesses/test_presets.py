@@ -80,10 +80,28 @@ def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) 
     assert all(len(word) < 1000 for word in made.argv)
 
 
-def test_pi_has_the_tools_that_it_is_given() -> None:
-    """And no others."""
-    made = launch("pi", tools=["read", "edit"])
+@pytest.mark.parametrize(
+    ("dialect", "of_pi", "of_opencode"),
+    [
+        ("openai_chat", ("openai-completions", "/v1"), ("openai-compatible", "/v1")),
+        ("openai_responses", ("openai-responses", "/v1"), ("openai", "/v1")),
+        ("anthropic", ("anthropic-messages", ""), ("anthropic", "/v1")),
+        ("google", ("google-generative-ai", "/v1beta"), ("google", "/v1beta")),
+    ],
+)
+def test_each_dialect_is_spoken_where_it_is_served(
+    dialect: str, of_pi: tuple[str, str], of_opencode: tuple[str, str]
+) -> None:
+    """Programs append only part of the path, another one for each of their APIs."""
+    made = launch("pi", dialect=dialect, tools=["read", "edit"])
+    provider = json.loads(made.files[".pi/agent/models.json"])["providers"]["tugline"]
+    assert (provider["api"], provider["baseUrl"]) == (of_pi[0], CONTEXT.base_url + of_pi[1])
     assert made.argv[made.argv.index("--tools") + 1] == "read,edit"
+    config = json.loads(launch("opencode", dialect=dialect).files[".config/opencode/opencode.json"])
+    provider = config["provider"]["tugline"]
+    assert provider["npm"] == f"@ai-sdk/{of_opencode[0]}"
+    assert provider["options"] == {"baseURL": CONTEXT.base_url + of_opencode[1], "apiKey": "secret"}
+    assert config["agent"] == {"title": {"disable": True}}
 
 
 def test_an_unknown_dialect_lists_the_known_ones() -> None:
