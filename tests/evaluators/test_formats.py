@@ -297,9 +297,18 @@ def test_numbers_without_end_are_no_numbers(format_name: str, text: str) -> None
     assert time.process_time() - began < 5.0
 
 
-def test_every_format_protects_the_tests_of_its_language() -> None:
+def test_every_format_protects_the_tests_of_its_languages() -> None:
     """A format whose language has no patterns would leave the tests to the agent."""
-    assert all(set(each.languages) <= set(TESTS) for each in FORMATS.values())
+    languages = {name: each.languages for name, each in FORMATS.items()}
+    assert languages == {
+        "junit": ("python", "java"),
+        "pytest": ("python",),
+        "go": ("go",),
+        "cargo": ("rust",),
+        "jest": ("node",),
+        "tap": ("node", "tap"),
+    }
+    assert {language for each in languages.values() for language in each} == set(TESTS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
