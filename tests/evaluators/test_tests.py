@@ -93,8 +93,10 @@ async def test_only_the_tests_asked_for_must_pass(judge: Judge, options: dict[st
 async def test_hidden_tests_decide_beside_those_of_the_task(with_files: Judge) -> None:
     """Tests that the agent never saw run with those that it has."""
     hidden = "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
-    verdict = await with_files(TestsEvaluator(files={"hidden/test_more.py": hidden}), GOOD)
+    tests = TestsEvaluator(files={"hidden/test_more.py": hidden})
+    verdict = await with_files(tests, {**GOOD, "tests/data.json": ""})
     assert verdict.reward.parts == {"passed": 3.0, "total": 3.0}
+    assert verdict.report["refused"] == {"tests/data.json": "is protected (tests/)"}
 
 
 async def test_what_the_agent_removed_is_not_there(judge: Judge) -> None:
@@ -223,10 +225,7 @@ def total(a, b): return a - b
 async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
     driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
-    """A process of the agent's stops the runner, writes its report anew, and lets it end or dies.
-
-    Also where names are given.
-    """
+    """A process of the agent's stops the runner, writes its report, and lets it end or dies."""
     judge = Judge(tmp_path, task(OLD), runtime=driver.runtime, spec=driver.spec())
     tests = TestsEvaluator(timeout_s=60, expected=[TOTAL, ZERO], partial=partial)
     verdict = await judge(tests, {"bill.py": REWRITES.replace("SIGNAL", signal)})

@@ -308,11 +308,11 @@ class SweTaskSet(RowSource, TaskSet):
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each row."""
         for row, split in self._read_rows():
-            words = self._find_words(row)
-            workspace = self._make_workspace(row, words)
+            values = self._find_values(row)
+            workspace = self._make_workspace(row, values)
             yield template.make(
                 row.instance,
-                self.prompt.format(**words),
+                self.prompt.format(**values),
                 evaluator=self._make_evaluator(row),
                 runtime=PluginSpec("container") if workspace.image else None,
                 workspace=workspace,
@@ -339,7 +339,7 @@ class SweTaskSet(RowSource, TaskSet):
         for where, raw, split in self.rows():
             yield read_row(raw, where, self.test_command, self.log_parser), split
 
-    def _find_words(self, row: SweRow) -> dict[str, str]:
+    def _find_values(self, row: SweRow) -> dict[str, str]:
         """Return what words in braces stand for."""
         name = row.instance.lower()
         return {
@@ -352,17 +352,17 @@ class SweTaskSet(RowSource, TaskSet):
             "hints_text": row.hints.strip(),
         }
 
-    def _make_workspace(self, row: SweRow, words: Mapping[str, str]) -> Workspace:
-        image = self._select_image(row, words)
-        repo = self._repos.format(**words) if self._repos else None
+    def _make_workspace(self, row: SweRow, values: Mapping[str, str]) -> Workspace:
+        image = self._select_image(row, values)
+        repo = self._repos.format(**values) if self._repos else None
         commit = row.commit or (None if repo else "HEAD")
         return Workspace(image=image, repo=repo, commit=commit, path=self.folder)
 
-    def _select_image(self, row: SweRow, words: Mapping[str, str]) -> str | None:
+    def _select_image(self, row: SweRow, values: Mapping[str, str]) -> str | None:
         if self._images is None and (row.image or self._repos):
             return None if self._repos else row.image
         published = "swe-gym" if row.repo.lower() in TEST_COMMANDS else "swebench"
-        return (self._images or IMAGES[published]).format(**words)
+        return (self._images or IMAGES[published]).format(**values)
 
     def _make_evaluator(self, row: SweRow) -> PluginSpec:
         script = row.eval_script or make_eval_script(row, self.folder, self.setup)
