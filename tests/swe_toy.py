@@ -10,19 +10,9 @@ import msgspec
 
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.swe import SweTaskSet
-from tugline.sandbox.base import Content
 from tugline.types import Task
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "swe_gym"
-WRONG: dict[str, dict[str, Content]] = {
-    "tugline__larder-1": {"larder/quantity.py": "def parse(text):\n    return 1.5, 'kg'\n"},
-    "tugline__larder-2": {"larder/basket.py": "def merged(items):\n    return sorted(items)\n"},
-    "tugline__larder-3": {
-        "larder/shelf.py": "from datetime import date\n\n\ndef expired(items, today):\n"
-        "    return []\n\n\ndef soon(items, today, days=3):\n    return ['milk']\n"
-    },
-}
-"""For each instance, work that resolves nothing; the first passes its issue's own example."""
 
 
 def make(folder: Path) -> list[dict[str, Any]]:

@@ -110,40 +110,37 @@ async def test_reach_anything_else(sandbox: Arena) -> None:
     assert "unreachable" in told.text
 
 
-async def test_reach_abstract_sockets(anywhere: Arena) -> None:
-    """Sockets without a file, such as those of a desktop's bus, are not there."""
-    name = token()
-    code = "import socket, sys; socket.socket(1).connect(chr(0) + sys.argv[1]); print('reached')"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
-        async with anywhere.box() as sandbox:
-            got = await python(sandbox, code, name)
-    assert ("reached" in got.text) is not anywhere.contains
+SOCKET = """
+import socket, sys
+socket.socket(1).connect(sys.argv[1].replace("@", chr(0))); print("reached")
+"""
 
 
 @contextlib.contextmanager
-def listening(folder: Path) -> Iterator[Path]:
-    """A socket with a file, as a container engine's."""
-    path = folder / f"{token()}.sock"
+def listening(name: str) -> Iterator[None]:
+    """A socket with a file, as a container engine's, or an abstract one (`@`), as a desktop's."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        path.chmod(0o777)
+        listener.bind(name.replace("@", "\0"))
         listener.listen()
         try:
-            yield path
+            if not name.startswith("@"):
+                Path(name).chmod(0o777)
+            yield
         finally:
-            path.unlink()
+            Path(name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("folder", ["/run", "/var/tmp", "/tmp", "/dev/shm", "/var/lib"])  # noqa: S108
+@pytest.mark.parametrize(
+    "folder",
+    ["@", "/run/", "/var/tmp/", "/tmp/", "/dev/shm/", "/var/lib/"],  # noqa: S108
+)
 async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
     """Also a read-only file would let a program talk to, say, the engine of containers."""
-    code = "import socket, sys; socket.socket(1).connect(sys.argv[1]); print('reached')"
+    name = f"{folder}{token()}"
     try:
-        with listening(Path(folder)) as path:
+        with listening(name):
             async with anywhere.box() as sandbox:
-                got = await python(sandbox, code, path)
+                got = await python(sandbox, SOCKET, name)
     except PermissionError:
         pytest.skip(f"{folder} is not ours to write to")
     assert ("reached" in got.text) is not anywhere.contains, got.text

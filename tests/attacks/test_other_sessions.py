@@ -154,61 +154,46 @@ libc = ctypes.CDLL(None, use_errno=True)
 ADD, CTL = {"x86_64": (248, 250), "aarch64": (217, 219)}[os.uname().machine]
 name = sys.argv[1].encode()
 where = {"session": -3, "user": -4, "user session": -5}
-if len(sys.argv) > 2:
+if sys.argv[2] == "leave":
     for number in where.values(): libc.syscall(ADD, b"user", name, name, len(name), number)
 for known, number in where.items():
     key = libc.syscall(CTL, 10, number, b"user", name, 0)
     if key > 0: print("found", known)
 """
-
-
-async def test_leave_keys_in_the_kernel_for_another_session(anywhere: Arena) -> None:
-    """Kernel keyrings are no channel between sessions, nor to the node."""
-    name = token()
-    async with anywhere.box("first") as one, anywhere.box("second") as two:
-        mine = await python(one, KEYS, name, "add")
-        got = await python(two, KEYS, name)
-    assert got.exit.code == 0, got.text
-    if not anywhere.contains and "found" not in mine.text:
-        pytest.skip("this kernel has no keyrings")
-    assert ("found" in got.text) is not anywhere.contains, got.text
-
-
-MEMORY = """
+FILES = """
 import os, sys
-name = sys.argv[1]
-folders = ("/dev/shm/", "/tmp/")
-for folder in folders if len(sys.argv) > 2 else (): open(folder + name, "w").write("x")
-print([folder for folder in folders if os.path.exists(folder + name)])
+for path in ("/dev/shm/" + sys.argv[1], "/tmp/" + sys.argv[1]):
+    if sys.argv[2] == "leave": open(path, "w").write("x")
+    if os.path.exists(path): print("found", path)
+    if sys.argv[2] == "remove": os.remove(path)
 """
-
-
-async def test_leave_files_for_another_session(anywhere: Arena) -> None:
-    """Temporary files and shared memory are each session's own."""
-    name = token()
-    async with anywhere.box("first") as one, anywhere.box("second") as two:
-        await python(one, MEMORY, name, "leave")
-        got = await python(two, MEMORY, name)
-    for left in (Path("/dev/shm", name), Path("/tmp", name)):  # noqa: S108
-        assert left.exists() is not anywhere.contains
-        left.unlink(missing_ok=True)
-    assert ("/tmp/" in got.text) is not anywhere.contains, got.text  # noqa: S108
-
-
-QUEUE = """
+SYSTEM_V = """
 import ctypes, sys
 libc = ctypes.CDLL(None, use_errno=True)
-make = 0o1000 if len(sys.argv) > 2 else 0
-print("found" if libc.shmget(int(sys.argv[1]), 4096, make | 0o666) >= 0 else "none")
-if len(sys.argv) > 3: libc.shmctl(libc.shmget(int(sys.argv[1]), 4096, 0), 0, 0)
+key = int(sys.argv[1][-6:], 16)
+found = libc.shmget(key, 4096, (0o1000 if sys.argv[2] == "leave" else 0) | 0o666)
+if found >= 0: print("found")
+if sys.argv[2] == "remove": libc.shmctl(found, 0, 0)
 """
 
 
-async def test_leave_system_v_memory_for_another_session(anywhere: Arena) -> None:
-    """System V objects are each session's own."""
-    key = int(token()[-6:], 16)
+def find_on_the_node(name: str) -> list[Path]:
+    """Files of this machine with a name."""
+    return [path for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob(name)]  # noqa: S108
+
+
+@pytest.mark.parametrize("channel", [KEYS, FILES, SYSTEM_V], ids=["keys", "files", "System V"])
+async def test_leave_something_for_another_session(anywhere: Arena, channel: str) -> None:
+    """Keyrings of the kernel, temporary files and shared memory are no channel, nor to the node."""
+    name = token()
     async with anywhere.box("first") as one, anywhere.box("second") as two:
-        assert "found" in (await python(one, QUEUE, key, "make")).text
-        got = await python(two, QUEUE, key)
-        await python(one, QUEUE, key, "make", "remove")
-    assert ("found" in got.text) is not anywhere.contains
+        mine = await python(one, channel, name, "leave")
+        got = await python(two, channel, name, "look")
+        on_the_node = await asyncio.to_thread(find_on_the_node, name)
+        await python(one, channel, name, "remove")
+    assert got.exit.code == 0, got.text
+    if channel == KEYS and not anywhere.contains and "found" not in mine.text:
+        pytest.skip("this kernel has no keyrings")
+    assert "found" in mine.text or channel == KEYS
+    assert ("found" in got.text) is not anywhere.contains, got.text
+    assert not (on_the_node and anywhere.contains)

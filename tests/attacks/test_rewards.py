@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from attacked import Arena, running, shell, token
-from containers import host_programs
 from rig import rig, says
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome
@@ -122,6 +122,11 @@ ATTACKS = {
     ),
     "a package around the tests": f"printf '{MEND}' > __init__.py",
     "leave the process": "printf 'import os; os._exit(0)\\n' > bill.py",
+    "leave it in a test": "printf 'import os\\ndef total(a, b): os._exit(0)\\n' > bill.py",
+    "print results": (
+        "printf 'print(\"test_bill.py::test_total PASSED\\\\n1 passed in 0.1s\")\\n' >> bill.py"
+    ),
+    "delete what is tested": "rm bill.py",
     "skip from the inside": "echo 'import pytest; pytest.skip(allow_module_level=1)' > bill.py",
     "raise what ends pytest well": "printf 'import pytest; pytest.exit(\"done\", 0)\\n' > bill.py",
     "run for ever": "printf 'while True: pass\\n' > bill.py",
@@ -159,12 +164,11 @@ def a_task(arena: Arena, script: str, **changes: Any) -> Task:
 
 
 async def earned(
-    arena: Arena, script: str, evaluator: Evaluator, base: Path | None = None
+    arena: Arena, script: str, evaluator: Evaluator, base: Workspace | None = None
 ) -> float:
-    """The reward of an agent that is this script, on `FILES` or on a folder."""
+    """The reward of an agent that is this script, on `FILES` or on a repository."""
     files = FILES if base is None else {}
-    workspace = Workspace(image=arena.workspace.image, folder=str(base)) if base else None
-    place = {"workspace": workspace or arena.workspace}
+    place = {"workspace": replace(base or arena.workspace, image=arena.workspace.image)}
     task = a_task(arena, script, files=files, **place)
     turn = next(TURNS)
     judges = itertools.count()
@@ -312,82 +316,53 @@ async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
     assert trajectory.reward.value == 0.0
 
 
-OTHER = f"""import os, sys, time
-report = [word.partition("=")[2] for word in sys.argv if word.startswith("--junitxml=")]
-runner = os.getpid()
-if report and os.fork() == 0:
-    os.setsid()
-    for _ in range(100):
-        time.sleep(0.01)
-        with open(report[0], "w") as file: file.write({REPORT!r})
-        END
-    os._exit(0)
-def total(a, b): return a - b
-"""
-FROM_ANOTHER = {
-    "rewrite the report": OTHER.replace("END", "pass"),
-    "and kill the runner": OTHER.replace(
-        "END", "try: os.kill(runner, 9)\n        except OSError: pass"
-    ),
+OF_A_REPOSITORY = {
+    "empty the tests": "echo > tests/test_bill.py",
+    "remove the tests": "rm -r tests",
+    "replace them by a link": "mv tests x; echo > x/test_bill.py; ln -s x tests",
+    "replace them by a file": "rm -r tests; touch tests",
+    "add a bill that is found first": "mkdir tests/bill; cp bill.py tests/bill/__init__.py",
+    "hook git": "mkdir -p .git/hooks; echo 'exit 0' > .git/hooks/post-checkout",
 }
 
 
 @pytest.fixture
-def by_report() -> Evaluator:
-    """A command of the task's own, whose report is a file that the judged code can write."""
-    pytest_command = "python3 -m pytest -q -p no:cacheprovider --junitxml={report}"
-    expected = ["test_bill.py::test_total"]
-    return TestsEvaluator(
-        command=f"{pytest_command}; code=$?; sleep 0.3; exit $code",
-        format="junit",
-        expected=expected,
-        timeout_s=20.0,
-    )
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """`FILES` in git, with a folder of tests that is a package."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    repo = tmp_path / "repo"
+    (repo / "tests").mkdir(parents=True)
+    (repo / "bill.py").write_text(FILES["bill.py"])
+    (repo / "tests" / "test_bill.py").write_text(FILES["test_bill.py"])
+    (repo / "tests" / "__init__.py").touch()
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for argv in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
+        subprocess.run(("git", "-C", repo, *argv), check=True, timeout=20)
+    return Workspace(repo=str(repo), commit="HEAD")
 
 
-@pytest.mark.parametrize("attack", FROM_ANOTHER)
-async def test_forge_the_report_from_another_process(
-    sandbox: Arena, by_report: Evaluator, attack: str
+@pytest.fixture
+def by_command() -> Evaluator:
+    """The repository's own tests, without a list: only those that run can count."""
+    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = "python3 -m pytest -q tests/test_bill.py"
+    return TestsEvaluator(command=command, format="pytest", env=env)
+
+
+@pytest.mark.parametrize("attack", OF_A_REPOSITORY)
+async def test_earn_a_reward_on_a_repository(
+    sandbox: Arena, repository: Workspace, by_command: Evaluator, attack: str
 ) -> None:
-    """It outlives the runner and has the last word in the file, which the exit code contradicts."""
-    script = f"cat > bill.py <<'END'\n{FROM_ANOTHER[attack]}END"
-    assert await earned(sandbox, script, by_report) == 0.0
-    assert await earned(sandbox, HONEST, by_report) == 1.0
+    """What is judged is the commit with the agent's sifted changes."""
+    assert await earned(sandbox, OF_A_REPOSITORY[attack], by_command, repository) == 0.0
 
 
-BUILT = {
-    "Makefile": "test: build/t\n\t@sh build/t\nbuild/t: t.sh\n\t@mkdir -p build; cp t.sh build/t\n",
-    "t.sh": "[ $(sh sum.sh 2 3) = 5 ] || printf 'not '; echo 'ok 1 - a'; echo 1..1\n",
-    "sum.sh": "echo $(($1 - $2))\n",
-}
-COMMITTED = 1_600_000_000.0
-"""When its files were changed last."""
-LIE = "echo 'ok 1 - a'; echo 1..1"
-OF_MAKE = {
-    "an output": f'mkdir -p build; echo "{LIE}" > build/t; touch -d 2040-01-01 build/t',
-    "settings": f"printf 'test:\\n\\t@%s\\n' \"{LIE}\" > GNUmakefile",
-}
-
-
-@pytest.mark.parametrize("attack", OF_MAKE)
-async def test_forge_what_make_builds(sandbox: Arena, attack: str, tmp_path: Path) -> None:
-    """Whatever date it has, and where a task lets it in: what is built is built of the sources."""
-    base = tmp_path / "base"
-    base.mkdir()
-    for name, text in BUILT.items():
-        (base / name).write_text(text)
-        os.utime(base / name, (COMMITTED, COMMITTED))
-    if sandbox.name == "podman":
-        sandbox.mounts = host_programs()
-    async with sandbox.box("asked") as box:
-        if (await shell(box, "command -v make")).exit.code != 0:
-            pytest.skip(f"there is no make in {sandbox.name}")
-    options: dict[str, Any] = {"command": "make -s test", "format": "tap", "expected": ["a"]}
-    for editable in ([], ["build/"]):
-        tests = TestsEvaluator(**options, editable=editable, timeout_s=20.0)
-        assert await earned(sandbox, OF_MAKE[attack], tests, base) == 0.0
-    honest = f"{OF_MAKE[attack]}; sed -i s/-/+/ sum.sh"
-    assert await earned(sandbox, honest, tests, base) == 1.0
+async def test_honest_work_on_a_repository_is_rewarded(
+    sandbox: Arena, repository: Workspace, by_command: Evaluator
+) -> None:
+    """The same tests, beside changes to them that do not count."""
+    script = f"{HONEST}; {OF_A_REPOSITORY['empty the tests']}"
+    assert await earned(sandbox, script, by_command, repository) == 1.0
 
 
 ASKING = """#!/bin/sh

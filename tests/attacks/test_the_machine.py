@@ -196,16 +196,6 @@ print("own")
 """
 
 
-async def test_bound_or_slow_the_first_process_of_the_sandbox(tmp_path: Path) -> None:
-    """A limit of no open files would end it, as a fault of the node's; its own are its own."""
-    arena = Arena("bubblewrap", tmp_path)
-    if reason := await asyncio.to_thread(arena.runtime().check_available):
-        pytest.skip(reason)
-    async with arena.box() as sandbox:
-        assert (await python(sandbox, STARVE)).text == "own\n"
-        await still_works(sandbox)
-
-
 FORGE = """
 import glob, os
 said = b"".join(b"%s %d 0\\n" % (word, n) for word in (b"ended", b"clean") for n in range(9))
@@ -319,7 +309,10 @@ async def test_take_over_the_runner(sandbox: Arena) -> None:
 
 
 async def test_bind_the_runner_by_limits(sandbox: Arena) -> None:
-    """No infrastructure failure at will: process 1 keeps its limits and its place in the queue."""
+    """No infrastructure failure at will: process 1 keeps its limits and its place in the queue.
+
+    A limit of no open files would end it, as a fault of the node's; a program's own are its own.
+    """
     async with sandbox.box() as box:
         assert (await python(box, STARVE)).text == "own\n"
         await still_works(box)

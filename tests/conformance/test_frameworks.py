@@ -20,8 +20,7 @@ import pytest
 
 from rig import in_turn, rig
 from tugline.errors import HarnessError
-from tugline.harnesses.install import install_once, run_installer
-from tugline.harnesses.npm import find_node
+from tugline.harnesses.install import find_node, install_once, run_installer
 from tugline.sandbox.cache import cache_folder
 from tugline.types import Branch
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from rig import Play, in_turn, rig, says
-from tugline.harnesses.install import install_once, run_installer
-from tugline.harnesses.npm import find_node
+from tugline.harnesses.install import find_node, install_once, run_installer
 from tugline.sandbox.cache import cache_folder
 from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids

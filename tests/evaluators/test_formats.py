@@ -71,12 +71,23 @@ TAP = {
     "group > bad": F,
     "group": F,
 }
-REAL: dict[str, tuple[str, dict[str, TestOutcome]]] = {
-    "pytest_junit.xml": ("junit", {FORMATS["junit"].normalize(k): v for k, v in PYTEST.items()}),
-    "go_json.txt": ("go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}),
-    "cargo.txt": ("cargo", CARGO),
-    "jest.json": ("jest", JEST),
-    "node_tap.txt": ("tap", TAP),
+Case = tuple[str, str | bytes, dict[str, TestOutcome]]
+
+
+def golden(file: str, format_name: str, outcomes: dict[str, TestOutcome]) -> Case:
+    """What a real tool has written."""
+    normalize = FORMATS[format_name].normalize
+    return format_name, (GOLDEN / file).read_bytes(), {normalize(k): v for k, v in outcomes.items()}
+
+
+REAL: dict[str, Case] = {
+    "pytest": golden("pytest_junit.xml", "junit", PYTEST),
+    "go": golden(
+        "go_json.txt", "go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}
+    ),
+    "cargo": golden("cargo.txt", "cargo", CARGO),
+    "jest": golden("jest.json", "jest", JEST),
+    "node": golden("node_tap.txt", "tap", TAP),
 }
 
 
@@ -99,7 +110,7 @@ Result: PASS
 TRYBUILD = """\
 test tests/ui/a.rs ... ok\ntest tests/ui/b.rs [should fail to compile] ... ok\n
 """
-WAYS: dict[str, tuple[str, str, dict[str, TestOutcome]]] = {
+WAYS: dict[str, Case] = {
     "cargo with trybuild": (
         "cargo",
         (
@@ -130,6 +141,23 @@ WAYS: dict[str, tuple[str, str, dict[str, TestOutcome]]] = {
         PROVE.format("t/long.t ....... \nok 1 - other\n1..1\nok\n"),
         {"adds": P, "subs": P, "other": P},
     ),
+    "tap in its oldest form": (
+        "tap",
+        "1..3\nok adds\nnot ok\nok 3 subtracts # skip later\n",
+        {"adds": P, "": F, "subtracts": S},
+    ),
+    "tap with nothing to do": ("tap", "1..0 # SKIP no database\n", {}),
+    "go does not build": ("go", "# shop\n./a_test.go:3:1: undefined: Add\n" + go("fail"), {}),
+    "go panics in a test": (
+        "go",
+        go("run TestA", "output panic: no", "fail"),
+        {"TestA": F, "shop::TestA": F},
+    ),
+    "go tells of a test that never began": (
+        "go",
+        go("run TestA", "pass TestB", "pass TestA", "pass"),
+        {"TestA": P, "shop::TestA": P},
+    ),
     "go after a test wrote without a newline": (
         "go",
         go("run TestX", "output hello--- PASS: TestX (0.00s)", "pass"),
@@ -143,47 +171,50 @@ def read(format_name: str, text: str | bytes) -> TestReport:
     return FORMATS[format_name].read(text.encode() if isinstance(text, str) else text)
 
 
-@pytest.mark.parametrize("file", REAL)
-def test_what_the_real_tools_write_is_understood(file: str) -> None:
-    """Every test has its mark, and no line that a test printed is taken for one."""
-    format_name, outcomes = REAL[file]
-    report = read(format_name, (GOLDEN / file).read_bytes())
-    assert report.outcomes == outcomes
-    assert (report.complete, report.inconsistency) == (True, "")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_ways_to_call_the_real_tools_are_understood(way: str) -> None:
-    """Options, plugins and versions change what is written, not what it says."""
-    format_name, text, outcomes = WAYS[way]
+@pytest.mark.parametrize("way", [*REAL, *WAYS])
+def test_what_the_real_tools_write_is_understood(way: str) -> None:
+    """Every test has its outcome, whatever tests print and however the tool is called."""
+    format_name, text, outcomes = (REAL | WAYS)[way]
     report = read(format_name, text)
     assert report.outcomes == outcomes
     assert (report.complete, report.inconsistency) == (True, "")
 
 
-@pytest.mark.parametrize("file", [file for file in REAL if not file.endswith(".xml")])
-def test_terminals_and_bad_bytes_change_nothing(file: str) -> None:
+@pytest.mark.parametrize("tool", ["go", "cargo", "node"])
+def test_terminals_and_bad_bytes_change_nothing(tool: str) -> None:
     """Carriage returns, colours and bytes that are no UTF-8 between the lines are passed over."""
-    format_name, outcomes = REAL[file]
-    raw = (GOLDEN / file).read_bytes()
-    if file != "jest.json":
-        raw = raw.replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
+    format_name, text, outcomes = REAL[tool]
+    raw = bytes(text).replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
     assert read(format_name, raw).outcomes == outcomes
 
 
-@pytest.mark.parametrize("file", REAL)
-def test_a_run_that_was_cut_off_is_not_complete(file: str) -> None:
-    """Half of an output, as a killed runner leaves it, is not taken for the whole."""
-    format_name, _ = REAL[file]
-    raw = (GOLDEN / file).read_bytes()
-    assert not read(format_name, raw[: len(raw) // 2]).complete
+BOMB = (
+    f'<!DOCTYPE a [<!ENTITY b "{"x" * 1000}">'
+    + "".join(f'<!ENTITY b{i} "{"&b;" * 1000}">' for i in range(3))
+    + f"]><a>{'&b0;' * 1000}</a>"
+)
+XML = '<?xml version="1.0" encoding="{}"?><testsuite/>'
+NO_ENDS: dict[str, tuple[str, str | bytes]] = {
+    "tap bails out": ("tap", "1..2\nok 1 - a\nBail out! no database\n"),
+    "tap lacks a test": ("tap", "1..2\nok 1 - a\n"),
+    "tap lacks a plan": ("tap", "ok 1 - a\n"),
+    "a bomb of entities": ("junit", BOMB),
+    **{name: ("junit", XML.format(name)) for name in ("x-foo", "rot13", "undefined", "utf-16")},
+    **{f"half of {tool}": (name, text[: len(text) // 2]) for tool, (name, text, _) in REAL.items()},
+}
+
+
+@pytest.mark.parametrize("case", NO_ENDS)
+def test_a_run_that_was_cut_off_is_not_complete(case: str) -> None:
+    """What a killed runner leaves, or code that can write the report, is not taken for a whole."""
+    assert not read(*NO_ENDS[case]).complete
 
 
 def test_reasons_are_kept() -> None:
     """Why a test failed is report in one line, where the output says so."""
-    report = read("junit", (GOLDEN / "pytest_junit.xml").read_bytes())
+    report = read(*REAL["pytest"][:2])
     assert report.find_reason("test_a::test_fail") == "AssertionError: no - good"
-    report = read("jest", (GOLDEN / "jest.json").read_bytes())
+    report = read(*REAL["jest"][:2])
     assert report.find_reason("group fails").startswith("Error: expect(received)")
 
 
@@ -211,10 +242,13 @@ def test_names_may_be_written_as_people_write_them(format_name: str, given: str,
     assert FORMATS[format_name].normalize(given) == name
 
 
-LINE = {
-    "go": go("output --- PASS: TestHidden (0.00s)"),
-    "cargo": "test hidden ... ok",
-    "tap": "ok 2 - hidden",
+LINES = {
+    "go another": go("output --- PASS: TestHidden (0.00s)"),
+    "go the same": go("output --- PASS: TestA (0.00s)"),
+    "cargo another": "test hidden ... ok",
+    "cargo the same": "test a ... ok",
+    "tap another": "ok 2 - hidden",
+    "tap the same": "ok 1 - a",
 }
 HONEST = {
     "go": f"{go('run TestA')}HERE\n{go('fail TestA', 'fail')}",
@@ -223,20 +257,13 @@ HONEST = {
 }
 
 
-@pytest.mark.parametrize("format_name", LINE)
-def test_one_forged_line_does_not_pass(format_name: str) -> None:
-    """A line that claims another success is contradicted by the runner's own count, or ignored."""
+@pytest.mark.parametrize("forged", LINES)
+def test_one_forged_line_does_not_pass(forged: str) -> None:
+    """The runner's own count contradicts it, or of two results of one test the worse counts."""
+    format_name = forged.partition(" ")[0]
     honest = read(format_name, HONEST[format_name].replace("HERE", ""))
     assert (list(honest.outcomes.values())[0], honest.inconsistency) == (F, "")  # noqa: RUF015
-    report = read(format_name, HONEST[format_name].replace("HERE", LINE[format_name]))
-    assert P not in report.outcomes.values() or report.inconsistency
-
-
-@pytest.mark.parametrize("format_name", LINE)
-def test_a_forged_line_does_not_mend_a_failure(format_name: str) -> None:
-    """Of two things report of one test the worse counts, whichever came first."""
-    own = LINE[format_name].replace("hidden", "a").replace("Hidden", "A").replace("ok 2", "ok 1")
-    report = read(format_name, HONEST[format_name].replace("HERE", own))
+    report = read(format_name, HONEST[format_name].replace("HERE", LINES[forged]))
     assert P not in report.outcomes.values() or report.inconsistency
 
 
@@ -270,55 +297,18 @@ def test_numbers_without_end_are_no_numbers(format_name: str, text: str) -> None
     assert time.process_time() - began < 5.0
 
 
-@pytest.mark.parametrize("encoding", ["x-foo", "rot13", "undefined", "utf-16"])
-def test_a_report_of_an_unknown_encoding_is_none(encoding: str) -> None:
-    """The agent's code can write the report, so that it cannot be read is no error of ours."""
-    report = read("junit", f'<?xml version="1.0" encoding="{encoding}"?><testsuite/>')
-    assert not report.complete
-
-
-def test_what_was_never_begun_has_not_passed() -> None:
-    """Go says which test runs before it says how it ended."""
-    text = go("run TestA", "pass TestB", "pass TestA", "pass")
-    assert set(read("go", text).outcomes) == {"TestA", "shop::TestA"}
-
-
-def test_a_build_that_fails_has_no_tests() -> None:
-    """Go names the package; its tests are missing, not passed."""
-    report = read("go", "# shop\n./a_test.go:3:1: undefined: Add\n" + go("fail"))
-    assert (report.outcomes, report.complete) == ({}, True)
-
-
-def test_what_began_and_never_ended_failed() -> None:
-    """A panic takes the whole program of tests down."""
-    report = read("go", go("run TestA", "output panic: no", "fail"))
-    assert report.find("TestA") is F
-
-
-def test_tap_says_when_it_gives_up() -> None:
-    """A bail-out, a missing plan or too few tests is no end."""
-    assert not read("tap", "1..2\nok 1 - a\nBail out! no database\n").complete
-    assert not read("tap", "1..2\nok 1 - a\n").complete
-    assert not read("tap", "ok 1 - a\n").complete
-    assert read("tap", "1..0 # SKIP no database\n").complete
-
-
-def test_tap_without_numbers_or_dashes() -> None:
-    """The oldest form, as shell scripts write it, is TAP too."""
-    report = read("tap", "1..3\nok adds\nnot ok\nok 3 subtracts # skip later\n")
-    assert report.outcomes == {"adds": P, "": F, "subtracts": S}
-
-
-def test_entities_are_not_expanded_without_end() -> None:
-    """A report that is a bomb is none."""
-    bomb = '<!DOCTYPE a [<!ENTITY b "' + "x" * 1000 + '">'
-    bomb += "".join(f'<!ENTITY b{i} "{"&b;" * 1000}">' for i in range(3))
-    assert not read("junit", bomb + "]><a>" + "&b0;" * 1000 + "</a>").complete
-
-
-def test_every_format_protects_the_tests_of_its_language() -> None:
+def test_every_format_protects_the_tests_of_its_languages() -> None:
     """A format whose language has no patterns would leave the tests to the agent."""
-    assert all(set(each.languages) <= set(TESTS) for each in FORMATS.values())
+    languages = {name: each.languages for name, each in FORMATS.items()}
+    assert languages == {
+        "junit": ("python", "java"),
+        "pytest": ("python",),
+        "go": ("go",),
+        "cargo": ("rust",),
+        "jest": ("node",),
+        "tap": ("node", "tap"),
+    }
+    assert {language for each in languages.values() for language in each} == set(TESTS)
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -341,14 +331,12 @@ def test_reading_takes_linear_time(format_name: str, unit: str) -> None:
     assert time.process_time() - began < 5.0
 
 
-@pytest.mark.parametrize(
-    ("name", "file"), [("junit", "pytest_junit.xml"), ("jest", "jest.json"), ("go", "go_json.txt")]
-)
+@pytest.mark.parametrize("tool", ["pytest", "jest", "go"])
 async def test_a_large_output_is_read_alike_in_another_process(
-    monkeypatch: pytest.MonkeyPatch, name: str, file: str
+    monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     """Outcomes, cases and reasons come back as they were read there."""
-    data = (GOLDEN / file).read_bytes()
+    name, data = REAL[tool][0], bytes(REAL[tool][1])
     here = await read_report(name, data)
     monkeypatch.setattr(formats, "_SMALL_BYTES", 0)
     assert await read_report(name, data) == here == FORMATS[name].read(data)

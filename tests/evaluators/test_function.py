@@ -4,8 +4,7 @@ import asyncio
 import math
 import sys
 import threading
-import types
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -48,27 +47,21 @@ def leaves(_outcome: SessionOutcome) -> float:
 
 
 MADE: dict[str, object] = {}
-FUNCTIONS = {
-    "share": share,
-    "opens": opens,
-    "hangs": hangs,
-    "breaks": breaks,
-    "leaves": leaves,
-    "says": lambda _outcome, what: MADE[what],
-    "later": lambda _outcome: asyncio.sleep(0, 0.25),
-    "number": 7,
-}
 
 
-@pytest.fixture(autouse=True)
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The functions, as a module that a task can name."""
-    made = types.ModuleType("my_rewards")
-    made.__dict__.update(FUNCTIONS)
-    monkeypatch.setitem(sys.modules, "my_rewards", made)
-    RELEASE.clear()
-    yield
-    RELEASE.set()
+def says(_outcome: SessionOutcome, *, what: str) -> object:
+    """Whatever a test wants."""
+    return MADE[what]
+
+
+def later(_outcome: SessionOutcome) -> Awaitable[float]:
+    """Plain, but its result is awaited."""
+    return asyncio.sleep(0, 0.25)
+
+
+def target(function: Callable[..., object], **options: object) -> FunctionEvaluator:
+    """The evaluator that calls it, by the name that a task has for it."""
+    return FunctionEvaluator(target=f"{__name__}:{function.__name__}", options=options)
 
 
 @pytest.fixture
@@ -79,16 +72,14 @@ def judge(tmp_path: Path) -> Judge:
 
 async def test_a_number_is_a_reward(judge: Judge) -> None:
     """A plain function gets the outcome and its options, in a thread."""
-    verdict = await judge(
-        FunctionEvaluator(target="my_rewards:share", options={"of": 2}), {"a": "x"}
-    )
+    verdict = await judge(target(share, of=2), {"a": "x"})
     assert verdict == Verdict(Reward(0.5), {})
-    assert (await judge(FunctionEvaluator(target="my_rewards:later"))).reward.value == 0.25
+    assert (await judge(target(later))).reward.value == 0.25
 
 
 async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
     """A dict is the value and its parts."""
-    verdict = await judge(FunctionEvaluator(target="my_rewards:opens"), {"run.sh": "exit 3"})
+    verdict = await judge(target(opens), {"run.sh": "exit 3"})
     assert verdict.reward == Reward(0.0, {"exit": 3.0})
 
 
@@ -104,7 +95,7 @@ async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
 async def test_what_may_be_returned(judge: Judge, made: object, reward: Reward) -> None:
     """Everything that says a reward without doubt."""
     MADE["it"] = made
-    verdict = await judge(FunctionEvaluator(target="my_rewards:says", options={"what": "it"}))
+    verdict = await judge(target(says, what="it"))
     assert verdict.reward == reward
 
 
@@ -115,23 +106,24 @@ async def test_what_may_be_returned(judge: Judge, made: object, reward: Reward) 
 async def test_what_is_no_reward_is_no_verdict(judge: Judge, made: object) -> None:
     """Nothing is taken for 0 in silence."""
     MADE["it"] = made
-    with pytest.raises(EvaluatorError, match="my_rewards:says returned"):
-        await judge(FunctionEvaluator(target="my_rewards:says", options={"what": "it"}))
+    with pytest.raises(EvaluatorError, match=":says returned"):
+        await judge(target(says, what="it"))
 
 
 async def test_what_it_raises_is_told(judge: Judge) -> None:
     """The last lines of the traceback, so that it can be mended; also of one that exits."""
-    with pytest.raises(EvaluatorError, match=r"(?s)my_rewards:breaks raised.*KeyError: 'key'"):
-        await judge(FunctionEvaluator(target="my_rewards:breaks"))
+    with pytest.raises(EvaluatorError, match=r"(?s):breaks raised.*KeyError: 'key'"):
+        await judge(target(breaks))
     with pytest.raises(EvaluatorError, match="SystemExit"):
-        await judge(FunctionEvaluator(target="my_rewards:leaves"))
+        await judge(target(leaves))
 
 
 async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
     """Within the time of the evaluation, and without a place that others need."""
     judge.timeout_s = 0.5
-    hung = [judge(FunctionEvaluator(target="my_rewards:hangs")) for _ in range(40)]
+    hung = [judge(target(hangs)) for _ in range(40)]
     said = await asyncio.gather(*hung, return_exceptions=True)
+    RELEASE.set()
     assert all("took over 0.5 s" in str(each) for each in said)
     judge.timeout_s = 30.0
-    assert (await judge(FunctionEvaluator(target="my_rewards:share"))).reward.value == 0.0
+    assert (await judge(target(share))).reward.value == 0.0

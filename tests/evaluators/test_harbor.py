@@ -73,77 +73,83 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
     return judged
 
 
-def test_the_work_is_judged_by_the_script(judge: Judge) -> None:
-    """Its number is the reward, for right and for wrong work."""
-    assert judge("touch done").reward == 1.0
-    assert judge("true").reward == 0.0
-    assert (
-        judge("touch done", "cat given.txt && echo 0.25 > /logs/verifier/reward.txt").reward == 0.25
-    )
+NUMBER = "echo {} > /logs/verifier/reward.txt"
+TWO = "echo 9 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json"
+ONE_IS_0 = TWO.replace("9", "0")
+IF_DONE = "if test -e done; then echo {}; else echo 0; fi > /logs/verifier/reward.txt"
+KILLED = "echo 1 > /logs/verifier/reward.txt; if test -e done; then kill -9 $$; fi"
+PLANT = """mkdir -p /tests /logs/verifier; ls -A /tests > seen
+mkdir /tests/.hidden; touch /tests/conftest.py
+echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json
+echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh"""
+NOT_SEEN = """cat seen; [ -e /tests/conftest.py ] || [ -e /tests/.hidden ] || grep secret seen ||
+echo 0.5 > /logs/verifier/reward.txt"""
+IN_HOME = 'if [ -f "$HOME/done" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+PROXY = 'if [ -n "$HTTPS_PROXY" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+ALLOW = ["packages.example.org:443"]
+EARNED: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "right work": ("touch done", RIGHT, {}, 1.0),
+    "wrong work": ("true", RIGHT, {}, 0.0),
+    "a number, and the task's files": ("true", f"cat given.txt && {NUMBER.format(0.25)}", {}, 0.25),
+    "the one called reward": ("true", TWO.format('{"reward": 0.5, "a": 1}'), {}, 0.5),
+    "true is one, false is none": ("true", TWO.format('{"a": true, "b": false}'), {}, 0.5),
+    "less than nothing": ("true", TWO.format("-3"), {"reward_range": [-3, 1]}, -3.0),
+    "the mean": ("true", TWO.format('{"a": 1, "b": 0}'), {}, 0.5),
+    "the one named": ("true", TWO.format('{"a": 1, "b": 0}'), {"reward": "a"}, 1.0),
+    "the smaller of two files": ("true", ONE_IS_0.format('{"reward": 1}'), {}, 0.0),
+    "the smaller one by name": ("true", ONE_IS_0.format('{"a": 1}'), {"reward": "a"}, 0.0),
+    "beyond its range": ("touch done", IF_DONE.format(5), {}, 0.0),
+    "no number": ("touch done", IF_DONE.format("nan"), {}, 0.0),
+    "a larger range": ("touch done", IF_DONE.format(5), {"reward_range": [-1, 10]}, 5.0),
+    "killed by the work": ("touch done", KILLED, {}, 0.0),
+    "not killed": ("true", KILLED, {}, 1.0),
+    "planted": (PLANT, NOT_SEEN, {}, 0.5),
+    "planted in place": (PLANT, NOT_SEEN, {"in_place": True}, 0.5),
+    "tests are read-only": ("true", f"echo x >> /tests/secret.txt || {NUMBER.format(1)}", {}, 1.0),
+    "the home in place": ('touch "$HOME/done"', IN_HOME, {"in_place": True}, 1.0),
+    "the home": ('touch "$HOME/done"', IN_HOME, {}, 0.0),
+    "no network": ("true", PROXY, {"allow": ALLOW}, 0.0),
+    "no network allowed": ("true", PROXY, {"network": True}, 0.0),
+    "a network by choice": ("true", PROXY, {"allow": ALLOW, "network": True}, 1.0),
+}
+"""The agent's command, the task's script, options, and what is earned."""
 
 
-def test_several_rewards_are_one_number(judge: Judge) -> None:
-    """`reward` counts, or the one that is named, or else their mean; of two files the smaller."""
-    script = "echo 9 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json"
-    assert judge("true", script.format('{"reward": 0.5, "a": 1}')).reward == 0.5
-    assert judge("true", script.format('{"a": 1, "b": 0}')).reward == 0.5
-    assert judge("true", script.format('{"a": 1, "b": 0}'), reward="a").reward == 1.0
-    zero = script.replace("9", "0")
-    assert judge("true", zero.format('{"reward": 1}')).reward == 0.0
-    assert judge("true", zero.format('{"a": 1}'), reward="a").reward == 0.0
+@pytest.mark.parametrize("case", EARNED)
+def test_the_work_is_judged_by_the_script(judge: Judge, case: str) -> None:
+    """Its number is the reward; what an agent leaves beside its work does not count."""
+    command, script, options, reward = EARNED[case]
+    proof = judge(command, script, **options)
+    assert proof.reward == reward, proof.reason
 
 
-def test_a_reward_beyond_its_range_is_none(judge: Judge) -> None:
-    """One session's number must not outweigh all others; a task may say that it has larger ones."""
-    script = "if test -e done; then echo {}; else echo 0; fi > /logs/verifier/reward.txt"
-    assert judge("touch done", script.format("5")).reward == 0.0
-    assert judge("touch done", script.format("nan")).reward == 0.0
-    assert judge("touch done", script.format("5"), reward_range=[-1, 10]).reward == 5.0
-    broken = judge("true", "echo 1e300 > /logs/verifier/reward.txt")
-    assert broken.failure is not None
-    assert "must be from 0 to 1 (reward_range)" in broken.reason
-
-
-def test_a_script_that_was_killed_has_no_reward(judge: Judge) -> None:
-    """Whoever wrote a reward, the script did not come to its end."""
-    script = "echo 1 > /logs/verifier/reward.txt; if test -e done; then kill -9 $$; fi"
-    assert judge("touch done", script).reward == 0.0
-    assert judge("true", script).reward == 1.0
-
-
-def test_a_script_without_a_readable_reward_is_no_verdict(judge: Judge) -> None:
-    """Nobody's work is charged with a broken task."""
-    for script, why in (
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
         ("exit 3", "no reward was written (exit 3)"),
-        ("echo many > /logs/verifier/reward.txt", "must be a number"),
+        (NUMBER.format("many"), "must be a number"),
+        (NUMBER.format("1e300"), "must be from 0 to 1 (reward_range)"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "no reward was written"),
         ("", "there is no test.sh in"),
-    ):
-        proof = judge("touch done", script)
-        assert proof.failure is not None
-        assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
-        assert why in proof.reason
+    ],
+)
+def test_a_script_without_a_readable_reward_is_no_verdict(
+    judge: Judge, script: str, why: str
+) -> None:
+    """Nobody's work is charged with a broken task."""
+    proof = judge("touch done", script)
+    assert proof.failure is not None
+    assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
+    assert why in proof.reason
 
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
-    """Without it the script gives a reward, so there is a verdict."""
+    """Without it the script gives a reward, so there is a verdict; a loop is a verdict, too."""
     proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > /logs/verifier/reward.txt")
     assert proof.failure is None
     assert (proof.reward, proof.reason) == (0.0, "no reward was written (exit 1)")
-
-
-def test_a_script_that_never_ends_is_ended(judge: Judge) -> None:
-    """The agent's loop costs it the reward, and the evaluator a second."""
     proof = judge("true", "sleep 60", timeout_s=1.0)
     assert (proof.reward, proof.reason) == (0.0, "not done within 1 s")
-
-
-def test_nothing_but_the_work_counts_in_a_clean_box(judge: Judge) -> None:
-    """What an agent writes outside of its folder is gone; it sees no tests there."""
-    plant = "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt;"
-    plant += "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; ls /tests > seen; true"
-    script = "if grep -q secret seen; then echo 0.1; else echo 0.5; fi > /logs/verifier/reward.txt"
-    assert judge(plant, script).reward == 0.5
 
 
 @pytest.mark.podman
@@ -173,43 +179,12 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
     assert (proof.reward, proof.reason) == (1.0, "rewarded by the task's script")
 
 
-def test_the_tests_cannot_be_changed_by_the_work_they_run(judge: Judge) -> None:
-    """They are mounted read-only."""
-    script = "echo x >> /tests/secret.txt && echo 0 || echo 1 > /logs/verifier/reward.txt"
-    assert judge("true", script).reward == 1.0
-
-
-def test_in_place_the_outcome_may_lie_anywhere(judge: Judge) -> None:
-    """A file in the agent's home counts there, and only there."""
-    script = 'if [ -f "$HOME/done" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
-    assert judge('touch "$HOME/done"', script, in_place=True).reward == 1.0
-    assert judge('touch "$HOME/done"', script).reward == 0.0
-
-
-def test_in_place_what_was_planted_is_cleared(judge: Judge) -> None:
-    """Rewards and tests that the agent left where the script's own belong do not count."""
-    plant = "echo 1 > /logs/verifier/reward.json; mkdir /tests/.hidden; ls -A /tests > seen;"
-    plant += "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; touch /tests/conftest.py"
-    script = "cat seen; [ -e /tests/conftest.py ] || [ -e /tests/.hidden ] || grep secret seen ||"
-    script += " echo 0.5 > /logs/verifier/reward.txt"
-    assert judge(plant, script, in_place=True).reward == 0.5
-
-
 def test_the_script_has_its_environment(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of the task, and variables of the node as far as they are passed."""
     monkeypatch.setenv("NODE_KEY", "k3y")
     env = {"A": "plain", "B": "${NODE_KEY}", "C": "${OTHER_KEY:-none}"}
     script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > /logs/verifier/reward.txt'
     assert judge("true", script, env=env, pass_env=["NODE_KEY"]).reward == 1.0
-
-
-def test_the_script_has_a_network_only_by_choice(judge: Judge) -> None:
-    """A proxy for the hosts that the runtime allows, and otherwise nothing."""
-    script = 'if [ -n "$HTTPS_PROXY" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
-    allow = ["packages.example.org:443"]
-    assert judge("true", script, allow=allow).reward == 0.0
-    assert judge("true", script, network=True).reward == 0.0
-    assert judge("true", script, allow=allow, network=True).reward == 1.0
 
 
 def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
@@ -222,14 +197,6 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     lines = "cat calendar.py | wc -l > /logs/verifier/reward.txt"
     there = judge("echo >> calendar.py", lines, reward_range=[0, 2])
     assert there.reward == 2.0, there.reason
-
-
-@pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])
-def test_json_rewards_are_numbers(text: str) -> None:
-    """Alone or by name."""
-    assert all(
-        isinstance(value, float) for value in parse_rewards("reward.json", text.encode()).values()
-    )
 
 
 @pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])

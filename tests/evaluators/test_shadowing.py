@@ -41,46 +41,12 @@ WAYS: dict[str, dict[str, Any]] = {
         "expected": ["hidden/test_calc.py::Calc::test_total"],
     },
 }
-FORGED = (
-    "import unittest\nclass Calc(unittest.TestCase):\n    def test_total(self): pass\n"
-    "__file__ = 'hidden/test_calc.py'\n"
-)
-MEND = "import sys\nsys.path.insert(0, 'src')\nimport calc\ncalc.total = lambda a, b: a + b\n"
-BESIDE: dict[str, str | None] = {
-    "hidden/test_calc/__init__.py": FORGED,
-    "hidden/test_calc.abi3.so": "no library",
-    "hidden/test_calc.pyc": "none",
-    "hidden/__init__.py": MEND,
-    "__init__.py": MEND,
-    "hidden.py": MEND,
-    "src/hidden/__init__.py": MEND,
-    "src/statistics.py": f"{MEND}def mean(_): return -1\n",
-    "pygments.py": MEND,
-    "src/pytest/__init__.py": MEND,
-    "pytest/__init__.py": MEND,
-}
 
 
 def judge(folder: Path, driver: Driver) -> judging.Judge:
     """A task on a repository, whose tests the agent never saw."""
     given = judging.task(workspace=Workspace(folder="/srv/shop"))
     return judging.Judge(folder, given, CALC, runtime=driver.runtime, spec=driver.spec())
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
-async def test_what_stands_beside_the_tests_earns_nothing(
-    tmp_path: Path, driver: Driver, way: str
-) -> None:
-    """Nor does it harm honest work: the tests are run as if it were not there."""
-    judged = judge(tmp_path, driver)
-    tests = TestsEvaluator(**WAYS[way])
-    assert (await judged(tests, BESIDE)).reward.value == 0.0
-    verdict = await judged(tests, {**BESIDE, **RIGHT})
-    assert verdict.reward.value == 1.0, verdict.report
-    # Where there is no module of that name, as in the image, the new one is in place of none.
-    free = {"pygments.py"} if driver.name == "container" else set()
-    assert verdict.report["refused"].keys() == BESIDE.keys() - free
 
 
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
@@ -165,25 +131,14 @@ EXAMPLES = settings(
 LOTS = st.lists(PATHS, min_size=20, max_size=60).map(without_conflicts)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 @settings(EXAMPLES, max_examples=1)
 @given(added=LOTS)
 async def test_any_addition_leaves_the_tests_as_they_were(
-    tmp_path_factory: pytest.TempPathFactory, driver: Driver, added: Mapping[str, str]
-) -> None:
-    """Modules, packages, extensions and settings of any name, anywhere, many at once."""
-    await same_as_fresh(tmp_path_factory, driver, "command", added)
-
-
-@pytest.mark.podman
-@pytest.mark.parametrize("driver", ["container"], indirect=True)
-@pytest.mark.parametrize("way", ["own", "command"])
-@settings(EXAMPLES, max_examples=2)
-@given(added=LOTS)
-async def test_additions_leave_the_tests_of_a_container_as_they_were(
     tmp_path_factory: pytest.TempPathFactory, driver: Driver, way: str, added: Mapping[str, str]
 ) -> None:
-    """The other ways, with the Python and the pytest of an image; fewer, for each takes seconds."""
+    """Modules, packages, extensions and settings of any name, anywhere, many at once."""
     await same_as_fresh(tmp_path_factory, driver, way, added)
 
 

@@ -99,30 +99,33 @@ def judge(tmp_path: Path) -> Judge:
     return Judge(tmp_path, judging.task(), FILES, timeout_s=40)
 
 
-async def test_what_resolves_the_issue_gets_one(judge: Judge) -> None:
-    """All of both lists pass; one sandbox is enough to know."""
-    verdict = await judge.on(GOOD, eval_script=REAL)
-    assert verdict.reward.value == 1.0, verdict.report["log"]
-    assert verdict.reward.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
-    assert verdict.report["failures"] == 0
-    assert "+    return a + b" in verdict.report["diff"]
+@pytest.mark.parametrize(
+    ("work", "options", "value", "parts"),
+    [
+        (GOOD, {"eval_script": REAL}, 1.0, (1.0, 1.0, 1.0)),
+        (HALF, {}, 0.0, (0.0, 0.5, 1.0)),
+        (HALF, {"partial": True}, 0.5, (0.0, 0.5, 1.0)),
+        # A share of the fix is not earned by breaking what worked.
+        (BROKE, {"partial": True}, 0.0, (0.0, 1.0, 0.0)),
+    ],
+    ids=["all, by pytest", "half", "half, partial", "broken, partial"],
+)
+async def test_what_resolves_the_issue_gets_one(
+    judge: Judge, work: dict[str, str], options: dict[str, Any], value: float, parts: object
+) -> None:
+    """All or nothing, or with `partial` the share of `fail_to_pass`; one sandbox is enough."""
+    verdict = await judge.on(work, **options)
+    assert verdict.reward.value == value, verdict.report["log"]
+    assert tuple(verdict.reward.parts.values()) == parts
     assert judge.opened == 1
 
 
-async def test_half_of_it_gets_a_part_only_if_asked_for(judge: Judge) -> None:
-    """All or nothing, or with `partial` the share of `fail_to_pass`."""
-    plain = await judge.on(HALF)
-    assert (plain.reward.value, plain.reward.parts["fail_to_pass"]) == (0.0, 0.5)
-    assert plain.report["failed"]["FAIL_TO_PASS"] == ["tests/test_calc.py::test_add_again"]
-    partial = await judge.on(HALF, partial=True)
-    assert partial.reward.value == 0.5
-
-
-async def test_what_breaks_something_gets_nothing(judge: Judge) -> None:
-    """Also with `partial`: a share of the fix is not earned by breaking what worked."""
-    verdict = await judge.on(BROKE, partial=True)
-    assert verdict.reward.value == 0.0
-    assert verdict.reward.parts == {"resolved": 0.0, "fail_to_pass": 1.0, "pass_to_pass": 0.0}
+async def test_what_failed_is_named(judge: Judge) -> None:
+    """By the list that it stands in, beside what was changed."""
+    report = (await judge.on(HALF)).report
+    assert "+    return 3" in report["diff"]
+    lists = {"FAIL_TO_PASS": ["tests/test_calc.py::test_add_again"], "PASS_TO_PASS": []}
+    assert (report["failed"], report["failures"]) == (lists, 1)
 
 
 FORGED = 'print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_sub")\n'
@@ -152,19 +155,6 @@ async def test_whatever_else_the_agent_did_gets_nothing(name: str, judge: Judge)
     assert verdict.reward.value == 0.0, verdict.report
 
 
-async def test_what_pytest_and_python_load_is_not_the_agents_to_bring(judge: Judge) -> None:
-    """Settings and plug-ins are left out of its work."""
-    work: dict[str, str | None] = {
-        "conftest.py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
-        "def pytest_runtest_makereport(item, call):\n"
-        "    out = yield\n    out.get_result().outcome = 'passed'\n",
-        "setup.cfg": "[tool:pytest]\naddopts = --co\n",
-        "sitecustomize.py": f"{FORGED}raise SystemExit\n",
-    }
-    verdict = await judge.on(work, eval_script=REAL)
-    assert (verdict.reward.value, set(verdict.report["refused"])) == (0.0, set(work))
-
-
 async def test_a_loop_gets_nothing(judge: Judge) -> None:
     """Tests that began and did not end are the agent's doing."""
     verdict = await judge.on({"calc.py": "while True: pass\n"}, timeout_s=4.0)
@@ -179,20 +169,27 @@ async def test_the_reference_may_change_what_is_protected(judge: Judge) -> None:
     assert list((await judge.on(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
 
 
-async def test_names_of_python_modules_that_were_there_before(judge: Judge) -> None:
-    """A file that the repository has may be mended, whatever its name; a new one may not be."""
-    judge.base = {**FILES, "sched.py": "a = 1\n", "tests/cgi.py": "a = 1\n"}
-    work = {**GOOD, "sched.py": "a = 2\n", "tests/cgi.py": None, "queue.py": "", "errno.go": ""}
-    assert set((await judge.on(work)).report["refused"]) == {"queue.py"}
-
-
-async def test_tests_that_do_not_begin_are_nobodys_fault(judge: Judge) -> None:
-    """The script breaks without the agent's work, too."""
-    script = SCRIPT.replace("mkdir -p tests", "echo no such commit; exit 1")
-    with pytest.raises(
-        EvaluatorError, match=r"(?s)calc-1: its tests do not begin, also.*no such com"
-    ):
-        await judge.on(GOOD, eval_script=script)
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "mkdir",
+            "echo no such commit; exit 1;",
+            r"(?s)calc-1: its tests do not begin, also.*no s",
+        ),
+        # A time-out is only the agent's if its code ran.
+        ("mkdir", "sleep 100;", "do not begin"),
+        ("python3 -B", "no-such-runner", "give no result, also without the agent's work"),
+    ],
+    ids=["breaks", "hangs", "tells nothing"],
+)
+async def test_a_script_that_works_with_no_work_is_nobodys_fault(
+    judge: Judge, old: str, new: str, message: str
+) -> None:
+    """Seen by running it without the agent's, too."""
+    with pytest.raises(EvaluatorError, match=message):
+        await judge.on(GOOD, eval_script=SCRIPT.replace(old, new), timeout_s=4.0)
+    assert judge.opened == 2
 
 
 async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) -> None:
@@ -203,45 +200,19 @@ async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) ->
     assert judge.opened == 2
 
 
-async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judge) -> None:
-    """A time-out is only the agent's if its code ran."""
-    script = SCRIPT.replace("mkdir -p tests", "sleep 100")
-    with pytest.raises(EvaluatorError, match="do not begin"):
-        await judge.on(GOOD, eval_script=script, timeout_s=2.0)
-
-
-async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
-    """Seen by running the script without the agent's work."""
-    script = SCRIPT.replace("python3 -B", "no-such-runner")
-    with pytest.raises(EvaluatorError, match="give no result, also without the agent's work"):
-        await judge.on(GOOD, eval_script=script)
-    assert judge.opened == 2
-
-
 STANDS_IN = "def test_add(): pass\ntest_add_again = test_sub = test_add\n"
-
-
 IN_PLACE = (
     *("test_calc.py", "test_calc/__init__.py", "tests/test_calc/__init__.py"),
     *("tests/test_calc.abi3.so", "src/test_calc.py", "tests/test_calc.pyc", "conftest.py"),
 )
 
 
-@pytest.mark.parametrize("path", IN_PLACE)
-async def test_nothing_stands_in_for_a_test(judge: Judge, path: str) -> None:
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_nothing_stands_in_for_a_test(driver: Driver, tmp_path: Path) -> None:
     """Modules, packages and extensions of its name, anywhere; beside honest work they are nothing.
 
     The row's script imports from the top before it imports from the tests.
     """
-    assert (await judge.on({path: STANDS_IN})).reward.value == 0.0
-    verdict = await judge.on({path: STANDS_IN, **GOOD})
-    assert verdict.reward.value == 1.0
-    assert path in verdict.report["refused"]
-
-
-@pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
-async def test_nothing_stands_in_for_a_test_in_sandboxes(driver: Driver, tmp_path: Path) -> None:
-    """All of them at once."""
     given = {"timeout_s": 40, "runtime": driver.runtime, "spec": driver.spec()}
     judge = Judge(tmp_path, judging.task(), FILES, **given)
     stand_ins = dict.fromkeys(IN_PLACE, STANDS_IN)

@@ -1,199 +1,201 @@
+"""The evaluator `tests`, with our own pytest and with commands, by real programs in local boxes.
+
+What agents do instead of their work is tried in sandboxes, in `attacks/test_rewards.py`.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-import judging
 from containers import podman
+from judging import Judge, task
 from sandboxes import WITH_PYTHON, Driver, driver
 from tugline.errors import EvaluatorError, SandboxError
-from tugline.evaluators.base import Verdict
 from tugline.evaluators.tests import TestsEvaluator, find_tests
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
+from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 __all__ = ["driver", "podman"]
 
-TASK = {
-    "bill.py": "def total(a, b):\n    return a - b\n",
-    "tests/test_bill.py": (
-        "import pytest\nfrom bill import total\n\n"
-        "@pytest.mark.parametrize('n', [1, 2])\ndef test_total(n):\n"
-        "    assert total(n, 1) == n + 1\n\n"
-        "class TestZero:\n    def test_zero(self):\n        assert total(0, 0) == 0\n"
-    ),
-}
+BILL = "def total(a, b):\n    return a - b\n"
 GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}
-
-
-class Judge(judging.Judge):
-    """Evaluates patches of TASK in boxes under a folder."""
-
-    async def __call__(
-        self, files: Mapping[str, str | None], tests: TestsEvaluator | None = None
-    ) -> Verdict:
-        """The verdict on a patch."""
-        return await super().__call__(tests or TestsEvaluator(timeout_s=60), files)
+TEST = (
+    "import unittest\nfrom bill import total\n\nclass Bill(unittest.TestCase):\n"
+    "    def test_total(self):\n        self.assertEqual(total(1, 2), 3)\n"
+    "    def test_zero(self):\n        self.assertEqual(total(0, 0), 0)\n"
+)
+TOTAL, ZERO = "test_bill.py::Bill::test_total", "test_bill.py::Bill::test_zero"
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Our own plug-ins take seconds to import."""
+OWN: dict[str, Any] = {"files": {"test_bill.py": TEST}}
+JUNIT: dict[str, Any] = {
+    "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}"],
+    "format": "junit",
+    "env": ALONE,
+}
+PYTEST: dict[str, Any] = {
+    "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-q"],
+    "format": "pytest",
+    "env": {**ALONE, "PYTEST_ADDOPTS": "-p no:faulthandler"},
+}
+SAYS = "printf 'ok 1 - a\\nnot ok 2 - b\\n1..2\\n'"
+XML = '<testsuites><testcase classname="a" name="b"/></testsuites>'
+OLD = {"bill.py": BILL, "test_bill.py": TEST}
 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
-    """A judge with a folder of its own."""
-    return Judge(tmp_path, judging.task(TASK))
+    """A task on a repository with a test of its own."""
+    return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), OLD)
 
 
-async def test_a_right_answer_gets_one(judge: Judge) -> None:
-    """All expected tests ran and passed; the report says so and shows the change."""
-    verdict = await judge(GOOD)
+@pytest.fixture
+def with_files(tmp_path: Path) -> Judge:
+    """The same as files of the task."""
+    return Judge(tmp_path, task(OLD))
+
+
+@pytest.mark.parametrize("options", [OWN, JUNIT, PYTEST], ids=["own", "junit", "pytest"])
+async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[str, Any]) -> None:
+    """What the runner says of each expected test makes the reward, its parts and the report."""
+    tests = TestsEvaluator(**options, fail_to_pass=[TOTAL], pass_to_pass=[ZERO])
+    verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
-    assert verdict.reward.parts == {"passed": 2.0, "total": 2.0}
-    assert "+    return a + b" in verdict.report["diff"]
-    assert verdict.report["missing"] == []
-
-
-async def test_a_wrong_answer_gets_nought_and_a_reason(judge: Judge) -> None:
-    """The failing test is named, what passed is counted."""
-    verdict = await judge({})
-    assert verdict.reward.value == 0.0
-    assert verdict.reward.parts == {"passed": 1.0, "total": 2.0}
-    assert list(verdict.report["failed"]) == ["tests.test_bill::test_total"]
-
-
-FORCE = (
-    "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
-    "def pytest_runtest_makereport(item, call):\n"
-    "    out = yield\n    out.get_result().outcome = 'passed'\n"
-)
-FORGED = "import sys\ndef main(*_):\n    sys.exit(0)\nmain()\n"
-HOSTILE: dict[str, dict[str, str | None]] = {
-    "edits the tests": {"tests/test_bill.py": "def test_total(): pass\n"},
-    "deletes the tests": {"tests/test_bill.py": None},
-    "brings a package for them": {"tests/__init__.py": "import os\nos._exit(0)\n"},
-    "puts a file in their folder's place": {"tests/test_bill.py": None, "tests": ""},
-    "forces a pass by conftest": {"conftest.py": FORCE},
-    "forces a pass by a deeper conftest": {"tests/conftest.py": FORCE},
-    "exits early in the middle": {"bill.py": "def total(a, b):\n    import os; os._exit(0)\n"},
-    "replaces pytest": {"pytest.py": FORGED},
-    "deletes what is tested": {"bill.py": None},
-    "breaks the tests' package": {"tests/__init__.py": "raise SystemExit(0)\n"},
-}
-"""Those that `attacks/test_rewards.py` does not try in a sandbox."""
-
-
-@pytest.mark.parametrize("patch", HOSTILE.values(), ids=list(HOSTILE))
-async def test_cheating_does_not_pay(judge: Judge, patch: Mapping[str, str | None]) -> None:
-    """Whatever is done to the tests or to pytest, an unsolved task is not rewarded."""
-    verdict = await judge(patch)
-    assert verdict.reward.value == 0.0, verdict.report
-    assert verdict.report["total"] == 2
-
-
-@pytest.mark.parametrize(
-    "name", ["edits the tests", "deletes the tests", "forces a pass by conftest", "replaces pytest"]
-)
-async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str) -> None:
-    """Refused changes are named in the report and nothing more; the rest is judged as it is."""
-    verdict = await judge({**HOSTILE[name], **GOOD})
-    assert verdict.reward.value == 1.0, verdict.report
-    assert list(verdict.report["refused"]) == list(HOSTILE[name])
-
-
-async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
-    """Time that the agent burns is its own fault, with the reason said."""
-    tests = TestsEvaluator(timeout_s=1.0)
-    verdict = await judge({"bill.py": "while True: pass\n"}, tests)
-    assert verdict.reward.value == 0.0
-    assert verdict.report["timed_out"]
-    assert "out of time" in verdict.report["reason"]
-
-
-async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others had the processors until the time was over, nobody knows what the work does."""
-    run = LocalSandbox.run
-
-    async def starve(self: LocalSandbox, *args: Any, **how: Any) -> Exit:
-        end = await run(self, *args, **how)
-        return msgspec.structs.replace(end, starved=end.timed_out)
-
-    monkeypatch.setattr(LocalSandbox, "run", starve)
-    with pytest.raises(SandboxError, match="no verdict on python3 after 1 s: other prog"):
-        await judge({"bill.py": "while True: pass\n"}, TestsEvaluator(timeout_s=1.0))
-
-
-async def test_no_pytest_is_no_verdict(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A runtime without pytest is not the agent's fault."""
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 'No module named pytest' >&2\nexit 1\n")
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
-    with pytest.raises(EvaluatorError, match="No module named pytest"):
-        await judge(GOOD)
-
-
-async def test_hidden_tests_decide(judge: Judge) -> None:
-    """Tests that the agent never saw run with those of the task."""
-    hidden = {
-        "hidden/test_more.py": "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
+    assert verdict.reward.parts == {
+        "passed": 2.0,
+        "total": 2.0,
+        "fail_to_pass": 1.0,
+        "pass_to_pass": 1.0,
     }
-    assert (await judge(GOOD, TestsEvaluator(files=hidden))).reward.parts["total"] == 3.0
-
-
-async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
-    """`expected` lets others fail, as in data sets that list what a fix should turn."""
-    tests = TestsEvaluator(expected=["tests.test_bill.TestZero::test_zero"])
-    assert (await judge({}, tests)).reward.value == 1.0
-    tests = TestsEvaluator(expected=["tests.test_bill::test_total"])
-    assert (await judge({}, tests)).reward.value == 0.0
-
-
-async def test_wrong_settings_are_named(judge: Judge) -> None:
-    """A task without tests and a test file that is no Python are errors, not noughts."""
-    with pytest.raises(EvaluatorError, match="not valid Python"):
-        await judge({}, TestsEvaluator(files={"test_x.py": "def ("}))
-    judge.task = judging.task({"bill.py": TASK["bill.py"]})
-    with pytest.raises(EvaluatorError, match="no test functions"):
-        await judge({}, TestsEvaluator(files={"test_x.py": ""}))
-
-
-def test_expected_names_match_what_pytest_reports() -> None:
-    """Functions, async functions, classes by name and by base; nothing that is not collected."""
-    source = (
-        "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
-        "@pytest.fixture\ndef test_data(): ...\n"
-        "@pytest.fixture(scope='module')\ndef test_base(): ...\n"
-        "class TestMade:\n    def __init__(self): ...\n    def test_d(self): ...\n"
-        "class TestNot:\n    __test__ = False\n    def test_e(self): ...\n"
-        "class Case(unittest.TestCase):\n    def test_b(self): ...\n    def tearDown(self): ...\n"
-        "class Other:\n    def test_c(self): ...\n"
-    )
-    assert find_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}
-
-
-async def test_hidden_tests_judge_work_on_a_repository(tmp_path: Path) -> None:
-    """With a base, only the patch and the tests are laid over it; the diff shows what it was."""
-    base = {"bill.py": TASK["bill.py"], "gone.py": "raise SystemExit\n", "random.py": "SEED = 1\n"}
-    judge = Judge(tmp_path, judging.task({}, Workspace(folder="/srv/base")), base)
-    hidden = {
-        "test_it.py": "import bill, pathlib\ndef test_it():\n    assert bill.total(1, 1) == 2\n"
-        "    assert not pathlib.Path('gone.py').exists()\n"
-    }
-    verdict = await judge({**GOOD, "gone.py": None}, TestsEvaluator(files=hidden))
-    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["reason"] == "passed"
     assert "-    return a - b" in verdict.report["diff"]
-    # The repository has a module of that name; a new one may not come in place of json.
-    verdict = await judge({"random.py": "SEED = 2\n", "json.py": ""}, TestsEvaluator(files=hidden))
-    assert verdict.report["refused"] == {"json.py": "would be imported in place of json"}
+    verdict = await judge(tests, {})
+    assert (verdict.reward.value, verdict.reward.parts["fail_to_pass"]) == (0.0, 0.0)
+    assert verdict.reward.parts["pass_to_pass"] == 1.0
+    assert list(verdict.report["failed"]) == [TOTAL]
 
 
-REWRITES = """import glob, os, signal, time
+@pytest.mark.parametrize("options", [OWN, JUNIT], ids=["own", "junit"])
+async def test_only_the_tests_asked_for_must_pass(judge: Judge, options: dict[str, Any]) -> None:
+    """`expected` lets others fail, as in data sets that list what a fix should turn."""
+    assert (await judge(TestsEvaluator(**options, expected=[ZERO]))).reward.value == 1.0
+    assert (await judge(TestsEvaluator(**options, expected=[TOTAL]))).reward.value == 0.0
+
+
+async def test_hidden_tests_decide_beside_those_of_the_task(with_files: Judge) -> None:
+    """Tests that the agent never saw run with those that it has."""
+    hidden = "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
+    tests = TestsEvaluator(files={"hidden/test_more.py": hidden})
+    verdict = await with_files(tests, {**GOOD, "tests/data.json": ""})
+    assert verdict.reward.parts == {"passed": 3.0, "total": 3.0}
+    assert verdict.report["refused"] == {"tests/data.json": "is protected (tests/)"}
+
+
+async def test_what_the_agent_removed_is_not_there(judge: Judge) -> None:
+    """A file of the repository, too."""
+    judge.base["gone"] = ""
+    gone = TestsEvaluator(command="! [ -e gone ] && printf 'ok 1 - a\\n1..1\\n'", format="tap")
+    assert (await judge(gone, {"gone": None})).reward.value == 1.0
+
+
+async def test_every_run_of_pytest_counts(judge: Judge) -> None:
+    """One command may run it several times: no report is lost, and of one test the worse counts."""
+    judge.base["test_more.py"] = "def test_more():\n    pass\n"
+    run = "python3 -m pytest -q -p no:cacheprovider"
+    mend = "sed -i 's/a - b/a + b/' bill.py"
+    tests = TestsEvaluator(
+        command=f"{run}; {mend}; {run} test_bill.py",
+        format="pytest",
+        expected=[TOTAL, ZERO, "test_more.py::test_more"],
+        env=ALONE,
+    )
+    verdict = await judge(tests)
+    assert (list(verdict.report["failed"]), verdict.report["missing"]) == ([TOTAL], [])
+    assert verdict.reward.parts == {"passed": 2.0, "total": 3.0}
+
+
+async def test_credit_may_be_partial(judge: Judge) -> None:
+    """With `partial`, the reward is the share of expected tests that came true."""
+    verdict = await judge(TestsEvaluator(**PYTEST, expected=[TOTAL, ZERO], partial=True))
+    assert verdict.reward.value == 0.5
+
+
+async def test_without_a_list_all_must_pass(judge: Judge) -> None:
+    """Then the exit code counts as well."""
+    assert (await judge(TestsEvaluator(**PYTEST), GOOD)).reward.value == 1.0
+    verdict = await judge(TestsEvaluator(**PYTEST))
+    assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
+    lies = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
+    verdict = await judge(lies)
+    assert verdict.report["reason"] == "no test is reported to have failed, but exit code 3"
+
+
+async def test_files_are_laid_over_last(judge: Judge) -> None:
+    """Neither the patch nor what `setup` runs of it can change a hidden test."""
+    patch = {
+        "setup.sh": "echo 'raise SystemExit(0)' > test_hidden.py; mkdir -p sub; ln -s / sub/x\n",
+        "test_hidden.py": "",
+    }
+    tests = TestsEvaluator(
+        **PYTEST,
+        setup=["sh", "setup.sh"],
+        files={"test_hidden.py": TEST, "sub/x/deep.py": "raise SystemExit\n"},
+        expected=[f"test_hidden.py::Bill::test_{name}" for name in ("total", "zero")],
+    )
+    verdict = await judge(tests, {**patch, **GOOD})
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["refused"] == {"test_hidden.py": "belongs to the tests"}
+    assert (await judge(tests, patch)).reward.value == 0.0
+
+
+async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> None:
+    """A report that the agent left is refused or gone; one that is not written is none."""
+    options: dict[str, Any] = {"format": "junit", "expected": ["a::b"]}
+    tests = TestsEvaluator(command="true", report="out/report.xml", **options)
+    verdict = await judge(tests, {"out/report.xml": XML})
+    assert (verdict.reward.value, verdict.report["missing"]) == (0.0, ["a::b"])
+    assert verdict.report["refused"] == {"out/report.xml": "belongs to the tests"}
+    writes = TestsEvaluator(
+        command=f"mkdir -p out; echo '{XML}' > out/report.xml", report="out/report.xml", **options
+    )
+    assert (await judge(writes)).reward.value == 1.0
+    hidden = TestsEvaluator(
+        command=f"echo '{XML}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options
+    )
+    assert (await judge(hidden)).reward.value == 1.0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("kill -9 $$", "ended by signal 9"),
+        ("exit 1", "no test is reported to have failed, but exit code 1"),
+        ("exit 0", "passed"),
+    ],
+)
+async def test_a_report_must_agree_with_its_runners_end(
+    judge: Judge, end: str, reason: str, *, partial: bool
+) -> None:
+    """Programs that rewrite a report cannot change how the runner ends, except by killing it."""
+    command = f"echo '{XML}' > {{report}}; {end}"
+    verdict = await judge(
+        TestsEvaluator(command=command, format="junit", expected=["a::b"], partial=partial)
+    )
+    assert verdict.report["reason"] == reason
+    assert verdict.reward.value == float(reason == "passed")
+
+
+REWRITES = """import atexit, glob, os, signal, time
+atexit.register(time.sleep, 2)  # the runner writes the report, and has yet to end
 runner, until = os.getpid(), time.monotonic() + 20
 if os.fork() == 0:
     os.setsid()
@@ -201,9 +203,9 @@ if os.fork() == 0:
         for path in glob.glob(os.path.expanduser("~/*.report")):
             if open(path).read().endswith("</testsuites>"):
                 os.kill(runner, signal.SIGSTOP)
-                case = '<testcase classname="tests.test_bill%s" name="%s"/>'
-                cases = [case % ("", "test_total[1]"), case % (".TestZero", "test_zero")]
-                open(path, "w").write("<testsuites>" + "".join(cases) + "</testsuites>")
+                case = '<testcase classname="test_bill.Bill" name="test_%s"/>'
+                cases = case % "total" + case % "zero"
+                open(path, "w").write(f"<testsuites>{cases}</testsuites>")
                 os.kill(runner, signal.SIGNAL)
                 os._exit(0)
     os._exit(0)
@@ -223,16 +225,174 @@ def total(a, b): return a - b
 async def test_a_report_that_is_rewritten_beside_the_runner_earns_nothing(
     driver: Driver, tmp_path: Path, signal: str, reason: str, *, partial: bool
 ) -> None:
-    """A process of the agent's stops the runner, writes its report anew, and lets it end or dies.
-
-    Also where names are given.
-    """
-    judge = Judge(tmp_path, judging.task(TASK), runtime=driver.runtime, spec=driver.spec())
-    names = ["tests/test_bill.py::test_total", "tests/test_bill.py::TestZero::test_zero"]
-    tests = TestsEvaluator(timeout_s=60, expected=names, partial=partial)
-    # The runner writes the report, and has yet to end.
-    late = "import atexit, time\natexit.register(time.sleep, 2)\n"
-    code = late + REWRITES.replace("SIGNAL", signal)
-    verdict = await judge({"bill.py": code}, tests)
+    """A process of the agent's stops the runner, writes its report, and lets it end or dies."""
+    judge = Judge(tmp_path, task(OLD), runtime=driver.runtime, spec=driver.spec())
+    tests = TestsEvaluator(timeout_s=60, expected=[TOTAL, ZERO], partial=partial)
+    verdict = await judge(tests, {"bill.py": REWRITES.replace("SIGNAL", signal)})
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
-    assert (await judge(GOOD, tests)).reward.value == 1.0
+    assert (await judge(tests, GOOD)).reward.value == 1.0
+
+
+async def test_an_output_that_was_there_before_is_not_newer_than_its_source(judge: Judge) -> None:
+    """One that the agent replaces, and that is no text, is older than every source, too."""
+    judge.base["Makefile"] = "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n"
+    judge.base["t.sh"] = judge.base["out/t"] = "echo 'not ok 1 - a'; echo 1..1\n"
+    right = "echo 'ok 1 - a'; echo 1..1\n"
+    forged = FileChange(right.encode() + b"exit\n\x7fELF\xff\xfe")
+    tests = TestsEvaluator(
+        command="make -s && sh out/t", format="tap", expected=["a"], editable=["out/"]
+    )
+    assert (await judge(tests, {"out/t": forged})).reward.value == 0.0
+    assert (await judge(tests, {"out/t": forged, "t.sh": right})).reward.value == 1.0
+
+
+LIE = "echo 'ok 1 - a'; echo 1..1"
+RUNNERS = {
+    "prove": ("prove -v t", {".proverc": '--exec "sh lie.sh"\n', "lie.sh": LIE}),
+    "make": ("make -s test", {"GNUmakefile": f"test:\n\t@{LIE}\n"}),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+async def test_a_runner_obeys_no_settings_of_the_agents(
+    driver: Driver, tmp_path: Path, runner: str
+) -> None:
+    """They are refused beside honest work, too; where a task lets them in, they earn all."""
+    command, lies = RUNNERS[runner]
+    if shutil.which(runner) is None:
+        pytest.skip(f"{runner} is not installed")
+    base = {
+        "Makefile": "test:\n\t@sh t/a.t\n",
+        "sum.sh": "echo $(($1 - $2))\n",
+        "t/a.t": "#!/bin/sh\nif [ $(sh sum.sh 2 3) = 5 ]; then echo 'ok 1 - a'\n"
+        "else echo 'not ok 1 - a'; fi\necho 1..1\n",
+    }
+    given = task(workspace=Workspace(folder="/srv/shop"))
+    spec = driver.spec(mounts=driver.host_programs)
+    judge = Judge(tmp_path, given, base, runtime=driver.runtime, spec=spec)
+    tests = TestsEvaluator(command=command, format="tap", expected=["a"])
+    honest = {"sum.sh": "echo $(($1 + $2))\n"}
+    assert (await judge(tests, lies)).reward.value == 0.0
+    assert (await judge(tests, {**lies, **honest})).reward.value == 1.0
+    lax = TestsEvaluator(command=command, format="tap", expected=["a"], editable=[*lies])
+    assert (await judge(lax, lies)).reward.value == 1.0
+
+
+async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
+    """`editable` takes a pattern out, `protected` adds one."""
+    files = {"setup.cfg": "", "bill.lock": ""}
+    assert list((await judge(TestsEvaluator(**PYTEST), files)).report["refused"]) == ["setup.cfg"]
+    tests = TestsEvaluator(**PYTEST, editable=["setup.cfg"], protected=["*.lock"])
+    assert list((await judge(tests, files)).report["refused"]) == ["bill.lock"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (OWN, "out of time after "),
+        ({"command": "sleep 60", "format": "tap"}, "out of time after "),
+        ({"command": "true", "setup": "sleep 60", "format": "tap"}, "setup was out of time"),
+    ],
+    ids=["own", "command", "setup"],
+)
+async def test_an_endless_loop_is_a_nought(
+    judge: Judge, options: dict[str, Any], reason: str
+) -> None:
+    """Time that the agent burns is its own fault, with the reason said."""
+    tests = TestsEvaluator(**options, timeout_s=0.7)
+    verdict = await judge(tests, {"bill.py": "while True: pass\n"})
+    assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
+    assert verdict.report["reason"].startswith(reason)
+
+
+async def test_a_busy_node_is_no_verdict(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others had the processors until the time was over, nobody knows what the work does."""
+    run = LocalSandbox.run
+
+    async def starve(self: LocalSandbox, *args: Any, **how: Any) -> Exit:
+        end = await run(self, *args, **how)
+        return msgspec.structs.replace(end, starved=end.timed_out)
+
+    monkeypatch.setattr(LocalSandbox, "run", starve)
+    with pytest.raises(SandboxError, match="no verdict on sleep after 1 s: other prog"):
+        await judge(TestsEvaluator(command=["sleep", "60"], format="tap", timeout_s=1.0))
+
+
+async def test_no_pytest_is_no_verdict(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A runtime without pytest is not the agent's fault."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 'No module named pytest' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(EvaluatorError, match="No module named pytest"):
+        await judge(TestsEvaluator(**OWN), GOOD)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": "no-such-program"}, "command ends with exit code 127 also without"),
+        (
+            {"command": "true", "setup": "echo broken; exit 3"},
+            "setup ends with exit code 3 also without the agent's changes: broken",
+        ),
+    ],
+    ids=["command", "setup"],
+)
+async def test_a_command_that_cannot_run_is_no_verdict(
+    judge: Judge, options: dict[str, Any], message: str
+) -> None:
+    """Nobody is charged for a missing program, or for a set-up that never works."""
+    with pytest.raises(EvaluatorError, match=message):
+        await judge(TestsEvaluator(**options, format="tap"))
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "reason"),
+    [
+        ({"command": "sh run.sh"}, "exit 127", "no test was reported (exit 127)"),
+        ({"command": SAYS, "setup": "sh run.sh"}, "exit 1", "setup ended with exit code 1"),
+    ],
+    ids=["command", "setup"],
+)
+async def test_a_command_that_the_agent_broke_is_a_nought(
+    judge: Judge, options: dict[str, Any], script: str, reason: str
+) -> None:
+    """If it runs without the agent's changes, what happened is their doing."""
+    judge.base["run.sh"] = SAYS
+    verdict = await judge(TestsEvaluator(**options, format="tap"), {"run.sh": script})
+    assert (verdict.reward.value, verdict.report["reason"]) == (0.0, reason)
+
+
+async def test_a_gigabyte_of_output_is_survived(judge: Judge) -> None:
+    """Only so much of a log is read; the results that come too late are missing."""
+    loud = "head -c 150000000 /dev/zero | tr '\\0' 'x'; echo; " + SAYS
+    verdict = await asyncio.wait_for(judge(TestsEvaluator(command=loud, format="tap")), 60)
+    assert verdict.reward.value == 0.0
+
+
+async def test_tests_that_are_none_are_no_verdict(with_files: Judge) -> None:
+    """A task without tests and a test file that is no Python are errors, not noughts."""
+    with pytest.raises(EvaluatorError, match="not valid Python"):
+        await with_files(TestsEvaluator(files={"test_x.py": "def ("}))
+    with_files.task = task({"bill.py": BILL})
+    with pytest.raises(EvaluatorError, match="no test functions"):
+        await with_files(TestsEvaluator(files={"test_x.py": ""}))
+
+
+def test_expected_names_match_what_pytest_reports() -> None:
+    """Functions, async functions, classes by name and by base; nothing that is not collected."""
+    source = (
+        "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
+        "@pytest.fixture\ndef test_data(): ...\n"
+        "@pytest.fixture(scope='module')\ndef test_base(): ...\n"
+        "class TestMade:\n    def __init__(self): ...\n    def test_d(self): ...\n"
+        "class TestNot:\n    __test__ = False\n    def test_e(self): ...\n"
+        "class Case(unittest.TestCase):\n    def test_b(self): ...\n    def tearDown(self): ...\n"
+        "class Other:\n    def test_c(self): ...\n"
+    )
+    assert find_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from judging import Judge, task
+from stub_model import StubGateway
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Mount
-from tugline.types import Reward, Task
+from tugline.types import PluginSpec, Reward, Session, Status, Task
 
-HERE = "my_judges:Says"
 RUNNING: list[str] = []
 
 
@@ -57,15 +57,6 @@ class Says(Evaluator):
         return Verdict(Reward(self.value, {"part": 2.0}), {"said": True})
 
 
-@pytest.fixture(autouse=True)
-def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Says` is in a module that a task can name."""
-    module = types.ModuleType("my_judges")
-    module.__dict__["Says"] = Says
-    monkeypatch.setitem(sys.modules, "my_judges", module)
-    RUNNING.clear()
-
-
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
@@ -74,7 +65,7 @@ def judge(tmp_path: Path) -> Judge:
 
 def says(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
     """One part."""
-    evaluator = {"name": HERE, "options": options}
+    evaluator = {"name": f"{__name__}:Says", "options": options}
     return {"evaluator": evaluator, "weight": weight, "required": required}
 
 
@@ -135,6 +126,7 @@ async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
 
 async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
     """There is only one box in which the agent was."""
+    RUNNING.clear()
     await judge(WeightedEvaluator(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
     assert RUNNING == ["+", "+", "-", "-"]
     RUNNING.clear()
@@ -176,3 +168,47 @@ def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: 
     """Two things in one place, or hidden tests in the place where the agent is."""
     with pytest.raises(ConfigError, match=what):
         WeightedEvaluator(parts=parts).mounts(task())
+
+
+AGENT = """
+sed -i 's/a - b/a + b/' bill.py; echo 'def test_total(): pass' > test_bill.py
+curl -sf -d '{"messages":[]}' -H "Authorization: Bearer $OPENAI_API_KEY" \\
+  "$OPENAI_BASE_URL/chat/completions"
+"""
+ALONE = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
+
+
+async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
+    """In a whole rollout each gets what it needs: the patch, the calls, a sandbox of its own."""
+    alone = {"evaluator": {"name": "tests", "options": {"command": ALONE, "format": "tap"}}}
+    parts = {
+        "work": {"evaluator": {"name": "tests"}, "weight": 3},
+        "end": {"evaluator": {"name": "session_completed"}},
+        "never": says(4, value=0.0),
+        "one": alone,
+        "other": alone,
+    }
+    judged = Task(
+        id="t",
+        instruction="Mend the bill.",
+        harness=PluginSpec("shell", {"command": AGENT}),
+        runtime=PluginSpec("local"),
+        evaluator=PluginSpec("weighted", {"parts": parts}),
+        files={
+            "bill.py": "def total(a, b):\n    return a - b\n",
+            "test_bill.py": "from bill import total\n\ndef test_total():\n"
+            "    assert total(1, 2) == 3\n",
+        },
+    )
+    session = Session(id="t-0", task="t", sample=0)
+    async with StubGateway(["Done."]).listening() as gateway:
+        done = await roll_out(
+            judged, session, gateway=gateway, directory=tmp_path / "s", parts=Parts()
+        )
+    assert done.status is Status.COMPLETED
+    assert done.reward is not None
+    assert done.reward.value == 0.6, done.report
+    assert (done.reward.parts["one"], done.reward.parts["other"]) == (1.0, 1.0)
+    assert done.reward.parts["work.passed"] == 1.0
+    assert done.report["work"]["refused"] == {"test_bill.py": "belongs to the tests"}
+    assert done.report["end"]["calls"] == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline.cli.harness_check import CASES
 from tugline.errors import HarnessError
-from tugline.harnesses.base import Harness, Launch, LaunchContext
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.sandbox.base import Exit
@@ -68,26 +69,17 @@ async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> 
 async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     """A program that cannot read its settings asks no model, and is not judged."""
 
-    class Broken(Harness):
-        """The preset with other settings."""
+    class Broken(find("harness", name)):  # type: ignore[misc]
+        """The preset with a file that is nonsense."""
 
-        version = "0"
+        def configure(self, context: LaunchContext) -> Launch:
+            made = super().configure(context)
+            return msgspec.structs.replace(made, files={**made.files, SETTINGS[name]: "{["})
 
-        def __init__(self) -> None:
-            self.name = name
-
-        async def install(self) -> None:
-            """The preset's."""
-            await preset.install()
-
-        def launch(self, context: LaunchContext) -> Launch:
-            """The preset's, with a file that is nonsense."""
-            made = preset.launch(context)
-            return Launch(argv=made.argv, env=made.env, files={**made.files, SETTINGS[name]: "{["})
-
+    broken = Broken(**ONE_EACH[name].options)
     preset = harness(name)
-    broken: Harness = Broken()
-    await broken.install()
+    await preset.install()
+    broken.package = preset.package
     with pytest.raises(HarnessError, match=r"exit code [1-9].* and asked no model"):
         await start_once(broken)
 

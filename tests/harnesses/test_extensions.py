@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import asyncio
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline.cli.harness_check import CASES
@@ -24,13 +24,14 @@ WITH_MCP = ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"]
 WITH_SKILLS = [*WITH_MCP, "pi"]
 INSTRUCTION = "Say hello to the moon."
 SERVER = """
-import json, sys
+import json, os, sys
 
 TOOL = {
     "name": "phase_of_moon",
     "description": "Tells the phase of the moon.",
     "inputSchema": {"type": "object", "properties": {}},
 }
+SAID = (sys.argv[1], os.environ.get("A", ""))
 for line in sys.stdin:
     request = json.loads(line)
     if "id" not in request:
@@ -43,7 +44,7 @@ for line in sys.stdin:
             "serverInfo": {"name": "moon", "version": "1"},
         },
         "tools/list": {"tools": [TOOL]},
-        "tools/call": {"content": [{"type": "text", "text": "waning " + sys.argv[1]}]},
+        "tools/call": {"content": [{"type": "text", "text": "waning " + " ".join(SAID)}]},
     }
     answer = {"jsonrpc": "2.0", "id": request["id"], "result": known.get(request["method"], {})}
     print(json.dumps(answer), flush=True)
@@ -75,8 +76,11 @@ def request_text(ran: SessionRun, number: int) -> str:
 
 @pytest.mark.parametrize("name", WITH_MCP)
 async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path: Path) -> None:
-    """The first request names it; what the server answers stands in the next one."""
-    moon = {"command": "python3", "args": ["server.py", "gibbous"], "env": {"A": "b"}}
+    """The first request names it; what the server answers stands in the next one.
+
+    It is started with its arguments and its environment.
+    """
+    moon = {"command": "python3", "args": ["server.py", "gibbous"], "env": {"A": "b c"}}
     options = {"mcp": {"moon": moon}}
     seen = await run_scripted(name, tmp_path / "asked", options=options)
     assert seen.exit.code == 0, seen.log
@@ -89,53 +93,29 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
     ran = await run_scripted(
         name, tmp_path / "called", ScriptedTurn("", calls=(call,)), options=options
     )
-    assert "waning gibbous" in request_text(ran, 1), ran.log[-2000:]
+    assert "waning gibbous b c" in request_text(ran, 1), ran.log[-2000:]
 
 
-class Moon(BaseHTTPRequestHandler):
-    """The same server over HTTP, for those who know the token."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        """One message, one answer."""
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if self.headers["x-token"] != "t1":
-            self.answer(401, b"")
-        elif "id" not in request:
-            self.answer(202, b"")
-        else:
-            line = [sys.executable, "-c", SERVER, "gibbous"]
-            done = subprocess.run(
-                line, input=json.dumps(request).encode(), capture_output=True, check=True
-            )
-            self.answer(200, done.stdout)
-
-    def do_GET(self) -> None:
-        """Nothing is streamed."""
-        self.answer(405, b"")
-
-    def answer(self, status: int, body: bytes) -> None:
-        """A whole reply."""
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+async def answer(request: web.Request) -> web.Response:
+    """The same server over HTTP, one message at a time, for those who know the token."""
+    if request.headers.get("x-token") != "t1":
+        return web.Response(status=401)
+    message = await request.read()
+    if b'"id"' not in message:
+        return web.Response(status=202)
+    line = (sys.executable, "-c", SERVER, "gibbous")
+    done = await asyncio.create_subprocess_exec(*line, stdin=PIPE, stdout=PIPE)
+    output, _ = await done.communicate(message)
+    return web.Response(body=output, content_type="application/json")
 
 
 @pytest.fixture
-def far() -> Iterator[str]:
-    """Where it is."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Moon) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/mcp"
-        server.shutdown()
-        thread.join()
+async def far() -> AsyncIterator[str]:
+    """Where it is; nothing is streamed."""
+    app = web.Application()
+    app.router.add_post("/mcp", answer)
+    async with TestServer(app) as server:
+        yield str(server.make_url("/mcp"))
 
 
 @pytest.mark.parametrize("name", WITH_MCP)

@@ -40,7 +40,7 @@ class Done(NamedTuple):
     sandbox: Path
 
 
-def script(case: Case, operator: str) -> tuple[ScriptedTurn, ...]:
+def script(case: Case) -> tuple[ScriptedTurn, ...]:
     """Look at the file, change it, say so."""
 
     def run(command: str) -> tuple[str, dict[str, object]]:
@@ -50,9 +50,7 @@ def script(case: Case, operator: str) -> tuple[ScriptedTurn, ...]:
     return (
         ScriptedTurn("I look at it.", calls=(run("cat bill.py"),)),
         # Qwen Code refuses `sed -i` for a file that its own tool did not read.
-        ScriptedTurn(
-            "I mend it.", calls=(run(f"sed 's/-/{operator}/' bill.py > new; mv new bill.py"),)
-        ),
+        ScriptedTurn("I mend it.", calls=(run("sed s/-/+/ bill.py > new; mv new bill.py"),)),
         ScriptedTurn(LAST_WORDS, calls=end),
     )
 
@@ -78,19 +76,6 @@ def case(request: pytest.FixtureRequest) -> Case:
     return ONE_EACH[request.param]
 
 
-def a_task(case: Case, place: PluginSpec, limits: Limits) -> Task:
-    """One bug."""
-    return Task(
-        id="t",
-        instruction=INSTRUCTION,
-        harness=PluginSpec(case.harness, case.options),
-        runtime=place,
-        evaluator=PluginSpec("tests"),
-        files=FILES,
-        limits=limits,
-    )
-
-
 @contextlib.asynccontextmanager
 async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> AsyncIterator[None]:
     """Hold the agent's clock until the model was asked for so many turns."""
@@ -108,19 +93,26 @@ async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> Asyn
         releasing.cancel()
 
 
-async def rolled(case: Case, place: PluginSpec, folder: Path, operator: str = "+") -> Done:
-    """The whole way, with a model that never answers its second turn if `operator` is empty."""
-    stalls = not operator
+async def rolled(case: Case, place: PluginSpec, folder: Path, *, stalls: bool = False) -> Done:
+    """The whole way, with a model that never answers its second turn if it `stalls`."""
     faults = {1: Reply(first_s=600.0)} if stalls else {}
-    limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
-    async with serve_scripted_model({INSTRUCTION: script(case, operator)}, faults) as model:
+    task = Task(
+        id="t",
+        instruction=INSTRUCTION,
+        harness=PluginSpec(case.harness, case.options),
+        runtime=place,
+        evaluator=PluginSpec("tests"),
+        files=FILES,
+        limits=Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0),
+    )
+    async with serve_scripted_model({INSTRUCTION: script(case)}, faults) as model:
         assert model.model is not None
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         slots = StageSlots(200.0)
         held = released(slots, model.model, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:
             trajectory = await roll_out(
-                a_task(case, place, limits),
+                task,
                 Session(id="t-0", task="t", sample=0),
                 gateway=gateway,
                 directory=folder / "session",
@@ -151,19 +143,11 @@ async def test_the_right_patch_earns_its_reward(
     assert any(LAST_WORDS in text for text in read_own_log(done, case))
 
 
-async def test_the_wrong_patch_earns_none(case: Case, place: PluginSpec, tmp_path: Path) -> None:
-    """The same way, with a change that does not help."""
-    done = await rolled(case, place, tmp_path, operator="*")
-    assert done.trajectory.failure is None, (done.sandbox / "logs/agent.log").read_text()
-    assert done.trajectory.reward is not None
-    assert done.trajectory.reward.value == 0.0, done.trajectory.report
-
-
 async def test_out_of_time_keeps_what_there_is(
     case: Case, place: PluginSpec, tmp_path: Path
 ) -> None:
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
-    done = await rolled(case, place, tmp_path, operator="")
+    done = await rolled(case, place, tmp_path, stalls=True)
     assert done.trajectory.status is Status.TIMED_OUT, done.trajectory.failure
     assert done.trajectory.failure is not None
     assert done.trajectory.failure.cause is Cause.AGENT_TIMEOUT

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from tugline.datasets.base import Solution
-from tugline.datasets.files import gather, load_tasks, read_set
+from tugline.datasets.files import gather, load_tasks
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec
 
@@ -61,31 +61,29 @@ def test_rows_become_tasks_by_the_template(tmp_path: Path) -> None:
     assert chosen.solution(two) == Solution(changes={"answer.txt": "4"})
 
 
-def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
-    """JSON lines, JSON, CSV and Parquet say the same."""
-    rows = [{"instruction": "do one", "id": "1"}, {"instruction": "do two", "id": "2"}]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "r.json").write_text(json.dumps(rows))
-    (tmp_path / "r.csv").write_text("instruction,id\ndo one,1\ndo two,2\n")
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
-    loaded = []
-    for name in ("r.jsonl", "r.json", "r.csv", "r.parquet"):
-        text = f"taskset: {{name: jsonl, options: {{path: {name}, id: id}}}}\n"
-        text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
-        (tmp_path / "set.yaml").write_text(text)
-        loaded.append([(task.id, task.instruction) for task in load_tasks([tmp_path / "set.yaml"])])
-    assert loaded == [[("1", "do one"), ("2", "do two")]] * 4
-
-
 ONES = "taskset: {{name: jsonl, options: {{path: {path}, id: id{more}}}}}\n"
 ONES += "template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}\n"
 
 
-def rows_of(path: Path, data: str, more: str = "") -> list[tuple[str, str]]:
+def rows_of(path: Path, data: str | bytes, more: str = "") -> list[tuple[str, str]]:
     """Ids and instructions of the tasks in a file."""
-    path.write_text(data, encoding="utf-8", newline="")
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
     (path.parent / "set.yaml").write_text(ONES.format(path=path.name, more=more))
     return [(task.id, task.instruction) for task in load_tasks([path.parent / "set.yaml"])]
+
+
+def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
+    """JSON lines, JSON, CSV and Parquet say the same."""
+    rows = [{"instruction": "do one", "id": "1"}, {"instruction": "do two", "id": "2"}]
+    table = pa.BufferOutputStream()
+    parquet.write_table(pa.Table.from_pylist(rows), table)
+    for name, data in {
+        "r.jsonl": "\n".join(map(json.dumps, rows)),
+        "r.json": json.dumps(rows),
+        "r.csv": "instruction,id\ndo one,1\ndo two,2\n",
+        "r.parquet": table.getvalue().to_pybytes(),
+    }.items():
+        assert rows_of(tmp_path / name, data) == [("1", "do one"), ("2", "do two")], name
 
 
 def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -178,9 +176,3 @@ def test_the_documented_set_of_ones_own_works(
     assert chosen is not None
     assert chosen.solution(task) == Solution(changes={"answer.txt": "4\n"})
     assert task.tags["split"] == "train"
-
-
-def test_an_ordinary_task_file_is_no_set(tmp_path: Path) -> None:
-    """Only the top key makes a set."""
-    (tmp_path / "t.yaml").write_text("id: t\n")
-    assert read_set(tmp_path / "t.yaml") is None

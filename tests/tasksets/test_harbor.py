@@ -9,12 +9,10 @@ import pytest
 import structlog
 
 from tugline.datasets.base import TaskTemplate
-from tugline.datasets.files import gather
 from tugline.datasets.harbor import HarborTaskSet
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
 TOML = """
 version = "1.0"
 [metadata]
@@ -118,28 +116,26 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("gone", "message"),
+    ("name", "message"),
     [
+        ("environment/docker-compose.yaml", "has several services"),
         ("tests/test.sh", "tests/test.sh is missing"),
         ("environment/Dockerfile", "no environment/Dockerfile, and no environment.docker_image"),
         ("instruction.md", "instruction.md: No such file"),
         ("task.toml", "no folder with task.toml is there"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, gone: str, message: str) -> None:
-    """A task without it is none."""
-    folder = made(tmp_path / "one")
-    (folder / gone).unlink()
+def test_a_folder_without_a_file_or_with_services_is_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    """A task that lacks what the others have is none; there is one sandbox for one service."""
+    path = made(tmp_path / "one") / name
+    if path.exists():
+        path.unlink()
+    else:
+        path.write_text("services: {}\n")
     with pytest.raises(ConfigError, match=message):
-        read(folder)
-
-
-def test_several_services_are_refused(tmp_path: Path) -> None:
-    """There is one sandbox, so its task would be another one."""
-    folder = made(tmp_path / "one")
-    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
-    with pytest.raises(ConfigError, match="has several services"):
-        read(folder)
+        read(tmp_path / "one")
 
 
 PUBLISHED = """
@@ -213,24 +209,10 @@ def test_a_variable_of_the_node_is_passed_only_by_name(
     toml = '[solution]\nenv = { A = "${SECRET_KEY:-none}", B = "x${SECRET_KEY}" }\n'
     folder = made(tmp_path / "one", toml)
     task = read(folder)
-    closed, opened = (
-        HarborTaskSet(path=str(folder), pass_env=names) for names in ((), ("SECRET_KEY",))
-    )
-    for taskset, env in (
-        (closed, {"A": "none", "B": "x"}),
-        (opened, {"A": "s3cret", "B": "xs3cret"}),
+    for names, env in (
+        ((), {"A": "none", "B": "x"}),
+        (("SECRET_KEY",), {"A": "s3cret", "B": "xs3cret"}),
     ):
-        solution = taskset.solution(task)
+        solution = HarborTaskSet(path=str(folder), pass_env=names).solution(task)
         assert solution is not None
         assert solution.env == env
-
-
-def test_the_example_is_a_task_set_and_a_folder() -> None:
-    """The file and the folder hold the same tasks; each of them has a reference solution."""
-    by_file, by_folder = (
-        gather([EXAMPLES / "tasks.yaml"]),
-        gather([EXAMPLES / "tasks"], folders=True),
-    )
-    assert {task.id for task, _ in by_file} == {task.id for task, _ in by_folder}
-    assert len(by_file) >= 5
-    assert all(chosen is not None and chosen.solution(task) for task, chosen in by_file)

@@ -10,8 +10,7 @@ import pytest
 
 from tugline.datasets.files import Difficulty, TaskSelection
 from tugline.errors import ConfigError
-from tugline.protocol import ResultView
-from tugline.types import PluginSpec, Status, Task
+from tugline.types import PluginSpec, Task
 
 NAMES = [f"case-{number}" for number in range(400)]
 
@@ -84,24 +83,10 @@ def test_patterns_and_tags() -> None:
 
 def view(task: str, reward: float | None, number: int) -> bytes:
     """A line of results."""
-    return msgspec.json.encode(
-        ResultView(
-            position=number,
-            session=f"{task}-{number}",
-            task=task,
-            tenant="default",
-            sample=number,
-            attempt=0,
-            status=Status.COMPLETED,
-            reward=reward,
-            failure=None,
-            sampled=0,
-            trained=0,
-            bytes=0,
-            seconds={},
-            created=0.0,
-        )
-    )
+    zeros = dict.fromkeys(("attempt", "sampled", "trained", "bytes", "created"), 0)
+    which = {"session": f"{task}-{number}", "task": task, "sample": number, "position": number}
+    rest = {"tenant": "default", "status": "completed", "failure": None, "seconds": {}}
+    return msgspec.json.encode({**zeros, **which, **rest, "reward": reward})
 
 
 def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:

@@ -7,15 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from swe_toy import make, tasks, template, written
+from swe_toy import make, tasks, written
 from tugline import plugins
 from tugline.datasets.base import TaskSet
-from tugline.datasets.swe import SweTaskSet
-from tugline.datasets.swe_rows import END, START, list_files
+from tugline.datasets.swe import END, START, SweTaskSet, list_files
 from tugline.errors import ConfigError
 from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.types import PluginSpec
@@ -117,17 +114,12 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_the_agent_is_told_nothing_that_judges_it(tmp_path: Path) -> None:
-    """Neither tests nor solution stand in what the agent gets."""
+def test_what_judges_is_not_the_agents(tmp_path: Path) -> None:
+    """It is told of none. Names of the test patch judge, those of the reference may change."""
     task = one(tmp_path, GYM)
     assert not task.files
-    for secret in ("test_new", "setup.cfg", "look at ssm"):
-        assert secret not in task.instruction
-
-
-def test_files_that_judge_and_files_that_may_change(tmp_path: Path) -> None:
-    """All names of the test patch judge; what the reference patch changes may be changed."""
-    options = one(tmp_path, GYM).evaluator.options
+    assert not [one for one in ("test_new", "setup.cfg", "look at ssm") if one in task.instruction]
+    options = task.evaluator.options
     names = ["test_a.py", "old.py", "here.py", "data.json", "there.py"]
     assert options["protected_files"] == [f"tests/{name}" for name in names]
     assert options["editable"] == ["setup.cfg"]
@@ -174,15 +166,8 @@ def test_names_of_r2e_are_read_from_pytests_summary(tmp_path: Path) -> None:
         "\x1b[32mPASSED\x1b[0m r2e_tests/test_1.py::\x1b[1mTestA::test_one[a/b c]\x1b[0m\n"
         "FAILED r2e_tests/test_1.py::test_two - assert 1 == 2\n"
     )
-    (tmp_path / "said").write_text(said)
-    sed = command.partition("| ")[2]
-    done = subprocess.run(
-        ["bash", "-c", f"cat said | {sed}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    argv = ("bash", "-c", command.partition("| ")[2])
+    done = subprocess.run(argv, input=said, capture_output=True, text=True, check=True)
     assert done.stdout == "PASSED TestA.test_one[a/b c]\nFAILED test_two - assert 1 == 2\n"
 
 
@@ -215,24 +200,6 @@ def test_files_may_come_from_a_repository(tmp_path: Path) -> None:
     assert task.runtime == PluginSpec("auto")
     url = one(tmp_path, GYM, repos="https://example.org/{repo}", images="i").workspace
     assert (url.image, url.repo) == ("i", "https://example.org/getmoto/moto")
-
-
-def test_the_template_wins(tmp_path: Path) -> None:
-    """What a run says about limits and runtime is not changed by the task set."""
-    path = written(tmp_path / "rows.jsonl", GYM)
-    (task,) = tasks(SweTaskSet(path=path), runtime={"name": "local"}, limits={"eval_s": 5})
-    assert task.runtime == PluginSpec("local")
-    assert (task.limits.eval_s, task.limits.init_s) == (5, 1200)
-
-
-def test_rows_from_parquet(tmp_path: Path) -> None:
-    """The form in which the hub keeps them."""
-    pq.write_table(
-        pa.Table.from_pylist([GYM, GYM | {"instance_id": "getmoto__moto-2"}]),
-        tmp_path / "r.parquet",
-    )
-    ids = [task.id for task in tasks(SweTaskSet(path=str(tmp_path / "r.parquet")))]
-    assert ids == ["getmoto__moto-5752", "getmoto__moto-2"]
 
 
 def test_the_reference_solution(tmp_path: Path) -> None:
@@ -282,7 +249,6 @@ def test_a_bad_row_is_told_by_its_place(
         ({"images": "x/{id}"}, r"images is 'x/\{id\}', must be text with \{instance_id\}"),
         ({"repos": "{"}, r"repos is '.*\{', must be text with"),
         ({"folder": "testbed"}, r"folder is 'testbed', must be a string matching regex '\^/'"),
-        ({"setup": "make"}, "setup is 'make', must be a list"),
         ({"path": None}, "give either path or dataset"),
     ],
 )
@@ -321,7 +287,3 @@ def test_the_toy_is_the_same_everywhere(tmp_path: Path) -> None:
     """Commits of the example repository depend on nothing of the machine."""
     rows = make(tmp_path)
     assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca"]
-    assert (
-        len(list(SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}").tasks(template())))
-        == 3
-    )

@@ -1,27 +1,265 @@
 """SWE task sets: an issue in a repository, and tests that tell whether it is resolved.
 
 Rows of SWE-bench (also Verified, Lite, Multilingual), SWE-Gym, SWE-rebench and R2E, from a file or
-the Hugging Face hub (`swe_rows`), are evaluated by `swebench`.
+the Hugging Face hub, are evaluated by `swebench`. A row is foreign data, so an invalid one is an
+error that names its place, instance, field, value and what would be right; nothing is guessed. A
+row without an evaluation script gets one (`make_eval_script`).
 
 The agent must not have the row's tests, its reference patch, or later commits of the repository.
 None of it is in the task's workspace or instruction; runtimes keep no history beyond the commit
 that a workspace begins with.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import hashlib
+import re
+import reprlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from msgspec import Meta
+import msgspec
 
-from tugline.datasets import swe_rows
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.datasets.rows import RowSource
 from tugline.errors import ConfigError
+from tugline.schema import decode, read_values
 from tugline.types import PluginSpec, Task, Workspace
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+TEST_COMMANDS: dict[str, tuple[str, str]] = read_values(Path(__file__).with_name("swe_gym.toml"))
+"""Test commands and log parsers of SWE-Gym's repositories, which its rows do not have."""
+
+_ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_R2E_TESTS = "/r2e_tests"
+_R2E_COMMAND = (
+    f"ln -sfn {_R2E_TESTS} r2e_tests; bash run_tests.sh 2>&1"
+    # Rows name a test without its file, and with dots.
+    r" | sed -E -e 's/\x1b\[[0-9;]*m//g' -e 's/^(PASSED|FAILED|ERROR) +[^ ]*\.py::/\1 /'"
+    " -e '/^(PASSED|FAILED|ERROR) /s/::/./g'"
+)
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
+
+
+class SweRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem in a repository; fields are named as in SWE-bench's rows."""
+
+    instance: Text = msgspec.field(name="instance_id")
+    repo: Text
+    problem: Text = msgspec.field(name="problem_statement")
+    fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = msgspec.field(
+        name="FAIL_TO_PASS"
+    )
+    """Tests that only a solution passes."""
+    pass_to_pass: tuple[str, ...] = msgspec.field(name="PASS_TO_PASS", default=())
+    """Tests that pass before and must pass after."""
+    hints: str = msgspec.field(name="hints_text", default="")
+    commit: Text | None = msgspec.field(name="base_commit", default=None)
+    """The commit that the agent begins with; None: that of the image."""
+    version: str | float = ""
+    solution: str = msgspec.field(name="patch", default="")
+    """The reference patch."""
+    test_patch: str = ""
+    eval_script: str = ""
+    """The complete evaluation script; empty: made of `test_command`."""
+    test_command: str = msgspec.field(name="test_cmd", default="")
+    log_parser: str = ""
+    """A parser of the package `swebench`."""
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    image: str = ""
+    own_command: bool = False
+    """Whether the command names the tests by itself."""
+    protected_files: tuple[str, ...] = ()
+    """Files of tests besides those of `test_patch`."""
+    hides: tuple[str, ...] = ()
+    """Folders of the image that the agent must not see."""
+
+
+_AS_JSON = ("FAIL_TO_PASS", "PASS_TO_PASS", "install_config", "expected_output_json")
+"""Fields whose value may be JSON text, because a table has no other way to hold it."""
+
+
+class _BenchRow(SweRow, frozen=True, kw_only=True):
+    """Further fields of SWE-bench, SWE-Gym and SWE-rebench."""
+
+    commit: Text = msgspec.field(name="base_commit")
+    install_config: dict[str, Any] = {}
+    docker_image: str = ""
+    image_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name, diff in (("patch", self.solution), ("test_patch", self.test_patch)):
+            if diff.strip() and not re.search(r"^(diff --git |--- )", diff, re.MULTILINE):
+                msg = f"{name} is {diff!r:.200}, must be a patch as `git diff` writes it"
+                raise ConfigError(msg, name)
+
+
+class _R2eRow(msgspec.Struct, kw_only=True):
+    """The fields of R2E, whose tests are in the image beside the repository."""
+
+    repo_name: Text
+    commit_hash: Text
+    problem_statement: Text
+    docker_image: Text
+    expected_output_json: dict[str, str]
+
+
+def read_row(
+    raw: Mapping[str, Any], where: str, test_command: str | None, log_parser: str | None
+) -> SweRow:
+    """Read a row of a dataset. Raises `ConfigError`.
+
+    `test_command` and `log_parser` replace those of the row.
+    """
+    name = raw.get("instance_id") or raw.get("commit_hash")
+    where = f"{where}, {name}" if isinstance(name, str) and name else where
+    if "expected_output_json" in raw:
+        return _convert_r2e(_decode(raw, _R2eRow, where), where)
+    row = _decode(raw, _BenchRow, where)
+    install = row.install_config
+    known = TEST_COMMANDS.get(row.repo.lower(), ("", ""))
+    command = test_command or row.test_command or install.get("test_cmd") or known[0]
+    parser = log_parser or row.log_parser or install.get("log_parser") or known[1]
+    if not (row.eval_script or command):
+        msg = f"{where}: test_cmd is missing; give it, eval_script, or the option test_command"
+        raise ConfigError(msg)
+    if not parser:
+        msg = f"{where}: log_parser is missing; it must be the name of a parser of swebench"
+        raise ConfigError(msg)
+    return msgspec.structs.replace(
+        row,
+        eval_script="" if test_command else row.eval_script,
+        test_command=command,
+        log_parser=parser,
+        image=row.image or row.docker_image or row.image_name,
+    )
+
+
+def _convert_r2e(row: _R2eRow, where: str) -> SweRow:
+    expected = row.expected_output_json
+    plain = {_COLOUR.sub("", name).split(" - ")[0]: end for name, end in expected.items()}
+    passing = tuple(name for name, end in plain.items() if name and end == "PASSED")
+    if not passing:
+        msg = f"{where}: expected_output_json is {reprlib.repr(expected)}, must have PASSED tests"
+        raise ConfigError(msg)
+    issue = _ISSUE.search(row.problem_statement)
+    return SweRow(
+        instance=f"{row.repo_name}__{row.commit_hash[:12]}",
+        repo=row.repo_name,
+        problem=(issue[1] if issue else row.problem_statement).strip(),
+        fail_to_pass=passing,
+        test_command=_R2E_COMMAND,
+        own_command=True,
+        log_parser="parse_log_pytest_v2",
+        image=row.docker_image,
+        protected_files=("run_tests.sh", "r2e_tests"),
+        hides=(_R2E_TESTS,),
+    )
+
+
+def _decode(raw: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """Decode the fields that are known and have a value. Raises `ConfigError`."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    values = {name: raw[name] for name in raw if name in known and raw[name] is not None}
+    for name in values.keys() & _AS_JSON:
+        if isinstance(values[name], str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                values[name] = msgspec.json.decode(values[name])
+    return decode(values, kind, source=where)
+
+
+# --------------------------------------------------------------------------- the script
+START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+_SCRIPT = Path(__file__).with_name("swe_eval.sh").read_text(encoding="utf-8")
+_NO_TESTS = (
+    ".json", ".yml", ".yaml", ".toml", ".csv", ".pkl", ".txt", ".md", ".png", ".jpg", ".jpeg",
+)  # fmt: skip
+_SETUP = {"conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"}
+_HEADER = re.compile(r"^diff --git .* (b/.*|\"b/.*\")$", re.MULTILINE)
+_MYPY_CASE = re.compile(r"^\+?\s*\[case ([^\]\s]+)\]", re.MULTILINE)
+
+
+class PatchedFiles(NamedTuple):
+    """The files that a patch changes."""
+
+    before: tuple[str, ...]
+    """Changed, removed and renamed files, by their old names."""
+    after: tuple[str, ...]
+    """Changed and added files, by their new names."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All names."""
+        return tuple(dict.fromkeys((*self.before, *self.after)))
+
+
+def list_files(diff: str) -> PatchedFiles:
+    """List the files that a patch as git writes it changes."""
+    before, after = [], []
+    parts = _HEADER.split(diff)[1:]
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        path = _unquote(name).removeprefix("b/")
+        head = body.partition("\n@@")[0]
+        renamed = re.search(r"^rename from (.*)$", head, re.MULTILINE)
+        if "\nnew file mode" not in head:
+            before.append(_unquote(renamed[1]) if renamed else path)
+        if "\ndeleted file mode" not in head:
+            after.append(path)
+    return PatchedFiles(tuple(before), tuple(after))
+
+
+def _unquote(name: str) -> str:
+    """Undo git's quoting of names that are not ASCII."""
+    if not name.startswith('"'):
+        return name
+    data = name[1:-1].encode().decode("unicode_escape").encode("latin-1", errors="replace")
+    return data.decode(errors="replace")
+
+
+def make_eval_script(row: SweRow, folder: str, setup: Sequence[str] = ()) -> str:
+    """Return a Bash script that runs a row's tests in `folder`.
+
+    It has the shape of the scripts in SWE-bench's own rows, so that the package `swebench` can
+    grade its output: test files are restored, the test patch is applied, the tests run between two
+    marks. Nothing is installed, because evaluators have no network; `setup` lines run first.
+    """
+    files = list_files(row.test_patch)
+    restore = f"git checkout {row.commit} -- {shlex.join(files.before)}" if files.before else ":"
+    own = [_SETUP[row.repo]] if row.repo in _SETUP else []
+    return _SCRIPT.format(
+        folder=shlex.quote(folder),
+        setup="".join(f"{line}\n" for line in (*own, *setup)),
+        restore=restore,
+        patch=_apply_patch(row.test_patch),
+        command=_make_command(row, files),
+    )
+
+
+def _apply_patch(patch: str) -> str:
+    if not patch.strip():
+        return ""
+    text = patch.rstrip("\n")
+    end = f"EOF_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
+    refused = "{ echo 'the test patch cannot be applied'; exit 1; }"
+    return f"git apply -v - <<'{end}' || {refused}\n{text}\n{end}\n"
+
+
+def _make_command(row: SweRow, files: PatchedFiles) -> str:
+    if row.own_command:
+        return row.test_command
+    cases = _MYPY_CASE.findall(row.test_patch) if row.repo == "python/mypy" else []
+    if cases:
+        return f"{row.test_command} -k {shlex.quote(' or '.join(cases))}"
+    tests = (path for path in files.after if not path.endswith(_NO_TESTS))
+    return f"{row.test_command} {shlex.join(tests)}".rstrip()
+
+
+# --------------------------------------------------------------------------- the task set
 IMAGES = {
     "swebench": "docker.io/swebench/sweb.eval.x86_64.{instance_1776}:latest",
     "swe-gym": "docker.io/xingyaoww/sweb.eval.x86_64.{instance_s}:latest",
@@ -33,8 +271,7 @@ _REPO_WORDS = ("instance_id", "repo")
 _PROMPT_WORDS = ("problem_statement", "hints_text", "repo", "path", "instance_id")
 _PATCH = "solution.patch"
 _LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
-"""Images are large. The tests of a repository take long, and are run once more without the agent's
-work if they give no result."""
+"""Images are large. Tests take long, and may be run once more without the agent's work."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,15 +281,14 @@ class SweTaskSet(RowSource, TaskSet):
     `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; the default is that of
     the row, or depends on its repository. `repos` takes the files from a git repository in place
     of the image's own: a URL, or a path relative to that of the rows, with {repo} in it; without
-    `images` none is needed then.
-    `prompt` is the instruction, `folder` where the repository is for the agent. `test_command` and
-    `log_parser` replace what rows say or leave out; `setup` are lines of bash before the tests.
-    `partial`, `protected` and `network` are those of the evaluator.
+    `images` none is needed then. `prompt` is the instruction, `folder` where the repository is for
+    the agent. `test_command` and `log_parser` replace what rows say or leave out; `setup` are lines
+    of bash before the tests. `partial`, `protected` and `network` are those of the evaluator.
     """
 
     images: str | None = None
     repos: str | None = None
-    folder: Annotated[str, Meta(pattern="^/")] = "/testbed"
+    folder: Annotated[str, msgspec.Meta(pattern="^/")] = "/testbed"
     prompt: str = PROMPT
     test_command: str | None = None
     log_parser: str | None = None
@@ -72,13 +308,14 @@ class SweTaskSet(RowSource, TaskSet):
     def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each row."""
         for row, split in self._read_rows():
-            image = self._select_image(row)
+            values = self._find_values(row)
+            workspace = self._make_workspace(row, values)
             yield template.make(
                 row.instance,
-                self._make_instruction(row),
+                self.prompt.format(**values),
                 evaluator=self._make_evaluator(row),
-                runtime=PluginSpec("container") if image else None,
-                workspace=self._make_workspace(row, image),
+                runtime=PluginSpec("container") if workspace.image else None,
+                workspace=workspace,
                 limits=_LIMITS,
                 tags={"repo": row.repo} | ({SPLIT: split} if split else {}),
             )
@@ -98,39 +335,37 @@ class SweTaskSet(RowSource, TaskSet):
         """Reference patches by instance."""
         return {row.instance: row.solution for row, _ in self._read_rows()}
 
-    def _read_rows(self) -> Iterator[tuple[swe_rows.SweRow, str | None]]:
+    def _read_rows(self) -> Iterator[tuple[SweRow, str | None]]:
         for where, raw, split in self.rows():
-            yield swe_rows.read_row(raw, where, self.test_command, self.log_parser), split
+            yield read_row(raw, where, self.test_command, self.log_parser), split
 
-    def _make_instruction(self, row: swe_rows.SweRow) -> str:
-        return self.prompt.format(
-            problem_statement=row.problem.strip(),
-            hints_text=row.hints.strip(),
-            repo=row.repo,
-            path=self.folder,
-            instance_id=row.instance,
-        )
+    def _find_values(self, row: SweRow) -> dict[str, str]:
+        """Return what words in braces stand for."""
+        name = row.instance.lower()
+        return {
+            "instance_id": row.instance,
+            "instance_1776": name.replace("__", "_1776_"),
+            "instance_s": name.replace("__", "_s_"),
+            "repo": row.repo,
+            "path": self.folder,
+            "problem_statement": row.problem.strip(),
+            "hints_text": row.hints.strip(),
+        }
 
-    def _select_image(self, row: swe_rows.SweRow) -> str | None:
+    def _make_workspace(self, row: SweRow, values: Mapping[str, str]) -> Workspace:
+        image = self._select_image(row, values)
+        repo = self._repos.format(**values) if self._repos else None
+        commit = row.commit or (None if repo else "HEAD")
+        return Workspace(image=image, repo=repo, commit=commit, path=self.folder)
+
+    def _select_image(self, row: SweRow, values: Mapping[str, str]) -> str | None:
         if self._images is None and (row.image or self._repos):
             return None if self._repos else row.image
-        published = "swe-gym" if row.repo.lower() in swe_rows.TEST_COMMANDS else "swebench"
-        name = row.instance.lower()
-        return (self._images or IMAGES[published]).format(
-            instance_id=row.instance,
-            instance_1776=name.replace("__", "_1776_"),
-            instance_s=name.replace("__", "_s_"),
-            repo=row.repo,
-        )
+        published = "swe-gym" if row.repo.lower() in TEST_COMMANDS else "swebench"
+        return (self._images or IMAGES[published]).format(**values)
 
-    def _make_workspace(self, row: swe_rows.SweRow, image: str | None) -> Workspace:
-        if self._repos is None:
-            return Workspace(image=image, commit=row.commit or "HEAD", path=self.folder)
-        repo = self._repos.format(instance_id=row.instance, repo=row.repo)
-        return Workspace(image=image, repo=repo, commit=row.commit, path=self.folder)
-
-    def _make_evaluator(self, row: swe_rows.SweRow) -> PluginSpec:
-        script = row.eval_script or swe_rows.make_eval_script(row, self.folder, self.setup)
+    def _make_evaluator(self, row: SweRow) -> PluginSpec:
+        script = row.eval_script or make_eval_script(row, self.folder, self.setup)
         options = {
             "instance": row.instance,
             "repo": row.repo,
@@ -140,8 +375,8 @@ class SweTaskSet(RowSource, TaskSet):
             "eval_type": row.eval_type,
             "fail_to_pass": list(row.fail_to_pass),
             "pass_to_pass": list(row.pass_to_pass),
-            "protected_files": [*swe_rows.list_files(row.test_patch).paths, *row.protected_files],
-            "editable": list(swe_rows.list_files(row.solution).paths),
+            "protected_files": [*list_files(row.test_patch).paths, *row.protected_files],
+            "editable": list(list_files(row.solution).paths),
             "hides": list(row.hides),
             "partial": self.partial,
             "protected": list(self.protected),

