@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 
-import pytest
-
 from cli.conftest import Shell
 from commands import TUGLINE
 from house import task
@@ -41,14 +39,6 @@ async def test_a_server_that_does_not_answer_is_one_line(shell: Shell) -> None:
     assert gone.code == 1
     assert found["component"] == "server"
     assert shell.house.url in found["detail"]
-
-
-@pytest.mark.parametrize("engine", ["", "notaurl", "http://", "http://[::1", "http://a:b"])
-async def test_an_engine_has_an_address(shell: Shell, engine: str) -> None:
-    """What cannot be one is the person's mistake, not the engine's."""
-    told = await shell.run("doctor", "--engine", engine)
-    assert told.code == 2
-    assert f"--engine is {engine!r}, must be http://HOST:PORT" in told.err
 
 
 def test_a_limit_of_open_files_that_is_too_low_for_a_node_is_told() -> None:

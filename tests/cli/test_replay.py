@@ -73,19 +73,3 @@ async def test_a_fork_is_kept_below_runs(run: Path) -> None:
         assert last == "  runs/s1-at2/recordings/s1-at2-0.0.rec"
         again = await asyncio.to_thread(tugline, *options, cwd=run)
     assert again.stdout.splitlines()[-1] == "  runs/s1-at2-2/recordings/s1-at2-1.0.rec"
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["nope"], "there is no recording 'nope'"),
-        (["s1", "--fork-at", "x", "--engine", "http://e"], "--fork-at is 'x', must be the number"),
-        (["s1", "--fork-at", "1", "--keep", "/dev/null/x"], "--fork-at and --engine go together"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(run: Path, options: list[str], line: str) -> None:
-    """No traceback, nothing on stdout, exit code 2."""
-    done = tugline(*options, cwd=run)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert line in done.stderr
-    assert "Traceback" not in done.stderr
