@@ -1,4 +1,4 @@
-"""``tugline status``, ``results``, ``logs`` and ``cancel``: what a server has, once or for longer."""
+"""``tugline status``, ``results``, ``logs`` and ``cancel``: once or for longer."""
 
 from __future__ import annotations
 
