@@ -99,14 +99,3 @@ async def test_room_is_what_can_begin_at_once() -> None:
         assert len(node.members) == 8
         assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
     assert not node.members
-
-
-async def test_groups_are_numbered_as_they_come() -> None:
-    """And forgotten when their last session is gone."""
-    node = make_pools()
-    with node.enter("a", 0, None) as first, node.enter("b", 1, None) as other:
-        assert (first.turn, other.turn) == ((0, 0), (1, 1))
-        with node.enter("a", 1, None) as second:
-            assert second.turn == (0, 1)
-    with node.enter("a", 0, None) as again:
-        assert again.turn == (2, 0)
