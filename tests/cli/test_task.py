@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Shell
 from commands import run_command
 from containers import podman
 from tugline.cli.task import read_checked
@@ -180,20 +179,6 @@ select: {{split: test}}
     env = {"HF_HOME": str(tmp_path / "hf")}
     done = tugline("list", tmp_path / "set.yaml", "--json", env=env)
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["three"], done.stderr
-
-
-async def test_a_set_is_submitted_as_tasks_are(shell: Shell) -> None:
-    """Once: the same file again is the same tasks."""
-    rows = [{"id": f"row-{n}", "instruction": "do"} for n in range(3)]
-    shell.file("rows.jsonl", "\n".join(map(json.dumps, rows)))
-    told = "taskset: {name: jsonl, options: {path: rows.jsonl, id: id}}\n"
-    told += "template: {harness: {name: pi}, evaluator: {name: tests}, samples: 2}\nprefix: a-\n"
-    shell.file("set.yaml", told)
-    for counts in ("3, sessions: 6", "3 (known already: 3), sessions: 6"):
-        done = await shell.run("submit", "set.yaml")
-        assert (done.code, done.err) == (0, f"accepted tasks: {counts}\n")
-    view = json.loads((await shell.run("status", "a-row-1", "--json")).out)
-    assert view["task"]["id"] == "a-row-1"
 
 
 @pytest.mark.podman

@@ -77,18 +77,6 @@ async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Pat
     assert bench.script.now["sandboxes"] == 0
 
 
-async def test_enough_of_a_group_ends_the_rest(tmp_path: Path) -> None:
-    """Stragglers are stopped at once, and what they sampled is committed with their ledger."""
-    async with open_bench(tmp_path) as bench:
-        bench.script.hang = frozenset({"t-2", "t-3"})
-        await bench.control.submit([make_task(samples=4, group=Group(min_usable=2))])
-        results = await bench.wait_for_results(4)
-    assert [results[f"t-{n}"].status for n in range(4)] == [Status.COMPLETED] * 2 + [
-        Status.CANCELLED
-    ] * 2
-    assert results["t-2"].ledger.trained == 2
-
-
 async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     """Nothing of it is committed, and it starts again with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)

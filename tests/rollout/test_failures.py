@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from attacked import IMAGE, running, token
 from containers import podman
+from observed import CALL
 from rig import Play, Reply, rig, says
 from transitions import TRANSITIONS
 from tugline.errors import CaptureError, EngineError, UsageError
@@ -44,14 +45,6 @@ from tugline.types import (
 
 __all__ = ["podman"]
 
-CALL = (
-    "import json, os, urllib.request as r;"
-    "body = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'x'}]}).encode();"
-    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'],"
-    " 'content-type': 'application/json'};"
-    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions';"
-    "r.urlopen(r.Request(url, body, head)).read()"
-)
 ASK = f'python3 -I -c "{CALL}"'
 """A script's line that calls the model once."""
 FILES = {
@@ -184,7 +177,7 @@ class Gone:
 GATEWAY_GONE = "127.0.0.1:9"
 PODMAN = (pytest.mark.podman,)
 CALL_OR_NOT = f"{MEND}; {ASK} || true"
-STREAM = ASK.replace("'m',", "'m', 'stream': True,")
+STREAM = ASK.replace("{'messages'", "{'stream': True, 'messages'")
 EAT = f"{ASK}; exec python3 -I -c 'b = []\nwhile True: b.append(b\"x\" * (1 << 22))'"
 FILL = f"{ASK}; for n in $(seq 300); do head -c 10M /dev/zero > big$n; sleep 0.1; done"
 ODD = f"{MEND}; {ASK}; printf '\\377\\376'; touch \"$(printf 'a\\377')\"; printf '\\303'"

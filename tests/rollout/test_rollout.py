@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from bad_parts import Uninstallable
+from observed import CALL
+from rollout.test_failures import FILES
 from stub_model import Step, StubGateway
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -35,10 +37,6 @@ from tugline.types import (
 
 ROOT = Path(__file__).parents[2]
 AGENT = str(ROOT / "examples" / "agents" / "openai_loop.py")
-FILES = {
-    "bill.py": "def total(a, b):\n    return a - b\n",
-    "test_bill.py": "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n",
-}
 FIX: list[Step] = [
     ("read", {"path": "bill.py"}),
     ("edit", {"path": "bill.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
@@ -58,15 +56,8 @@ def a_task(harness: PluginSpec, **changes: Any) -> Task:
     return Task(id="t", harness=harness, **{**given, **changes})
 
 
-CALL = (
-    "import json, os, urllib.request as r;"
-    "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode();"
-    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']};"
-    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions';"
-    "r.urlopen(r.Request(url, body, head)).read()"
-)
-"""A program that calls the model once."""
 ONCE = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
+"""A program that calls the model once."""
 
 
 def shell(script: str) -> PluginSpec:
@@ -233,15 +224,8 @@ class Dying(LocalRuntime):
                 msg = "the machine is gone"
                 raise SandboxError(msg)
 
-            yield SimpleNamespace(
-                home=sandbox.home,
-                workdir=sandbox.workdir,
-                logs=sandbox.logs,
-                put=sandbox.put,
-                expose=sandbox.expose,
-                read_folder_state=sandbox.read_folder_state,
-                run=lost,
-            )
+            sandbox.run = lost
+            yield sandbox
 
 
 class Unclosed(LocalRuntime):
