@@ -108,6 +108,8 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     for _ in range(6):
         resumes = ["--resume"] if (folder / "settings.yaml").exists() else []
         process = start(folder, "--config", str(config), *resumes)
+        while not (folder / "settings.yaml").exists():
+            time.sleep(0.05)
         time.sleep(rng.uniform(4, 16))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
