@@ -11,13 +11,13 @@ from recording.view.synthetic import small
 UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id below runs/; "
 
 
-async def run_session(shell: Shell, *, elsewhere: bool = True) -> None:
-    """Session `s-1`, recorded in the server's folder, and perhaps `s-0`, recorded elsewhere."""
+async def run_session(shell: Shell) -> None:
+    """Session `s-1`, recorded in the server's folder, and `s-0`, recorded elsewhere."""
     folder = shell.house.folder / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
     async with shell.lease(task("s", samples=2), slots=2) as (node, held):
         for work in held:
-            if not elsewhere or work.session.id == "s-1":
+            if work.session.id == "s-1":
                 recording = small(folder, work.session.id)
                 recording.rename(recording.with_name(f"{work.session.id}.{work.session.epoch}.rec"))
             await commit(node, work)
@@ -54,17 +54,7 @@ async def test_a_session_that_nobody_has_names_both_places(shell: Shell) -> None
 
 
 async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> None:
-    """Without the server, too."""
-    await run_session(shell, elsewhere=False)
-    saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
-    assert saved.code == 0, saved.err
-    await shell.house.stop()
-    written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
-    assert json.loads(written.out)["exported"] == 2, written.err
-
-
-async def test_a_recording_that_is_elsewhere_ends_no_saving_of_results(shell: Shell) -> None:
-    """Its result is saved and its name told."""
+    """Without the server, too; a recording that is elsewhere is told, and its result is saved."""
     await run_session(shell)
     saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
     assert saved.code == 0, saved.err
@@ -72,3 +62,6 @@ async def test_a_recording_that_is_elsewhere_ends_no_saving_of_results(shell: Sh
     assert "2 new, 2 in all" in saved.err
     found = (shell.folder / "kept/recordings").glob("s-*")
     assert [path.name.split(".")[0] for path in found] == ["s-1"]
+    await shell.house.stop()
+    written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
+    assert json.loads(written.out)["exported"] == 1, written.err

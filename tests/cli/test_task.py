@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -191,25 +190,6 @@ def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
         (1.0, 0.0, "fine")
     ] * 6, done.stdout + done.stderr
     assert done.returncode == 0
-
-
-@pytest.mark.podman
-def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) -> None:
-    """A Dockerfile that fails is an error of its own, a script that hangs earns nothing."""
-    for name in ("hangs", "unbuilt"):
-        shutil.copytree(EXAMPLES / "tasks" / "release-links", tmp_path / name)
-    with (tmp_path / "unbuilt" / "environment" / "Dockerfile").open("a") as file:
-        file.write("RUN echo so it is told && false\n")
-    (tmp_path / "hangs" / "tests" / "test.sh").write_text("sleep 60\n")
-    toml = tmp_path / "hangs" / "task.toml"
-    toml.write_text(toml.read_text().replace("timeout_sec = 60.0", "timeout_sec = 1"))
-    done = tugline("validate", tmp_path, "--json", env={"DOCKER_HOST": podman})
-    lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert (lines["hangs"]["state"], lines["hangs"]["reference"]) == ("broken", 0.0)
-    assert lines["hangs"]["reason"] == "reference: not done within 1 s"
-    assert (lines["unbuilt"]["state"], lines["unbuilt"]["cause"]) == ("error", "image")
-    assert "so it is told" in lines["unbuilt"]["reason"]
-    assert done.returncode == 1
 
 
 def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:

@@ -99,3 +99,13 @@ async def test_room_is_what_can_begin_at_once() -> None:
         assert len(node.members) == 8
         assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
     assert not node.members
+
+
+async def test_groups_are_numbered_as_they_come() -> None:
+    """Also for a sample that comes late; and forgotten when their last session is gone."""
+    node = make_pools()
+    early, other, late = (node.enter(*whose, None) for whose in (("a", 0), ("b", 1), ("a", 1)))
+    with early, other as second, late as third:
+        assert (second.turn, third.turn) == ((1, 1), (0, 1))
+    with node.enter("a", 0, None) as again:
+        assert again.turn == (2, 0)
