@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from cli.conftest import Done
 from commands import run_command
@@ -147,36 +147,26 @@ def make_api(*, lists_freely: bool = False) -> Starlette:
     `lists_freely` is whether it lists its models without the key. It repeats a key that is wrong.
     """
 
-    def refuse(request: Request) -> Response | None:
-        given = request.headers.get("authorization", "")
-        message = f"Incorrect API key provided: {given}"
-        wrong = given != f"Bearer {SECRET}"
-        return JSONResponse({"error": {"message": message}}, 401) if wrong else None
-
-    async def models(request: Request) -> Response:
-        refused = None if lists_freely else refuse(request)
-        return refused or JSONResponse({"data": [{"id": "weak"}, {"id": "strong"}]})
-
-    async def chat(request: Request) -> Response:
-        if refused := refuse(request):
-            return refused
+    async def answer(request: Request) -> Response:
+        given, lists = request.headers.get("authorization", ""), request.method == "GET"
+        if given != f"Bearer {SECRET}" and not (lists and lists_freely):
+            error = {"message": f"Incorrect API key provided: {given}"}
+            return JSONResponse({"error": error}, 401)
+        if lists:
+            return JSONResponse({"data": [{"id": "weak"}, {"id": "strong"}]})
         body = await request.json()
         assert body["model"] == "strong"
         part = {"role": "assistant", "content": "Two words."}
         choice = {"index": 0, "finish_reason": "stop"}
-        streams = body.get("stream")
-        body = {"id": "1", "model": "strong", "usage": USAGE}
-        if not streams:
-            return JSONResponse(body | {"choices": [choice | {"message": part}]})
-        event = body | {"choices": [choice | {"delta": part}]}
-        return StreamingResponse(
-            iter([b"data: " + msgspec.json.encode(event) + b"\n\n", b"data: [DONE]\n\n"]),
-            media_type="text/event-stream",
-        )
+        choice["delta" if body.get("stream") else "message"] = part
+        reply = {"id": "1", "model": "strong", "usage": USAGE, "choices": [choice]}
+        if not body.get("stream"):
+            return JSONResponse(reply)
+        events = f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n"
+        return Response(events, media_type="text/event-stream")
 
     app = Starlette()
-    app.add_route("/v1/models", models, methods=["GET"])
-    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/{path:path}", answer, methods=["GET", "POST"])
     return app
 
 
