@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tugline.errors import HarnessError
+from tugline.errors import ConfigError, HarnessError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
@@ -32,6 +32,15 @@ class Uninstallable(Harness):
     def launch(self, context: LaunchContext) -> Launch:
         """Never called."""
         raise NotImplementedError
+
+
+class Needy(Uninstallable):
+    """A harness that needs what this node does not have."""
+
+    async def install(self) -> None:
+        """Fails as one that finds no Node."""
+        msg = "there is no Node here"
+        raise ConfigError(msg)
 
 
 class Hanging(Evaluator):

@@ -35,7 +35,9 @@ from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
 from tugline.server.store import sessions, stats
 from tugline.server.store.database import open_database
-from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
+from tugline.types import Group, Limits, PluginSpec, Reward, Status, Task, Trajectory
+
+NO_GROUP = Group()
 
 
 @contextlib.asynccontextmanager
@@ -233,7 +235,14 @@ class SimulatedParts(Parts):
         return SimulatedEvaluator(self.script) if kind == "evaluator" else self.script
 
 
-def make_task(name: str = "t", *, what: str = "work", samples: int = 1, **limits: float) -> Task:
+def make_task(
+    name: str = "t",
+    *,
+    what: str = "work",
+    samples: int = 1,
+    group: Group = NO_GROUP,
+    **limits: float,
+) -> Task:
     """Work for the script."""
     return Task(
         id=name,
@@ -241,6 +250,7 @@ def make_task(name: str = "t", *, what: str = "work", samples: int = 1, **limits
         harness=PluginSpec("simulated"),
         evaluator=PluginSpec("simulated"),
         samples=samples,
+        group=group,
         limits=Limits(**limits),
     )
 
@@ -273,15 +283,19 @@ class Bench:
         return Node(self.link, self.gateway, parts, self.folder, self.settings)
 
     @contextlib.asynccontextmanager
-    async def working(self) -> AsyncIterator[asyncio.Task[None]]:
+    async def working(self) -> AsyncIterator[None]:
         """The node runs while the block lasts."""
-        running = asyncio.create_task(self.node.run())
+        self.running = asyncio.create_task(self.node.run())
         try:
-            yield running
+            yield
         finally:
-            running.cancel()
+            self.running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await running
+                await self.running
+
+    async def wait_until_ended(self) -> None:
+        """Wait for the node to end by itself."""
+        await asyncio.wait_for(asyncio.shield(self.running), 20)
 
     async def statuses(self) -> dict[str, Status]:
         """Status of every session with a result."""
@@ -293,6 +307,10 @@ class Bench:
     async def read_session(self, session: str) -> SessionView:
         """A session as the server has it."""
         return (await self.control.database.read(sessions.get, session)).view()
+
+    async def read_epoch(self) -> int:
+        """Epoch of the first session."""
+        return (await self.read_session("t-0")).epoch
 
     async def count_by_status(self) -> dict[str, int]:
         """Sessions by status."""
@@ -318,9 +336,11 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def open_bench(folder: Path, **settings: Any) -> AsyncIterator[Bench]:
+async def open_bench(
+    folder: Path, *, lease_s: float = 1.0, **settings: Any
+) -> AsyncIterator[Bench]:
     """A node at work on a control plane of its own while the block lasts."""
-    async with open_plane(folder) as control:
+    async with open_plane(folder, lease_s) as control:
         bench = Bench(folder, control, **settings)
         async with bench.working():
             yield bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from commands import TUGLINE, run_command
 from house import House
 from served import TOKENS
 from tugline.cli.app import main
+from tugline.client.nodes import NodeClient
+from tugline.protocol import LeaseRequest, NodeRegistration, Work
+from tugline.types import Task
 
 
 class Done(NamedTuple):
@@ -39,6 +43,18 @@ class Shell:
     def file(self, name: str, text: str) -> None:
         """A file in the folder."""
         (self.folder / name).write_text(text)
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, *tasks: Task, slots: int = 1
+    ) -> AsyncIterator[tuple[NodeClient, tuple[Work, ...]]]:
+        """Submit tasks, and play a node that holds what is queued."""
+        await self.house.control.submit(tasks)
+        async with NodeClient(self.house.url, TOKENS.join) as node:
+            welcome = await node.register(NodeRegistration(name="n", slots=slots, capacity=slots))
+            applied = welcome.control.generation
+            ask = LeaseRequest(capacity=slots, applied=applied, wait_s=20.0)
+            yield node, (await node.lease(welcome.node, ask)).work
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         """A command that goes on."""

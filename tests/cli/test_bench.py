@@ -1,50 +1,87 @@
-"""The command that finds and runs benchmarks says what is wrong when it cannot."""
+"""``tugline bench`` and ``plan``: where benchmarks are, and what machines a run needs."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from cli.conftest import Done
 
 PACKAGE = Path(__file__).parents[2] / "src" / "tugline"
 PROGRAM = "from tugline.cli.app import main; main()"
+PLAN = (
+    *("plan", "--gpus=4", "--model-tps=1000", "--turns=10", "--turn-tokens=100", "--prompt=1000"),
+    *("--result-tokens=200", "--token-ms=10", "--tool-s=1", "--tool-cpu-s=0", "--eval-s=10"),
+)
+PI = ("--harness", "pi")
 
 
-def refused(*arguments: str, source: Path = PACKAGE.parent) -> str:
-    """The last line on stderr of a command that exits with 2."""
+@pytest.mark.parametrize(
+    ("copied", "words", "end"),
+    [(False, ("--sessions", "runs"), "arguments: --sessions runs"),
+     (True, (), "run this in a checkout")],
+    ids=["option", "installed"],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(
+    *, copied: bool, words: tuple[str, ...], end: str, tmp_path: Path
+) -> None:
+    """An option of another benchmark; an installation, which names the file that is not there."""
+    source = PACKAGE.parent
+    if copied:
+        source = tmp_path / "lib" / "src"
+        skipped = shutil.ignore_patterns("__pycache__", "*.safetensors")
+        shutil.copytree(PACKAGE, source / "tugline", ignore=skipped)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", PROGRAM, "bench", "gateway", *words],
+        capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(source)},
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    return done.stderr.splitlines()[-1]
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    line = done.stderr.splitlines()[-1]
+    assert line.endswith(end)
+    assert not copied or str(tmp_path / "lib" / "benchmarks" / "gateway" / "run.py") in line
 
 
-def test_an_unknown_part_is_answered_with_the_known_ones() -> None:
-    """A typing mistake costs one glance."""
-    assert refused("gatway") == (
-        "tugline: there is no benchmark of 'gatway'; "
-        "it must be one of builders, cluster, console, gateway, hostile, learn, runtimes, server,"
-        " trajectories, utilisation"
-    )
+def test_a_plan_is_what_the_constants_say(run_here: Callable[..., Done]) -> None:
+    """Four sessions of 1,000 tokens a second, each of 31.14 s: computed by hand."""
+    plan = json.loads(run_here(*PLAN, *PI, "--json").out)
+    assert plan["sessions_per_hour"] == pytest.approx(4 * 3600)
+    assert plan["session_s"] == pytest.approx(0.8 + 10 * 0.034 + 10 * 1.0 + 10 * 1 + 10)
+    assert plan["open_sessions"] == 125
+    assert plan["busy"] == 1.0
+    assert plan["kv_tokens"] == 125 * (1000 + 4000) // 2
+    gateway_s = 10 * (0.0016 + 0.0000068 * 5) + 1000 * 0.000043 + 0.05
+    assert plan["gateway_cores"] == pytest.approx(4 * gateway_s)
+    assert plan["agent_cores"] == pytest.approx(4 * 11.14)
+    assert plan["nodes_for"] == {"processors": 2, "memory": 1}
+    assert plan["disk_gb_per_day"] == pytest.approx(4 * 86400 * (4000 * 1.5 + 7000) / 1e9)
+    assert (plan["nodes"], plan["slots"], plan["servers"]) == (2, 63, 1)
 
 
-def test_an_option_of_another_benchmark_is_refused() -> None:
-    """What would have no effect is not passed over in silence."""
-    assert refused("gateway", "--sessions", "runs").endswith("arguments: --sessions runs")
+@pytest.mark.parametrize(
+    ("words", "narrowest"),
+    [("--harness pi --cores 8", "processors"), ("--harness qwen_code --memory-gb 16", "memory")],
+)
+def test_the_narrowest_part_decides(
+    words: str, narrowest: str, run_here: Callable[..., Done]
+) -> None:
+    """Nodes are as many as the limit asks for that is met first; slots follow."""
+    command = [*PLAN, *words.split()]
+    plan = json.loads(run_here(*command, "--json").out)
+    most = max(plan["nodes_for"], key=plan["nodes_for"].get)
+    assert (most, plan["nodes"]) == (narrowest, plan["nodes_for"][narrowest])
+    assert plan["slots"] * plan["nodes"] >= plan["open_sessions"]
+    assert f"{narrowest} decide" in run_here(*command).out
 
 
-def test_an_installed_package_says_where_benchmarks_are(tmp_path: Path) -> None:
-    """Outside a checkout the command names the file it looked for and what to do."""
-    skipped = shutil.ignore_patterns("__pycache__", "*.safetensors")
-    shutil.copytree(PACKAGE, tmp_path / "lib" / "src" / "tugline", ignore=skipped)
-    line = refused("gateway", source=tmp_path / "lib" / "src")
-    assert str(tmp_path / "lib" / "benchmarks" / "gateway" / "run.py") in line
-    assert line.endswith("run this in a checkout")
+def test_a_step_with_too_few_sessions_is_said(run_here: Callable[..., Done]) -> None:
+    """25 of 125 sessions keep a fifth of the engines busy."""
+    out = run_here(*PLAN, *PI, "--sessions", "25").out
+    assert "25 sessions a step keep 20% of the engines busy" in out

@@ -1,4 +1,4 @@
-"""``tugline export``: filters, splits and summaries from a shell, and its mistakes at the door."""
+"""``tugline export`` and ``rebuild``: filters, splits, builders and summaries from a shell."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from commands import run_command
 from exports.made import record
-from tugline.cli.app import main
-
-
-def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
-    return run_command("export", *arguments)
+from recording.view.synthetic import small
+from tugline.recording.trajectories import read_folder
 
 
 def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
@@ -24,66 +18,24 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
     for i in range(8):
         tags = {"level": "hard" if i < 6 else "easy"}
         record(tmp_path / "in", f"s{i}", task=f"t{i // 2}", sample=i % 2, reward=i % 2, tags=tags)
-    out = tmp_path / "out"
-    filters = [
-        "--tag",
-        "level=hard",
-        "--best-of",
-        "1",
-        "--min-reward",
-        "0.5",
-        *("--kind", "main", "--kind", "subagent"),
-    ]
-    more = ["--status", "completed", "--status", "timed-out", "--exact-only", "--max-length", "9"]
-    split = ["--split", "train=0.7,test=0.3", "--seed", "6", "--dedupe"]
-    done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
+    filters = (
+        "--tag level=hard --best-of 1 --min-reward 0.5 --kind main --kind subagent --exact-only"
+        " --status completed --status timed-out --max-length 9"
+        " --split train=0.7,test=0.3 --seed 6 --dedupe --json"
+    )
+    done = run_command("export", "sft", "in", "--out", "out", *filters.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     assert output["exported"] + sum(output["left_out"].values()) == output["recordings"] == 8
     assert output["left_out"] == {"low_reward": 3, "tag": 2}
-    assert {name: one["sessions"] for name, one in output["files"].items()} == {
-        "train": 2,
-        "test": 1,
-    }
-    assert (out / "test.jsonl").read_text().count("\n") == 1
+    sessions = {name: one["sessions"] for name, one in output["files"].items()}
+    assert sessions == {"train": 2, "test": 1}
+    assert (tmp_path / "out" / "test.jsonl").read_text().count("\n") == 1
 
-    done = export("parquet", tmp_path / "in", "--out", tmp_path / "p", "--builder", "per_request")
+    words = ("parquet", "in", "--out", "p", "--builder", "per_request")
+    done = run_command("export", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8 of 8 sessions; left out: -" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: atif, parquet,"),
-        (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
-        (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
-        (
-            ["sft", "--status", "done"],
-            'Invalid value "done" for --status. Choose from: "queued", "init"',
-        ),
-        (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
-        (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),
-        (["trl", "--with", "pad=1"], "export 'trl': there is no option 'pad' (its options: none)"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    tmp_path: Path,
-    arguments: list[str],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It names the flag, the value and what would be right; the exit code is 2."""
-    record(tmp_path, "a")
-    form, *rest = arguments
-    command = ["tugline", "export", form, str(tmp_path), "--out", str(tmp_path / "out"), *rest]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (output,) = capsys.readouterr().err.splitlines()
-    assert line in output
 
 
 def test_without_pyarrow_the_extra_is_named() -> None:
@@ -95,7 +47,31 @@ def test_without_pyarrow_the_extra_is_named() -> None:
         "try: find('export', 'parquet')\n"
         "except UsageError as error: print(error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install 'tugline[export]'" in done.stdout, done.stderr
+
+
+def test_a_folder_is_rebuilt_with_another_builder_and_its_options(tmp_path: Path) -> None:
+    """The index is told as JSON, and a trainer can load what it names."""
+    small(tmp_path / "in")
+    words = "rebuild in --builder per_request --option max_length=300 --out out --json"
+    done = run_command(*words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    index = json.loads(done.stdout)
+    assert index["builder"] == {"name": "per_request", "options": {"max_length": 300}}
+    (entry,) = index["entries"]
+    (one,) = read_folder(tmp_path / "out")
+    assert (entry["session"], entry["file"]) == ("s-1", "s-1.traj")
+    assert entry["traces"] == len(one.traces) == 6
+    assert max(len(trace.ids) for trace in one.traces) == 300
+
+
+def test_a_damaged_recording_is_named_and_exit_code_1(tmp_path: Path) -> None:
+    """The others are built all the same."""
+    small(tmp_path / "in")
+    (tmp_path / "in" / "b.0.rec").write_bytes(b"not a recording")
+    done = run_command("rebuild", "in", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "b.0.rec" in done.stdout
+    assert "1 of 2 recordings" in done.stdout
+    assert len(list(read_folder(tmp_path / "out"))) == 1

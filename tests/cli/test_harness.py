@@ -50,29 +50,3 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     again = tugline("install", "pi", "--version", "0.90.0", cache=tmp_path)
     assert (again.returncode, again.stdout) == (1, "")
     assert "pi 0.90.0 was changed: remove" in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["check"], "give the name of one harness, or --all"),
-        (["check", "pi", "--all"], "give the name of one harness, or --all"),
-        (["check", "shell"], "harness 'shell' cannot be checked; these can: codex, claude_code"),
-        (["install", "shell"], "there is nothing to install"),
-        (["install"], "give the names of harnesses, or --all"),
-        (["install", "pi", "--all"], "give the names of harnesses, or --all"),
-        (["install", "pi", "codex", "--version", "1.2.3"], "--version 1.2.3 is for one harness"),
-        (["install", "pi", "--version", "latest"], "version is 'latest', must be exact"),
-        (["upgrade", "shell"], "there is nothing to install"),
-        (["upgrade", "pi", "--version", "new"], "version is 'new', must be exact"),
-        (["check", "pi", "--version", "1"], "version is '1', must be exact"),
-        (["install", "pie"], "unknown harness 'pie'; did you mean 'pi'?"),
-        (["check", "pi", "--keep", "/dev/null/x"], "choose another --keep"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(options: list[str], line: str) -> None:
-    """No traceback, nothing on stdout, an exit code that is not 0."""
-    done = tugline(*options)
-    assert done.returncode in {1, 2}
-    assert "Traceback" not in done.stderr
-    assert line in done.stderr.splitlines()[-1]

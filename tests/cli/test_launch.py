@@ -151,27 +151,6 @@ def test_a_run_of_training_is_checked(run_here: Run, slurm: Path) -> None:
     assert not (slurm / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
-        ("", "give one of --dry-run, --submit and --status"),
-        ("--submit --status", "give one of --dry-run, --submit and --status"),
-        ("--status", "run was submitted with --submit"),
-        ("--submit --set SLOT=3", "--set SLOT must set one of ROLE, CONFIG, "),
-        ("--submit --engines 2 --engine-command x", "--engines is 2, must be 0 to --nodes"),
-        ("--submit --engines 1", "it needs --engine-command"),
-        ("--submit --settings none.yaml", "none.yaml"),
-        ("--submit --tasks none.yaml", "none.yaml"),
-    ],
-)
-def test_a_mistake_is_named(run_here: Run, slurm: Path, more: str, line: str) -> None:
-    """Before anything is submitted or written."""
-    done = run_here(*WORDS, *more.split())
-    assert (done.code in {1, 2}, done.out) == (True, "")
-    assert line in done.err
-    assert not (slurm / "run").exists()
-
-
 def test_a_machine_without_slurm(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said; a dry run needs none."""
     monkeypatch.setenv("PATH", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_command
-from replay.played import TURNS, observed, record, saying, tampered
+from replay.played import TURNS, observed, record, see_wallaby, tampered
 
 
 def tugline(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -42,16 +42,14 @@ def test_a_session_is_found_by_its_id_and_told_in_a_line(run: Path) -> None:
 
 def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path) -> None:
     """Exit code 1, where it is, and both texts; the run is kept if asked for."""
-    changed = tampered(
-        run / "runs" / "one" / "recordings" / "s1.0.rec",
-        tmp_path / "tampered",
-        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
-    )
+    recording = run / "runs" / "one" / "recordings" / "s1.0.rec"
+    changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     done = tugline(changed)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0] == "s1 by shell: 1 of 3 requests answered, 1 differ"
     assert lines[1].startswith("request 1, beside call 1: message 3 (tool), the result of bash ")
+    assert "cat one.txt" in lines[1]
     assert lines[2:4] == ["  - tool: wallaby", "  - <time>"]
     assert "  + tool: walrus" in lines
     output = tugline(changed, "--json", "--keep", tmp_path / "kept")
@@ -73,19 +71,3 @@ async def test_a_fork_is_kept_below_runs(run: Path) -> None:
         assert last == "  runs/s1-at2/recordings/s1-at2-0.0.rec"
         again = await asyncio.to_thread(tugline, *options, cwd=run)
     assert again.stdout.splitlines()[-1] == "  runs/s1-at2-2/recordings/s1-at2-1.0.rec"
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["nope"], "there is no recording 'nope'"),
-        (["s1", "--fork-at", "x", "--engine", "http://e"], "--fork-at is 'x', must be the number"),
-        (["s1", "--fork-at", "1", "--keep", "/dev/null/x"], "--fork-at and --engine go together"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(run: Path, options: list[str], line: str) -> None:
-    """No traceback, nothing on stdout, exit code 2."""
-    done = tugline(*options, cwd=run)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert line in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,10 +1,9 @@
-"""``tugline status``: a server, a task, a session; once or until interrupted."""
+"""``tugline status``, ``results``, ``logs`` and ``cancel``: once or for longer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import pty
@@ -16,15 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.conftest import TUGLINE, Shell
+from cli.conftest import TUGLINE, Shell, end
+from house import commit
 from house import task as a_task
 from observed import CALL, Observed, observed, task, until
 from served import TOKENS
 from tugline.cli.status import render
 from tugline.client.api import Client
-from tugline.client.overview import Monitor, Overview
+from tugline.client.overview import Monitor
 from tugline.errors import ServerError
 from tugline.protocol import NodeRegistration, NodeState
+from tugline.recording.trajectories import read_folder
 from tugline.server.http.app import Api, serve_api
 from tugline.types import Status
 
@@ -42,13 +43,6 @@ async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
             yield rig, url
 
 
-def to_text(seen: Overview) -> str:
-    """The screen as plain text."""
-    console = Console(file=io.StringIO(), width=140, color_system=None)
-    console.print(render(seen))
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     """As tables for people, and as JSON; with --watch, but no terminal, it ends as well."""
     await shell.house.control.submit([a_task("a", samples=2), a_task("b")])
@@ -60,23 +54,14 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
         assert line in whole.out, whole.out
     seen: dict[str, Any] = json.loads((await shell.run("status", "--json")).out)
     assert seen["counts"]["sessions"] == {"queued": 1, "completed": 2}
-    assert [node["node"]["slots"] for node in seen["nodes"]] == [2]
     seen = json.loads((await shell.run("status", "a", "--json")).out)
     assert seen["task"]["state"] == "released"
     assert [session["id"] for session in seen["sessions"]] == ["a-0", "a-1"]
     session = (await shell.run("status", "a-0")).out
-    assert "completed" in session
-    assert "reward: 1; " in session
-
-
-async def test_what_is_not_there_is_one_line(shell: Shell) -> None:
-    """An unknown name, no server known, a server that does not answer."""
+    assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
     assert done.code == 2
     assert done.err == f"tugline: there is neither a task nor a session 'x' at {shell.house.url}\n"
-    done = await shell.run("status", "--dir", "elsewhere")
-    assert done.code == 2
-    assert "start one with `tugline up`" in done.err
 
 
 async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -> None:
@@ -95,7 +80,9 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
         async with asyncio.timeout(20):  # the node reports with its next lease, after its sessions
             while not 0 < seen.nodes[0].node.running == sum(seen.nodes[0].stages.values()):
                 seen = await monitor.read()
-        text = to_text(seen)
+        console = Console(width=140, color_system=None)
+        with console.capture() as screen:
+            console.print(render(seen))
     assert first.sessions_per_minute == seen.sessions_per_minute == 3, "nothing is counted twice"
     assert seen.queue["other"] > 0
     assert [view.id for view in seen.open] == ["g", "long"]
@@ -105,21 +92,21 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
     assert seen.failures[1].reason.startswith("requeued: harness: ")
     assert seen.tokens_per_second > 0
     (load,) = seen.nodes
-    assert load.node.name == "here"
     assert 0 < load.lease_s <= 30
     for cell in (url, "here", "other", "bad-0", "2/3", "sessions/min"):
-        assert cell in text, text
+        assert cell in screen.get()
 
 
-async def test_a_lost_node_is_listed_for_ten_minutes(tmp_path: Path) -> None:
+async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
     """It is marked; those that were lost longer ago are left out."""
-    async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
-        await rig.control.dispatcher.register(NodeRegistration(name="old", slots=1, capacity=1))
-        await rig.control.dispatcher.register(NodeRegistration(name="old", slots=1, capacity=1))
-        seen = await Monitor(client).read()
-        states = sorted((load.node.name, load.node.state.value) for load in seen.nodes)
-        assert states == [("here", "live"), ("old", "gone"), ("old", "live")]
-        lost = next(load.node for load in seen.nodes if load.node.state is NodeState.GONE)
+    for _ in range(2):
+        registration = NodeRegistration(name="old", slots=1, capacity=1)
+        await shell.house.control.dispatcher.register(registration)
+    async with shell.house.client() as client:
+        states = [load.node.state for load in (await Monitor(client).read()).nodes]
+        assert sorted(states) == [NodeState.GONE, NodeState.LIVE]
+        lost = next(load.node for load in (await Monitor(client).read()).nodes
+                    if load.node.state is NodeState.GONE)  # fmt: skip
         later = await Monitor(client, clock=lambda: lost.deadline + 601).read()
         assert NodeState.GONE not in {load.node.state for load in later.nodes}
 
@@ -157,3 +144,73 @@ async def test_on_a_terminal_it_refreshes_until_interrupted(tmp_path: Path) -> N
                 program.kill()
                 await program.wait()
             os.close(ours)
+
+
+async def test_a_consumer_goes_on_where_it_left_off(shell: Shell) -> None:
+    """What was told is not told again."""
+    await shell.house.control.submit([a_task("a", samples=2)])
+    await shell.house.finish()
+    first = await shell.run("results", "--consumer", "me", "--json")
+    assert [json.loads(line)["session"] for line in first.out.splitlines()] == ["a-0", "a-1"]
+    again = await shell.run("results", "--consumer", "me")
+    assert (again.code, again.out, again.err) == (0, "", "nothing new\n")
+
+
+async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
+    """A second call adds what is new."""
+    for name in ("a", "b"):
+        await shell.house.control.submit([a_task(name)])
+        await shell.house.finish()
+        done = await shell.run("results", "--out", "kept")
+        assert [line.split()[1] for line in done.out.splitlines()] == [f"{name}-0"]
+    assert "saved in kept: 1 new, 2 in all" in done.err
+    kept = shell.folder / "kept"
+    lines = (kept / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]
+    assert [one.session for one in read_folder(kept / "trajectories")] == ["a-0", "b-0"]
+
+
+async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
+    """Bytes as they are; ``-f`` ends with the session."""
+    async with shell.lease(a_task("a")) as (node, [work]):
+        epoch = work.session.epoch
+        await node.log("a-0", epoch, 0, b"one\n")
+        following = await shell.start("logs", "-f", "a-0")
+        assert following.stdout is not None
+        assert await following.stdout.readline() == b"one\n"
+        await node.log("a-0", epoch, 4, b"two\n")
+        assert await following.stdout.readline() == b"two\n"
+        await commit(node, work)
+        assert (await end(following)).code == 0
+    assert (await shell.run("logs", "a-0", "--tail", "4")).out == "two\n"
+
+
+async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
+    """An agent cannot set the title, move the cursor or hide text; a file gets its bytes."""
+    said = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
+    async with shell.lease(a_task("a")) as (node, [work]):
+        await node.log("a-0", work.session.epoch, 0, said)
+    terminal, side = os.openpty()
+    try:
+        command = (TUGLINE, "logs", "a-0")
+        output = await asyncio.create_subprocess_exec(*command, cwd=shell.folder, stdout=side)
+        assert await asyncio.wait_for(output.wait(), 40) == 0
+        text = os.read(terminal, 4096).decode()
+    finally:
+        os.close(side)
+        os.close(terminal)
+    assert text == "a\\x1b]0;owned\\x07b\\x9b2Jc\\u202ed\te \ufffd\r\n"
+    piped = await shell.start("logs", "a-0")
+    assert piped.stdout is not None
+    assert await piped.stdout.read() == said
+
+
+async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
+    """It says what it met; an unknown name is exit code 2."""
+    await shell.house.control.submit([a_task("a", samples=3), a_task("b")])
+    done = await shell.run("cancel", "a-1", "b", "--json")
+    ended = {name: one["ended"] for name, one in json.loads(done.out).items()}
+    assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
+    assert (await shell.run("cancel", "a")).out == "a: 2 ended, 1 final before\n"
+    unknown = await shell.run("cancel", "c")
+    assert (unknown.code, "neither a task nor a session 'c'" in unknown.err) == (2, True)

@@ -1,55 +1,82 @@
-"""``tugline task``: what it writes is what it accepts."""
+"""``tugline task``: task files, sets of them, and which of their tasks are any good."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from commands import run_command
+from containers import podman
+from tugline.cli.task import read_checked
+from tugline.errors import ConfigError
+from tugline.plugins import find
+
+__all__ = ["podman"]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
+ROWS = [
+    {"id": "fine", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "good"},
+    {"id": "broken", "start": {"work": "wrong"}, "solution": {"work": "wrong"}, "tests": "good"},
+    {"id": "solved", "start": {"work": "right"}, "solution": {"work": "right"}, "tests": "good"},
+    {"id": "error", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "bad"},
+]
+SET = """
+taskset:
+  name: jsonl
+  options: {path: rows.jsonl, id: id, instruction: id, files: start, solution: solution,
+            evaluator: {tests: tests}}
+template:
+  harness: {name: pi}
+  runtime: {name: bubblewrap}
+  evaluator: {name: harbor}
+"""
+TASK = """
+id: unproven
+instruction: do
+harness: {name: pi}
+runtime: {name: bubblewrap}
+evaluator: {name: harbor, options: {tests: GOOD}}
+files: {work: wrong}
+"""
+GOOD = "if grep -q right work; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
 
 
-def task(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
-    return run_command("task", *arguments, cwd=cwd)
+tugline = partial(run_command, "task", timeout=110)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a task-set file, its rows and a task file, for sandboxes that this machine has."""
+    reason = find("runtime", "bubblewrap")().check_available()
+    if reason is not None:
+        pytest.skip(reason)
+    for name, script in (("good", GOOD), ("bad", "exit 1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.sh").write_text(script)
+    rows = [{**row, "tests": str(tmp_path / str(row["tests"]))} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "set.yaml").write_text(SET)
+    (tmp_path / "task.yaml").write_text(TASK.replace("GOOD", str(tmp_path / "good")))
+    return tmp_path
 
 
 def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
-    """It passes the check, and is not overwritten unless that is asked for."""
-    assert task("init", "mine.yaml", cwd=tmp_path).returncode == 0
-    done = task("check", "mine.yaml", cwd=tmp_path)
+    """It passes the check."""
+    assert tugline("init", "mine.yaml", cwd=tmp_path).returncode == 0
+    done = tugline("check", "mine.yaml", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
-    again = task("init", "mine.yaml", cwd=tmp_path)
-    assert again.returncode == 2
-    assert "mine.yaml exists" in again.stderr
-    other = task("init", "mine", cwd=tmp_path)
-    assert (other.returncode, "must end with .yaml" in other.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("sampels: 4", "unknown key 'sampels'; did you mean 'samples'?"),
-        ("samples: 0", "t.yaml: samples is 0, must be an integer >= 1"),
-        ("runtime: {name: lokal}", "unknown runtime 'lokal'; did you mean 'local'?"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, line: str, expected: str) -> None:
-    """What is unknown, out of range or cannot be made: exit code 2."""
-    text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
-    (tmp_path / "t.yaml").write_text(text + line)
-    done = task("check", "t.yaml", cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     """Those of the types first; of plug-ins and sense once the types are right."""
     text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
     (tmp_path / "t.yaml").write_text(text + "sampels: 4\npriority: x\nlimits: {agent_s: 0}")
-    done = task("check", "t.yaml", cwd=tmp_path)
+    done = tugline("check", "t.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "tugline: t.yaml: unknown key 'sampels'; did you mean 'samples'?",
@@ -57,14 +84,145 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
         "tugline: t.yaml: priority is 'x', must be an integer",
     ]
     (tmp_path / "t.yaml").write_text(text.replace("do", "' '") + "tags: {a=b: c}")
-    done = task("check", "t.yaml", cwd=tmp_path)
+    done = tugline("check", "t.yaml", cwd=tmp_path)
     assert done.stderr.splitlines() == [
         "tugline: task 't': instruction is ' ', must be a text that says what to do",
         "tugline: task 't': tags is 'a=b', must be a name without =",
     ]
     (tmp_path / "t.yaml").write_text(text.replace("pi", "pie") + "runtime: lokal")
-    done = task("check", "t.yaml", cwd=tmp_path)
+    done = tugline("check", "t.yaml", cwd=tmp_path)
     assert [line.partition("?")[0] for line in done.stderr.splitlines()] == [
         "tugline: task 't': unknown harness 'pie'; did you mean 'pi'",
         "tugline: task 't': unknown runtime 'lokal'; did you mean 'local'",
     ]
+
+
+def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
+    """Each state has its reason, whatever is wrong with others; the exit code says that some is."""
+    out = folder / "out.jsonl"
+    done = tugline("validate", folder / "set.yaml", folder / "task.yaml", "--json", "--out", out)
+    lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert {name: line["state"] for name, line in lines.items()} == {
+        name: name for name in ("fine", "broken", "solved", "error", "unproven")
+    }, done.stderr
+    assert (lines["fine"]["reference"], lines["fine"]["empty"]) == (1.0, 0.0)
+    assert (lines["error"]["reference"], lines["error"]["cause"]) == (None, "evaluator")
+    assert lines["broken"]["reason"].startswith("reference: ")
+    assert done.returncode == 1
+    assert "fine: fine" in done.stderr
+
+
+def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
+    """But for what is not fine, a changed task, and a line that was cut short."""
+    out = folder / "out.jsonl"
+    first = tugline("validate", folder / "set.yaml", "--json", "--out", out)
+    kept = out.read_text().splitlines()
+    assert sorted(kept) == sorted(first.stdout.splitlines())
+    out.write_text("\n".join(line for line in kept if '"broken"' not in line) + '\n{"task": "br')
+    (folder / "set.yaml").write_text(SET + "select: {exclude: [solved]}\n")
+    again = tugline("validate", folder / "set.yaml", "--out", out)
+    tried = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
+    assert sorted(tried) == ["broken", "error", "validated before"]
+    assert "fine: 1, broken: 1, error: 1" in again.stdout
+    assert len(out.read_text().splitlines()) == 5
+    fine = SET.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
+    (folder / "set.yaml").write_text(fine)
+    changed = tugline("validate", folder / "set.yaml", "--out", out)
+    assert changed.returncode == 0
+    assert changed.stderr.endswith("fine: fine\n")
+
+
+def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None:
+    """A solution is no part of the task, and neither is the text of its tests."""
+    out = folder / "out.jsonl"
+    (folder / "set.yaml").write_text(SET + "select: {include: [fine]}\n")
+    validate = ("validate", folder / "set.yaml", "--out", out)
+    assert tugline(*validate).returncode == 0
+    assert "validated before: 1" in tugline(*validate).stderr
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace('{"work": "right"}', '{"work": "bad"}', 1))
+    assert "fine: broken" in tugline(*validate).stderr
+    (tagged,) = read_checked([str(folder / "set.yaml")], prefix="b-", validated=out)
+    assert (tagged.id, tagged.tags["validation"]) == ("b-fine", "broken")  # the last line counts
+    (folder / "rows.jsonl").write_text(rows)
+    (folder / "good" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    assert "fine: solved" in tugline(*validate).stderr
+
+
+def test_a_set_is_listed(folder: Path) -> None:
+    """With tags and counts, for people and for scripts."""
+    done = tugline("list", folder / "set.yaml")
+    assert done.stdout.splitlines()[-1] == "4 tasks, 4 sessions"
+    lines = tugline("list", folder / "set.yaml", "--json").stdout.splitlines()
+    assert json.loads(lines[0]) == {
+        "id": "fine",
+        "samples": 1,
+        "tags": {"taskset": "jsonl", "instance": "fine"},
+    }
+    folders = tugline("list", EXAMPLES / "tasks", "--json").stdout.splitlines()
+    assert len(folders) == 6
+
+
+def test_rows_of_the_hub(tmp_path: Path) -> None:
+    """By the library that gets them, here from a folder; splits become tags."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
+    (data / "test.jsonl").write_text('{"q": "three"}\n')
+    text = f"""
+taskset: {{name: jsonl, options: {{dataset: {data}, id: q, instruction: "Say {{q}}."}}}}
+template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}
+select: {{split: test}}
+"""
+    (tmp_path / "set.yaml").write_text(text)
+    env = {"HF_HOME": str(tmp_path / "hf")}
+    done = tugline("list", tmp_path / "set.yaml", "--json", env=env)
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["three"], done.stderr
+
+
+@pytest.mark.podman
+def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
+    """In containers built from their Dockerfiles: the oracle earns 1, nothing earns 0."""
+    env = {"DOCKER_HOST": podman}
+    done = tugline("validate", EXAMPLES / "tasks.yaml", "--json", env=env)
+    lines = list(map(json.loads, done.stdout.splitlines()))
+    assert [(one["reference"], one["empty"], one["state"]) for one in lines] == [
+        (1.0, 0.0, "fine")
+    ] * 6, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
+    """A repository is checked out once; one that is not there is named, and the others are had."""
+    reason = find("runtime", "bubblewrap")().check_available()
+    if reason is not None:
+        pytest.skip(reason)
+    repo = tmp_path / "repo"
+    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "all")):
+        repo.mkdir(exist_ok=True)
+        subprocess.run(("git", "-C", str(repo), *arguments), check=True, timeout=20)
+    part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
+    part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
+    tasks = [
+        {"id": name, **part, "workspace": {"repo": str(tmp_path / where), "commit": "HEAD"}}
+        for name, where in (("a", "repo"), ("b", "repo"), ("c", "gone"))
+    ]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
+    done = tugline("prefetch", tmp_path / "tasks.json", "--json", env=cache)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
+    assert "gone" in report["failed"][0]
+    assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1
+
+
+def test_only_results_of_validation_are_taken_for_such(folder: Path) -> None:
+    """Another file is an error that names the line; a task that is not in it has no tag."""
+    out, paths = folder / "out.jsonl", [str(folder / "task.yaml")]
+    out.write_text('{"task": "another", "digest": "d", "state": "fine"}\n')
+    (untagged,) = read_checked(paths, validated=out)
+    assert "validation" not in untagged.tags
+    out.write_text(out.read_text() + '{"id": "t"}\n')
+    with pytest.raises(ConfigError, match="line 2 is not a line of `tugline task validate --out`"):
+        read_checked(paths, validated=out)

@@ -1,34 +1,36 @@
-"""``tugline verify``: what it prints, and how it ends."""
+"""``tugline verify`` and ``view``: what they print and write, and how they end."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import subprocess
+import re
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 from commands import run_command
 from recording.verify.recorded import changed, read_in, rewritten, work
+from recording.view.synthetic import small, tokenizer
+from tugline.cli.verify import view
+from tugline.recording.view import html_page
+
+verify = partial(run_command, "verify")
 
 
-def verify(*options: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
-    return run_command("verify", *options, cwd=cwd)
+def damage(path: Path, at: int) -> Path:
+    """The recording with a flipped byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 255
+    path.write_bytes(data)
+    return path
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with one session, ``s1``."""
-    folder = tmp_path_factory.mktemp("verify")
-    asyncio.run(work(folder / "runs" / "one" / "recordings"))
-    return folder
-
-
-def test_a_session_by_its_id_is_told_turn_by_turn(run: Path) -> None:
-    """One line per call, one per check, a sum, and exit code 0."""
-    done = verify("s1", cwd=run)
+async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
+    """A line per call and check, and a sum, or one JSON object; a falsehood is exit code 1."""
+    await work(tmp_path / "runs" / "one" / "recordings")
+    done = verify("s1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1:3] for line in lines if line and line[0] in {"1", "3"}] == [
@@ -40,28 +42,12 @@ def test_a_session_by_its_id_is_told_turn_by_turn(run: Path) -> None:
         "sessions: 1, 0 failed; turns: 1 first, 1 exact, 1 echo_changed, 1 forked; checks: 5 pass"
     )
     assert done.stdout.splitlines()[-1] == sums
-
-
-def test_json_has_every_turn_and_the_sum(run: Path) -> None:
-    """One object on stdout, for a folder as for a session."""
-    output = json.loads(verify(run, "--json").stdout)
+    output = json.loads(verify(tmp_path, "--json").stdout)
     (session,) = output["sessions"]
-    assert session["session"] == "s1"
-    assert [turn["continuation"] for turn in session["turns"]] == [
-        "first",
-        "echo_changed",
-        "exact",
-        "forked",
-    ]
+    continuations = [turn["continuation"] for turn in session["turns"]]
+    assert continuations == ["first", "echo_changed", "exact", "forked"]
     assert {check["verdict"] for check in session["checks"].values()} == {"pass"}
-    assert output["summary"]["sessions"] == 1
-    assert output["summary"]["failed"] == 0
-    assert "max_dlogprob" in session["turns"][0]
-
-
-def test_a_falsehood_is_exit_code_1(tmp_path: Path) -> None:
-    """The line that fails names the call and what is wrong with it."""
-    asyncio.run(work(tmp_path))
+    assert (output["summary"]["sessions"], output["summary"]["failed"]) == (1, 0)
     path, recording = read_in(tmp_path)
     rewritten(path, recording, changed(3, branch=None))
     done = verify(path)
@@ -69,38 +55,90 @@ def test_a_falsehood_is_exit_code_1(tmp_path: Path) -> None:
     assert "fail lineage: call 3 has only" in done.stdout
 
 
-def test_damage_is_told_and_salvaged(tmp_path: Path) -> None:
-    """Without `--salvage` the error with its offset; with it what stands before, and a note."""
-    asyncio.run(work(tmp_path))
-    path, _ = read_in(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
-    done = verify(path)
-    assert done.returncode == 1
-    assert f"{path} is damaged at offset" in done.stdout
-    done = verify(path, "--salvage", "--json")
-    (session,) = json.loads(done.stdout)["sessions"]
-    assert done.returncode == 0
-    assert len(session["turns"]) == 3
-    assert "is damaged at offset" in session["notes"][0]
-
-
 @pytest.mark.parametrize(
-    ("options", "code", "line"),
-    [
-        (["nobody"], 2, "there is no recording 'nobody', and no session of that id below runs/"),
-        (["."], 2, "holds no recording (*.rec)"),
-        (["s1", "--engine", "http://127.0.0.1:9"], 1, "no usable engine at http://127.0.0.1:9"),
-        (["s1", "--tokenizer", "nowhere"], 2, "cannot read the tokenizer nowhere"),
-    ],
+    ("command", "salvaged"), [("verify", "turns: 1 first, 1 exact;"), ("view", "I read it.")]
 )
-def test_mistakes_are_told_in_one_line(
-    options: list[str], code: int, line: str, run: Path, tmp_path: Path
+def test_damage_is_told_and_salvaged(command: str, salvaged: str, tmp_path: Path) -> None:
+    """The error names file and offset; with `--salvage` what is before it, and the same words."""
+    path = small(tmp_path)
+    damage(path, -path.stat().st_size // 4)
+    done = run_command(command, path)
+    assert done.returncode == 1
+    assert f"{path} is damaged at offset" in done.stdout + done.stderr
+    output = run_command(command, path, "--salvage").stdout
+    assert f"{path} is damaged at offset" in output
+    assert salvaged in output
+
+
+def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Path) -> None:
+    """Found by its id below runs/; a pipe gets no colour, and a page is told on stderr."""
+    small(tmp_path / "runs" / "one" / "recordings")
+    plain = run_command("view", "s-1", cwd=tmp_path, env={"FORCE_COLOR": "", "NO_COLOR": "1"})
+    assert plain.returncode == 0, plain.stderr
+    assert "\x1b" not in plain.stdout
+    assert "I read it." in plain.stdout
+    assert "masked(client_gone) 6" in plain.stdout
+    done = run_command("view", "s-1", "--json", "--html", "page.html", cwd=tmp_path)
+    assert json.loads(done.stdout)["header"]["session"]["id"] == "s-1"
+    assert done.stderr.startswith("wrote page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
+    """A table with a link to each session's page; what cannot be read says so in its row."""
+    runs = tmp_path / "runs"
+    small(runs / "one" / "recordings", name="<b> & 1")
+    small(runs / "two", name="again.1")
+    small(runs / "two", name="again.2")
+    damage(small(runs / "two", name="broken"), 1000)
+    done = run_command("view", "runs", "--html", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    wrote = r"wrote out/index.html: 4 sessions, 3 pages, [\d.]+ MB; 1 without a page"
+    assert re.match(wrote, done.stdout)
+    index = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    links = [unquote(link) for link in re.findall('href="([^"]+)"', index)]
+    assert links == ["one/recordings/<b> & 1.0.html", *(f"two/again.{n}.0.html" for n in (1, 2))]
+    for link in links:
+        assert (tmp_path / "out" / link).read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "&lt;b&gt; &amp; 1</a><td>t-1<td>completed<td>0.5<td>6<td>87<td>81<td>0.0<td>" in index
+    assert "<td>broken<td><td>unreadable" in index
+    assert "<script" not in index
+    assert "<b>" not in index
+    again = run_command("view", "runs", "--html", "out", cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (1, "tugline: out: File exists\n")
+
+
+def test_a_run_that_is_too_large_has_the_first_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No traceback, nothing on stdout."""
-    done = verify(*options, cwd=run if options[0] == "s1" else tmp_path)
-    assert done.returncode == code
-    assert "Traceback" not in done.stderr
-    assert line in done.stderr
-    assert not done.stdout
+    """The others stand in the table, with their figures and why they have no page."""
+    for name in ("a", "b", "c"):
+        small(tmp_path / "run", name=name)
+    monkeypatch.setattr(html_page, "_MAX_RUN", 100_000)
+    view(str(tmp_path / "run"), html=tmp_path / "out")
+    told = "3 sessions, 1 pages, 0.1 MB; 2 without a page, as the rows say"
+    assert told in capsys.readouterr().out
+    index = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    pageless = re.findall(r"<td>([bc])<td>t-1<td>completed.*no page: the others have", index)
+    assert pageless == ["b", "c"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.html", "a.0.html"}
+
+
+def test_the_last_attempt_of_a_session_has_the_page(tmp_path: Path) -> None:
+    """As everywhere: an earlier one does not count."""
+    first = small(tmp_path / "run")
+    first.with_name("s-1.2.rec").write_bytes(first.read_bytes())
+    view(str(tmp_path / "run"), html=tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.html", "s-1.2.html"}
+
+
+def test_another_tokenizer_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the one beside the recording is gone, ids are shown until another is given."""
+    path = small(tmp_path)
+    for kept in tmp_path.glob("tokenizer-*.json"):
+        kept.unlink()
+    view(str(path))
+    assert "I read it." not in capsys.readouterr().out
+    tokenizer().save(tmp_path)
+    view(str(path), tokenizer=tmp_path)
+    assert "I read it." in capsys.readouterr().out

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -16,19 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from tugline.launch.server import STORE, open_control_plane
-from tugline.protocol import ResultQuery, ResultView
+from commands import TUGLINE
+from tugline.launch.server import STORE
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
-from tugline.server.settings import ServerSettings
-from tugline.server.store import stats
-from tugline.trainers.grpo import checkpoint
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.types import Ledger, Status
+from tugline.types import Ledger
 
-TUGLINE = Path(sys.executable).with_name("tugline")
-SMALL = "steps: {steps}\ntasks_per_step: 2\nsamples: 3\nheldout: {heldout}\nslots: 2\n"
 ROOT = Path(__file__).parents[2]
+OWN = f"{sys.executable} examples/agents/openai_loop.py"
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -51,39 +44,55 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> dict[str, 
     return summary
 
 
-def small(tmp_path: Path, steps: int, heldout: int = 2) -> Path:
-    """A configuration that takes seconds."""
-    config = tmp_path / "small.yaml"
-    config.write_text(SMALL.format(steps=steps, heldout=heldout))
-    return config
-
-
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The figures of each step's sessions and update."""
     return [row for row in read_lines(folder / METRICS) if "rollout/reward" in row]
 
 
-def balanced(summary: dict[str, Any]) -> bool:
-    """Whether the ledger that was printed adds up (I2)."""
-    return msgspec.convert(summary["state"]["ledger"], Ledger).balanced
-
-
-@pytest.mark.pi
 @pytest.mark.timeout(400)
-def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> None:
-    """Two steps with pi: exact continuations, balanced ledger, replayed logprobs, all files."""
-    folder = tmp_path / "run"
-    summary = finish(start(folder, "--config", str(small(tmp_path, 2))))
-    assert (summary["harness"], summary["harness_version"]) == ("pi", "0.87.1")
+@pytest.mark.parametrize(
+    ("options", "harness", "version"),
+    [
+        pytest.param((), "pi", "0.87.1", marks=pytest.mark.pi),
+        pytest.param(("--harness", "shell", "--command", OWN), "shell", "", marks=pytest.mark.slow),
+    ],
+    ids=["pi", "script"],
+)
+def test_an_agent_is_trained_and_every_number_is_reported(
+    options: tuple[str, ...], harness: str, version: str, tmp_path: Path
+) -> None:
+    """Two steps with pi, or a script of one's own: exact continuations, ledger, logprobs, files.
+
+    Killed with kill -9 after the first step, it ends with each session counted exactly once.
+    """
+    folder, config = tmp_path / "run", tmp_path / "small.yaml"
+    config.write_text("steps: 2\ntasks_per_step: 2\nsamples: 3\nheldout: 2\nslots: 2\n")
+    process = start(folder, "--config", str(config), *options)
+    while not steps(folder):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=30)
+    acknowledged = results(folder)
+    assert acknowledged
+    summary = finish(start(folder, "--resume"))
+    found = results(folder)
+    assert found.items() >= acknowledged.items()
+    assert len(found) == 2 * 2 * 3 + 2 * 2, "those of two steps and of two evaluations"
+    assert not [one for one in Path("/proc").glob("[0-9]*") if runs_in(one, folder)]
+    assert (summary["harness"], summary["harness_version"]) == (harness, version)
     state = summary["state"]
     assert (state["step"], state["sessions"], state["updates"] > 0) == (2, 2 * 2 * 3, True)
     assert [score["evaluation"]["attempts"] for score in state["scores"]] == [2, 2]
-    assert balanced(summary)
+    assert state["failed"] == 0
+    assert msgspec.convert(state["ledger"], Ledger).balanced
     trained = state["ledger"]["trained"]
     assert trained > 0
     rows = steps(folder)
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["update/ledger/sampled"] == row["rollout/sampled"] for row in rows)
     assert sum(row["update/ledger/trained"] for row in rows) == trained
+    assert sum(row["rollout/sampled"] for row in rows) == state["ledger"]["sampled"]
     assert summary["replay_max_abs_dlogprob"] <= 1e-4
     assert set(summary) >= {"before", "after", "cpu_seconds", "seed"}
     for name in ("training.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
@@ -93,59 +102,6 @@ def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> 
     turns = [call for call in calls if call.number > 0]
     assert turns
     assert [call.branch for call in turns if call.branch is not None] == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
-    """The example agent, started as the user would, goes through the same path."""
-    agent = f"{sys.executable} examples/agents/openai_loop.py"
-    config = small(tmp_path, 1, heldout=1)
-    own = ("--harness", "shell", "--command", agent)
-    summary = finish(start(tmp_path / "run", "--config", str(config), *own))
-    assert summary["harness"] == "shell"
-    assert summary["state"]["failed"] == 0
-    assert balanced(summary)
-    assert summary["replay_max_abs_dlogprob"] <= 1e-4
-
-
-@pytest.mark.pi
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """A run that is killed again and again ends with each session counted exactly once."""
-    folder, config = tmp_path / "run", small(tmp_path, 4, heldout=4)
-    rng = random.Random(5)
-    acknowledged: dict[str, str] = {}
-    for _ in range(6):
-        resumes = ["--resume"] if (folder / "settings.yaml").exists() else []
-        process = start(folder, "--config", str(config), *resumes)
-        time.sleep(rng.uniform(4, 16))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-        found = results(folder)
-        assert found.items() >= acknowledged.items()
-        acknowledged = found
-    summary = finish(start(folder, "--resume"), 600)
-    sessions = 4 * 2 * 3 + 2 * 4
-    assert (summary["state"]["sessions"], summary["state"]["failed"]) == (4 * 2 * 3, 0)
-    assert results(folder).items() >= acknowledged.items()
-    counts, trained = asyncio.run(committed(folder))
-    assert counts == {Status.COMPLETED: sessions}
-    assert sum(one.sampled for one in trained) == summary["state"]["ledger"]["sampled"]
-    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4]
-    newest = checkpoint.latest(folder / "checkpoints")
-    assert newest is not None
-    assert checkpoint.read(newest).step == 4
-    assert not [one for one in Path("/proc").glob("[0-9]*") if runs_in(one, folder)]
-
-
-async def committed(folder: Path) -> tuple[dict[str, int], list[ResultView]]:
-    """Sessions by status, and the results of those that were trained on."""
-    async with open_control_plane(ServerSettings(), folder) as control:
-        results = (await control.results(ResultQuery(after=0, limit=1000))).items
-        counts = (await control.database.read(stats.counts)).sessions
-    return counts, [one for one in results if one.task.startswith("g")]
 
 
 def results(folder: Path) -> dict[str, str]:

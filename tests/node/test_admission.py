@@ -7,12 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 
-from tugline.node.admission import Admission, EngineLoad, Engines
-from tugline.web.serve import serve
+from tugline.node.admission import Admission, EngineLoad
 
 VLLM = """\
 vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
@@ -54,19 +50,6 @@ def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
     for at, text in pages:
         load.update(text, at)
     assert load.busy_s == pytest.approx(seconds)
-
-
-async def test_engines_are_polled_over_http() -> None:
-    """One that is gone or has no such page is down and left out."""
-    page = PlainTextResponse("vllm:num_requests_waiting 5\n")
-    app = Starlette(routes=[Route("/metrics", lambda _request: page)])
-    async with (
-        serve(app) as url,
-        Engines([f"{url}/", "http://127.0.0.1:9", f"{url}/elsewhere"]) as engines,
-    ):
-        (load,) = await engines.poll()
-        assert load.waiting == 5
-        assert [one.up for one in engines.loads.values()] == [True, False, False]
 
 
 class Reports:

@@ -116,16 +116,8 @@ def _is_dead(pid: int) -> bool:
     return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
 
 
-def test_a_half_written_result_goes(tmp_path: Path) -> None:
-    """A killed node leaves it; its session is run again."""
-    (tmp_path / "t-0.1.result").write_bytes(b"whole")
-    (tmp_path / "t-1.1.result.part").write_bytes(b"ha")
-    assert Journal(tmp_path).list_pending() == ["t-0.1"]
-    assert [path.name for path in tmp_path.iterdir()] == ["t-0.1.result"]
-
-
 async def test_a_journal_keeps_what_it_is_given(tmp_path: Path) -> None:
-    """Whole or not at all, by session and epoch, until it is done or refused."""
+    """By session and epoch, until it is done or refused; what a killed node half wrote goes."""
     journal = Journal(tmp_path / "journal")
     assert journal.list_pending() == []
     await journal.write("a.b-0.3", b"data")
@@ -133,6 +125,7 @@ async def test_a_journal_keeps_what_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "journal" / "not-ours.result").write_bytes(b"?")
     again = Journal(tmp_path / "journal")
     assert again.list_pending() == ["a.b-0.3"]
+    assert not (tmp_path / "journal" / "torn.1.part").exists()
     assert again.contains("a.b-0.3")
     assert await again.read("a.b-0.3") == b"data"
     await again.write("c.1", b"x")

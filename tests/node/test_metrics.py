@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 
-from observed import CALL, observed, read, task, until
+from observed import CALL, observed, read, task
 from tugline.node.admission import EngineLoad
 from tugline.web.serve import serve
 
@@ -51,14 +51,17 @@ async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
-    """The embedded engine's own clock counts; one that does not answer is down."""
+    """One that does not answer, or has no such page, is down and left out of admission."""
     async with observed(tmp_path) as rig:
-        rig.engines.loads["http://127.0.0.1:9"] = EngineLoad(up=True, running=3)
-        (url,) = {*rig.engines.loads} - {"http://127.0.0.1:9"}
-        await until(lambda: [one.up for one in rig.engines.loads.values()] == [True, False])
+        (url,) = rig.engines.loads
+        gone, other = "http://127.0.0.1:9", f"{url}/elsewhere"
+        rig.engines.loads |= {one: EngineLoad(up=True, running=3) for one in (gone, other)}
+        (load,) = await rig.engines.poll()
+        assert load is rig.engines.loads[url]
+        assert load.waiting == 0
         found = read(await rig.metrics.render())
-    assert found["tugline_engine_up"] == {(url,): 1, ("http://127.0.0.1:9",): 0}
-    assert found["tugline_engine_running"]["http://127.0.0.1:9",] == 0
+    assert found["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
+    assert found["tugline_engine_running"][gone,] == 0
 
 
 async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from simulated_node import Bench, make_task, open_bench, open_plane, until
@@ -16,7 +15,7 @@ from tugline.node.active_sessions import CHUNK
 from tugline.node.housekeeping import COMMITTED
 from tugline.protocol import NodeRegistration, PauseMode, ResultQuery
 from tugline.server.store import leases, nodes, results
-from tugline.types import Boundary, Group, Stale, Status, Task
+from tugline.types import Boundary, Group, Stale, Status
 
 
 async def test_a_node_does_its_work(tmp_path: Path) -> None:
@@ -78,32 +77,16 @@ async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Pat
     assert bench.script.now["sandboxes"] == 0
 
 
-async def test_enough_of_a_group_ends_the_rest(tmp_path: Path) -> None:
-    """Stragglers are stopped at once, and what they sampled is committed with their ledger."""
-    async with open_bench(tmp_path) as bench:
-        bench.script.hang = frozenset({"t-2", "t-3"})
-        await bench.control.submit([_with_group(make_task(samples=4), Group(min_usable=2))])
-        results = await bench.wait_for_results(4)
-    assert [results[f"t-{n}"].status for n in range(4)] == [Status.COMPLETED] * 2 + [
-        Status.CANCELLED
-    ] * 2
-    assert results["t-2"].ledger.trained == 2
-
-
-def _with_group(task: Task, group: Group) -> Task:
-    return msgspec.structs.replace(task, group=group)
-
-
 async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     """Nothing of it is committed, and it starts again with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([_with_group(make_task(what="hang"), group)])
+        await bench.control.submit([make_task(what="hang", group=group)])
         await bench.wait_in("run")
-        epoch = (await bench.read_session("t-0")).epoch
+        epoch = await bench.read_epoch()
         await bench.control.announce(1)
         await until(lambda: len(bench.script.order) == 2)
-        assert (await bench.read_session("t-0")).epoch > epoch
+        assert await bench.read_epoch() > epoch
         assert await bench.statuses() == {}
     assert bench.node.stats.released == 1
     assert (tmp_path / "sessions" / f"t-0.{epoch}" / COMMITTED).exists(), "it counts for the quota"
@@ -114,7 +97,7 @@ async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
         await bench.control.submit([make_task(what="hang")])
         await bench.wait_in("run")
-        epoch = (await bench.read_session("t-0")).epoch
+        epoch = await bench.read_epoch()
         instance = (tmp_path / "instance").read_text()
         twin = NodeRegistration(name="n", slots=1, capacity=1, instance=instance)
         await bench.control.dispatcher.register(twin)
@@ -129,19 +112,17 @@ async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None
 
 async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
     """Results wait for it on disk, and are committed once when it is back."""
-    async with open_plane(tmp_path, lease_s=60.0) as control:
-        bench = Bench(tmp_path, control)
-        async with bench.working():
-            bench.script.hold("run")
-            await control.submit([make_task(samples=4)])
-            await bench.wait_in("run", 4)
-            bench.link.away = True
-            bench.script.release("run")
-            await until(lambda: len(bench.journal) == 4 and bench.node.stats.outages)
-            assert await bench.statuses() == {}
-            bench.link.away = False
-            await bench.wait_for_results(4)
-            await until(lambda: not bench.journal)
+    async with open_bench(tmp_path, lease_s=60.0) as bench:
+        bench.script.hold("run")
+        await bench.control.submit([make_task(samples=4)])
+        await bench.wait_in("run", 4)
+        bench.link.away = True
+        bench.script.release("run")
+        await until(lambda: len(bench.journal) == 4 and bench.node.stats.outages)
+        assert await bench.statuses() == {}
+        bench.link.away = False
+        await bench.wait_for_results(4)
+        await until(lambda: not bench.journal)
     assert (bench.node.stats.fenced, bench.node.stats.rejoined) == (0, 0)
     assert len(bench.script.order) == 4
 
@@ -161,7 +142,7 @@ async def test_a_new_process_offers_what_the_old_one_had_finished(
         async with bench.working():
             await control.submit([make_task()])
             await until(lambda: "commit" in bench.link.requests)
-        epoch = (await bench.read_session("t-0")).epoch
+        epoch = await bench.read_epoch()
         assert bench.journal == [f"t-0.{epoch}.result"]
         bench.link.requests.clear()
         bench.link.commits.set()
@@ -180,16 +161,14 @@ async def test_a_new_process_offers_what_the_old_one_had_finished(
 
 async def test_draining_finishes_what_runs_and_returns_the_rest(tmp_path: Path) -> None:
     """Nothing is lost or begun, and `run` comes to its end."""
-    async with open_plane(tmp_path) as control:
-        bench = Bench(tmp_path, control, slots=1, ready_max=1)
-        async with bench.working() as running:
-            bench.script.hold("run")
-            await control.submit([make_task(samples=3)])
-            await until(lambda: bench.script.now["run"] and len(bench.node.pools.members) == 2)
-            bench.node.drain()
-            await until(lambda: bench.node.stats.released)
-            bench.script.release("run")
-            await asyncio.wait_for(asyncio.shield(running), 20)
+    async with open_bench(tmp_path, slots=1, ready_max=1) as bench:
+        bench.script.hold("run")
+        await bench.control.submit([make_task(samples=3)])
+        await until(lambda: bench.script.now["run"] and len(bench.node.pools.members) == 2)
+        bench.node.drain()
+        await until(lambda: bench.node.stats.released)
+        bench.script.release("run")
+        await bench.wait_until_ended()
         assert await bench.statuses() == {"t-0": Status.COMPLETED}
         assert await bench.count_by_status() == {"completed": 1, "queued": 2}
         assert (await bench.read_session("t-1")).attempt == 0
@@ -201,14 +180,14 @@ async def test_what_a_node_leaves_is_done_by_the_next(tmp_path: Path, gently: bo
     """Drained by the server without grace, or dead: every sample ends once."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control, slots=2, grace_s=0.0 if gently else 60.0)
-        async with bench.working() as running:
+        async with bench.working():
             bench.script.hang = frozenset({"t-2", "t-3"})
             await control.submit([make_task(samples=6)])
             await bench.wait_in("run", 2)
             await bench.wait_for_results(2)
             if gently:
                 await control.dispatcher.drain(bench.node.id)
-                await asyncio.wait_for(asyncio.shield(running), 10)
+                await bench.wait_until_ended()
                 assert (await bench.read_session("t-2")).attempt == 0
         bench.script.hang = frozenset()
         bench.node = bench.make_node()
@@ -219,34 +198,28 @@ async def test_what_a_node_leaves_is_done_by_the_next(tmp_path: Path, gently: bo
 
 async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
     """What could not be committed stays in the journal; the node ends all the same."""
-    async with open_plane(tmp_path) as control:
-        bench = Bench(tmp_path, control, grace_s=0.2)
-        bench.node = bench.make_node()
+    async with open_bench(tmp_path, grace_s=0.2) as bench:
         bench.node.leave_s = 0.1
-        async with bench.working() as running:
-            bench.script.hold("run")
-            await control.submit([make_task()])
-            await bench.wait_in("run")
-            bench.link.away = True
-            bench.script.release("run")
-            bench.node.drain()
-            await asyncio.wait_for(asyncio.shield(running), 20)
-        epoch = (await bench.read_session("t-0")).epoch
+        bench.script.hold("run")
+        await bench.control.submit([make_task()])
+        await bench.wait_in("run")
+        bench.link.away = True
+        bench.script.release("run")
+        bench.node.drain()
+        await bench.wait_until_ended()
+        epoch = await bench.read_epoch()
         assert bench.journal == [f"t-0.{epoch}.result"]
         assert await bench.statuses() == {}
 
 
 async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> None:
     """At once, as there is nothing to finish."""
-    async with open_plane(tmp_path) as control:
-        bench = Bench(tmp_path, control)
-        bench.node = bench.make_node()
+    async with open_bench(tmp_path) as bench:
         bench.node.leave_s = 60.0
         bench.link.away = True
-        async with bench.working() as running:
-            await until(lambda: bench.link.requests)
-            bench.node.drain()
-            await asyncio.wait_for(asyncio.shield(running), 20)
+        await until(lambda: bench.link.requests)
+        bench.node.drain()
+        await bench.wait_until_ended()
 
 
 async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
@@ -374,7 +347,7 @@ async def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
             await bench.wait_for_results(1)
             again = await control.results(ResultQuery(after=position))
         assert [item.session for item in again.items] == ["t-0"], "new results stand after old ones"
-        epoch = (await bench.read_session("t-0")).epoch
+        epoch = await bench.read_epoch()
     assert f"t-0.{epoch}" >= folder.name
     assert not (tmp_path / "sessions" / f"t-0.{epoch}" / "left").exists()
 

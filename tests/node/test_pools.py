@@ -102,11 +102,10 @@ async def test_room_is_what_can_begin_at_once() -> None:
 
 
 async def test_groups_are_numbered_as_they_come() -> None:
-    """And forgotten when their last session is gone."""
+    """Also for a sample that comes late; and forgotten when their last session is gone."""
     node = make_pools()
-    with node.enter("a", 0, None) as first, node.enter("b", 1, None) as other:
-        assert (first.turn, other.turn) == ((0, 0), (1, 1))
-        with node.enter("a", 1, None) as second:
-            assert second.turn == (0, 1)
+    early, other, late = (node.enter(*whose, None) for whose in (("a", 0), ("b", 1), ("a", 1)))
+    with early, other as second, late as third:
+        assert (second.turn, third.turn) == ((1, 1), (0, 1))
     with node.enter("a", 0, None) as again:
         assert again.turn == (2, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from observed import observed, task, until
 from tugline.node.telemetry import Rollout
@@ -13,13 +12,16 @@ from tugline.types import Status
 
 
 class MemoryTracer:
-    """A tracer that keeps what it exports."""
+    """A tracer that keeps what it exports, or cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, broken: bool = False) -> None:
         self.exported: list[Rollout] = []
+        self.broken = broken
 
     def export(self, rollout: Rollout) -> None:
         """Keep it."""
+        if self.broken:
+            raise ValueError
         self.exported.append(rollout)
 
     def close(self) -> None:
@@ -45,21 +47,9 @@ async def test_each_attempt_is_traced_with_its_stages_and_calls(tmp_path: Path) 
     assert good.trajectory.status is Status.COMPLETED
 
 
-class Broken:
-    """A tracer that cannot."""
-
-    def export(self, _rollout: Any) -> None:
-        """Fail."""
-        msg = "no"
-        raise ValueError(msg)
-
-    def close(self) -> None:
-        """Nothing is left to send."""
-
-
 async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
     """The session completes, and the page says that it has no trace."""
-    async with observed(tmp_path, tracer=Broken()) as rig:
+    async with observed(tmp_path, tracer=MemoryTracer(broken=True)) as rig:
         await rig.run(task("good"))
         await until(lambda: rig.node.stats.untraced > 0)
         page = await rig.metrics.render()

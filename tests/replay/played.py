@@ -91,7 +91,9 @@ async def record(
     return folder / "recordings" / "s1.0.rec"
 
 
-def tampered(recording: Path, folder: Path, change: Callable[[Sequence[Call]], list[Call]]) -> Path:
+def tampered(
+    recording: Path, folder: Path, change: Callable[[Sequence[Call]], Sequence[Call]]
+) -> Path:
     """A copy of a recording with other calls in it."""
     found: Recording = read(recording)
     assert found.header is not None
@@ -112,3 +114,8 @@ def saying(call: Call, old: str, new: str) -> Call:
     )
     assert messages != call.messages
     return msgspec.structs.replace(call, messages=messages)
+
+
+def see_wallaby(calls: Sequence[Call]) -> list[Call]:
+    """As if the first command had printed something else."""
+    return [calls[0], saying(calls[1], "walrus", "wallaby"), *calls[2:]]

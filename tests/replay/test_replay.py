@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from replay.played import (
     AGENT,
@@ -19,6 +20,7 @@ from replay.played import (
     record,
     run,
     saying,
+    see_wallaby,
     tampered,
     task,
 )
@@ -27,14 +29,32 @@ from tugline.plugins import find
 from tugline.recording.file import read
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
+from tugline.replay import run as replays
 from tugline.replay.matching import Normalizer, folder_patterns, sort_tool_results
-from tugline.replay.run import Options, RecordedSession, fork, replay
+from tugline.replay.run import Options, RecordedSession, ReplayReport
 from tugline.replay.source import Live
 from tugline.sandbox.local import LocalRuntime
 from tugline.testing import ScriptedTurn, serve_scripted_model
-from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
+from tugline.types import Call, Limits, Message, PluginSpec, Reason, Role, ToolCall
 
 PI = PluginSpec("pi")
+Calls = Sequence[Call]
+Change = Callable[[Calls], Calls]
+
+
+async def replay(path: Path, folder: Path, *options: Options) -> ReplayReport:
+    """Replay a recording."""
+    return await replays.replay(RecordedSession.load(path), folder, *options)
+
+
+async def fork(path: Path, folder: Path, live: Live) -> list[ReplayReport]:
+    """Fork a recording."""
+    return await replays.fork(RecordedSession.load(path), folder, live)
+
+
+def reward_of(report: ReplayReport) -> float | None:
+    """What the session earned now."""
+    return report.reward.value if report.reward else None
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +74,14 @@ async def test_the_same_program_asks_the_same(
     if reason := find("runtime", runtime)().check_available():
         pytest.skip(reason)
     given = task(harness, runtime=PluginSpec(runtime))
-    recording = RecordedSession.load(await record(tmp_path / "first", given))
-    report = await replay(recording, tmp_path / "again")
+    first = await record(tmp_path / "first", given)
+    recording = RecordedSession.load(first)
+    report = await replay(first, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
     assert report.failure is None
     assert report.reward == report.recorded_reward
-    assert report.reward is not None
-    assert report.reward.value == 1.0
+    assert reward_of(report) == 1.0
     again, header = read(Path(report.recording)), recording.header
     assert again.header is not None
     assert all(call.replayed for call in again.calls)
@@ -81,132 +101,92 @@ async def test_an_answer_that_names_the_old_folder_gets_the_new_one(tmp_path: Pa
     """A recorded tool call with an absolute path works in the folder of the replay."""
     where = tmp_path / "first" / "sessions" / "s1.0" / "agent" / "work"
     turns = (*TURNS[:1], ScriptedTurn("", calls=(run(f"cp one.txt {where}/second.txt"),)), TURNS[2])
-    recording = RecordedSession.load(await record(tmp_path / "first", turns=turns))
+    recording = await record(tmp_path / "first", turns=turns)
     (where / "second.txt").unlink()
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.adapted) == (3, 1)
-    assert report.reward is not None
-    assert report.reward.value == 1.0
+    assert reward_of(report) == 1.0
     assert not (where / "second.txt").exists()
 
 
-async def test_the_first_difference_is_told_with_its_tool_call(
-    recording: Path, tmp_path: Path
+def ask_other(calls: Calls) -> list[Call]:
+    """With another temperature in each request."""
+    return [replace(one, requested=replace(one.requested, temperature=0.25)) for one in calls]
+
+
+def ask_more(calls: Calls) -> list[Call]:
+    """With one more request."""
+    return [*calls, replace(calls[-1], number=3, parent=2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "replayed", "where"),
+    [
+        (ask_other, (0, 0), 3, "sampling.temperature"),
+        (
+            lambda calls: calls[:2],
+            (2, 1),
+            2,
+            "one request more than recorded: message 5 (assistant) is new",
+        ),
+        (ask_more, (3, 3), 3, "the end: 1 of the recorded requests were not made"),
+    ],
+    ids=["sampling", "more", "fewer"],
+)
+async def test_other_requests_than_recorded_are_differences(
+    change: Change, at: tuple[int, int], replayed: int, where: str, recording: Path, tmp_path: Path
 ) -> None:
-    """A tool that answers otherwise than recorded is found at its request, with both texts."""
-    changed = tampered(
-        recording,
-        tmp_path / "tampered",
-        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
-    )
-    report = await replay(RecordedSession.load(changed), tmp_path / "again")
+    """Each is told once, with its place; other sampling is answered all the same."""
+    changed = tampered(recording, tmp_path / "tampered", change)
+    report = await replay(changed, tmp_path / "again")
     (difference,) = report.differences
-    assert (difference.request, difference.call, report.replayed) == (1, 1, 1)
-    assert difference.where.startswith("message 3 (tool), the result of bash ")
-    assert "cat one.txt" in difference.where
-    assert (difference.recorded[:13], difference.replayed[:12]) == ("tool: wallaby", "tool: walrus")
+    assert (difference.request, difference.call, report.replayed) == (*at, replayed)
+    assert difference.where == where
+    if where == "sampling.temperature":
+        assert (difference.recorded, difference.replayed) == ("0.25", "None")
 
 
 async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_path: Path) -> None:
     """With `go_on` the recorded answers are told all the same, and each difference once."""
-    changed = tampered(
-        recording,
-        tmp_path / "tampered",
-        lambda calls: [
-            calls[0],
-            saying(calls[1], "walrus", "wallaby"),
-            saying(calls[2], "(no output)", "(nothing)"),
-        ],
-    )
-    report = await replay(RecordedSession.load(changed), tmp_path / "again", Options(go_on=True))
+
+    def change(calls: Calls) -> list[Call]:
+        nothing = saying(calls[2], "(no output)", "(nothing)")
+        return [calls[0], saying(calls[1], "walrus", "wallaby"), nothing]
+
+    changed = tampered(recording, tmp_path / "tampered", change)
+    report = await replay(changed, tmp_path / "again", Options(go_on=True))
     assert [one.request for one in report.differences] == [1, 2]
     assert report.replayed == 3
-    masked = await replay(
-        RecordedSession.load(changed),
-        tmp_path / "masked",
-        Options(masks=("walrus|wallaby", r"\(no.*\)")),
-    )
+    masks = Options(masks=("walrus|wallaby", r"\(no.*\)"))
+    masked = await replay(changed, tmp_path / "masked", masks)
     assert masked.as_recorded, "what is masked on both sides does not count"
     assert masked.masked["mask1"] == {"wallaby": "walrus"}
 
 
-async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Path) -> None:
-    """A harness that asks for other sampling than it did is told so, once, and goes on."""
-    changed = tampered(
-        recording,
-        tmp_path / "tampered",
-        lambda calls: [
-            msgspec.structs.replace(
-                one, requested=msgspec.structs.replace(one.requested, temperature=0.25)
-            )
-            for one in calls
-        ],
-    )
-    report = await replay(RecordedSession.load(changed), tmp_path / "again")
-    (difference,) = report.differences
-    assert (difference.where, difference.recorded, difference.replayed) == (
-        "sampling.temperature",
-        "0.25",
-        "None",
-    )
-    assert report.replayed == 3
-
-
-async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path: Path) -> None:
-    """One request beyond the recording, and one that was not made."""
-    short = tampered(recording, tmp_path / "short", lambda calls: list(calls[:2]))
-    report = await replay(RecordedSession.load(short), tmp_path / "again")
-    (difference,) = report.differences
-    assert (difference.request, difference.call) == (2, 1)
-    assert difference.where == "one request more than recorded: message 5 (assistant) is new"
-
-    def longer(calls: object) -> list[object]:
-        *all_, last = calls  # type: ignore[misc]
-        more = msgspec.structs.replace(last, number=3, parent=2, messages=last.messages)
-        return [*all_, last, more]
-
-    long = tampered(recording, tmp_path / "long", longer)  # type: ignore[arg-type]
-    report = await replay(RecordedSession.load(long), tmp_path / "once more")
-    (difference,) = report.differences
-    assert (difference.request, difference.call, report.replayed) == (3, 3, 3)
-    assert difference.where == "the end: 1 of the recorded requests were not made"
+def break_off(calls: Calls) -> list[Call]:
+    """With a first answer that broke off and went on in a second call."""
+    first, *rest = calls
+    at = len(first.sampled_ids) // 2
+    spans = [
+        (replace(first.versions[0], start=0, end=n),) for n in (at, len(first.sampled_ids) - at)
+    ]
+    gone = replace(
+        first, sampled_ids=first.sampled_ids[:at], logprobs=first.logprobs[:at],
+        versions=spans[0], outcome="client_gone",
+    )  # fmt: skip
+    again = replace(
+        first, number=1, parent=0, messages=(), resumed=at, versions=spans[1],
+        prompt_ids=np.concatenate((first.prompt_ids, first.sampled_ids[:at])),
+        sampled_ids=first.sampled_ids[at:], logprobs=first.logprobs[at:],
+    )  # fmt: skip
+    return [gone, again, *(replace(one, number=one.number + 1, parent=one.number) for one in rest)]
 
 
 async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_path: Path) -> None:
     """What broke off and went on in a second call is told whole, once."""
-
-    def halved(calls: object) -> list[object]:
-        first, *rest = calls  # type: ignore[misc]
-        at = len(first.sampled_ids) // 2
-        ends = [msgspec.structs.replace(first.versions[0], start=0, end=n) for n in (at,)]
-        whole = np.concatenate((first.prompt_ids, first.sampled_ids))
-        gone = msgspec.structs.replace(
-            first,
-            sampled_ids=first.sampled_ids[:at],
-            logprobs=first.logprobs[:at],
-            versions=tuple(ends),
-            outcome="client_gone",
-        )
-        left = len(first.sampled_ids) - at
-        again = msgspec.structs.replace(
-            first,
-            number=1,
-            parent=0,
-            messages=(),
-            prompt_ids=whole[: len(first.prompt_ids) + at],
-            resumed=at,
-            sampled_ids=first.sampled_ids[at:],
-            logprobs=first.logprobs[at:],
-            versions=(msgspec.structs.replace(first.versions[0], start=0, end=left),),
-        )
-        later = [
-            msgspec.structs.replace(one, number=one.number + 1, parent=one.number) for one in rest
-        ]
-        return [gone, again, *later]
-
-    broken = tampered(recording, tmp_path / "broken", halved)  # type: ignore[arg-type]
-    report = await replay(RecordedSession.load(broken), tmp_path / "again")
+    broken = tampered(recording, tmp_path / "broken", break_off)
+    report = await replay(broken, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed) == (3, 3)
 
@@ -214,7 +194,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_pa
 async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path) -> None:
     """The refusal of a spent budget is part of the replay."""
     limits = Limits(max_turns=2)
-    recording = RecordedSession.load(await record(tmp_path / "first", task(limits=limits)))
+    recording = await record(tmp_path / "first", task(limits=limits))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == 2
@@ -224,12 +204,11 @@ async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_pat
     """Observed mode: requests are told apart by what they say, answers told as they were."""
     async with observed(TURNS) as model:
         recording = await record(tmp_path / "first", model=model)
-    recording = RecordedSession.load(recording)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.exact) == (3, None)
     again = read(Path(report.recording)).calls
-    for old, new in zip(recording.calls, again, strict=True):
+    for old, new in zip(read(recording).calls, again, strict=True):
         assert np.array_equal(old.sampled_ids, new.sampled_ids)
         assert old.answer == new.answer
 
@@ -237,7 +216,6 @@ async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_pat
 # --------------------------------------------------------------------------- going live
 async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_path: Path) -> None:
     """Samples share the recorded prefix, sample their own rest, are judged, and verify."""
-    recording = RecordedSession.load(recording)
     other = (
         *TURNS[:1],
         ScriptedTurn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
@@ -252,8 +230,7 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
     for report in reports:
         assert report.as_recorded, report.differences
         assert (report.replayed, report.live, report.failure) == (1, 2, None)
-        assert report.reward is not None
-        assert report.reward.value == 1.0
+        assert reward_of(report) == 1.0
         path = Path(report.recording)
         forked = read(path)
         assert forked.header is not None
@@ -261,7 +238,7 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
         assert [call.replayed for call in forked.calls] == [True, False, False]
         assert forked.result is not None
         ledger = forked.result.ledger
-        recorded = len(recording.calls[0].sampled_ids)
+        recorded = len(read(recording).calls[0].sampled_ids)
         assert ledger.masked == {Reason.REPLAYED: recorded}
         assert ledger.trained == sum(len(call.sampled_ids) for call in forked.calls[1:])
         verified = verify_session(path, forked, TextVerifier())
@@ -274,15 +251,9 @@ async def test_a_fork_that_does_not_reach_its_turn_says_why(
     recording: Path, tmp_path: Path
 ) -> None:
     """A difference before the fork ends the session; nothing is sampled."""
-    changed = tampered(
-        recording,
-        tmp_path / "tampered",
-        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
-    )
+    changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
-        (report,) = await fork(
-            RecordedSession.load(changed), tmp_path / "fork", Live(model.upstream, 2)
-        )
+        (report,) = await fork(changed, tmp_path / "fork", Live(model.upstream, 2))
         assert model.engine is not None
         assert not model.engine.calls
     assert [one.request for one in report.differences] == [1]
@@ -312,17 +283,16 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     await process.wait()
     LocalRuntime().reap(folder)
-    recording = RecordedSession.load(recording)
-    assert recording.result is None
+    killed = read(recording)
+    assert killed.result is None
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
-        live = Live(model.upstream, len(recording.calls))
+        live = Live(model.upstream, len(killed.calls))
         (report,) = await fork(recording, tmp_path / "recovered", live)
         assert model.engine is not None
         assert len(model.engine.calls) == 1
     assert report.as_recorded, report.differences
     assert report.failure is None
-    assert report.reward is not None
-    assert report.reward.value == 1.0
+    assert reward_of(report) == 1.0
 
 
 # --------------------------------------------------------------------------- at the door

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,8 +19,10 @@ from msgspec.structs import replace
 
 from attacked import IMAGE, running, token
 from containers import podman
+from observed import CALL
 from rig import Play, Reply, rig, says
-from tugline.errors import CaptureError, DiskFull, EngineError, SandboxError, UsageError
+from transitions import TRANSITIONS
+from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened
 from tugline.gateway.policy import CallSettings
 from tugline.rollout.parts import Parts
@@ -42,15 +45,6 @@ from tugline.types import (
 
 __all__ = ["podman"]
 
-WITHIN = 45.0
-CALL = (
-    "import json, os, urllib.request as r;"
-    "body = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'x'}]}).encode();"
-    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'],"
-    " 'content-type': 'application/json'};"
-    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions';"
-    "r.urlopen(r.Request(url, body, head)).read()"
-)
 ASK = f'python3 -I -c "{CALL}"'
 """A script's line that calls the model once."""
 FILES = {
@@ -74,7 +68,8 @@ class Case:
     cause: Cause | None
     message: str = ""
     """Part of the failure's message, with ``{folder}`` for the test's folder."""
-    status: Status = Status.FAILED
+    workspace: dict[str, str] = field(default_factory=dict)
+    """The task's, with the same."""
     script: str = f"{MEND}; {ASK}"
     runtime: PluginSpec = SANDBOXED
     change: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +77,7 @@ class Case:
     limits: Limits = LIMITS
     play: Play = PLAY
     reward: float | None = None
-    within_s: float = WITHIN
+    within_s: float = 45.0
     total_s: float | None = None
     before: Callable[[Path], None] | None = None
     """Done to the test's folder first."""
@@ -90,27 +85,13 @@ class Case:
     """Done to the test's folder when the agent has ended."""
     after: Callable[[Path], None] | None = None
     check: Callable[[Path, Trajectory], None] | None = None
+    gateway: Callable[[Any], Any] = lambda gateway: gateway
     marks: tuple[Any, ...] = ()
 
 
-def podman_runtime(engine: str = "podman") -> PluginSpec:
-    """Containers of Podman."""
-    return PluginSpec("container", {"engine": engine, "pull": "never"})
-
-
-def _repository(folder: Path) -> None:
-    (folder / "repo").mkdir()
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
-        subprocess.run(["git", *arguments], cwd=folder / "repo", check=True)
-
-
-def _dockerfile(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "image").mkdir()
-        (folder / "image" / "Dockerfile").write_text(text)
-
-    return write
+def _failing_build(folder: Path) -> None:
+    (folder / "image").mkdir()
+    (folder / "image" / "Dockerfile").write_text(f"FROM {IMAGE}\nRUN echo exit-7; exit 7\n")
 
 
 def _small_disk(folder: Path) -> None:
@@ -142,262 +123,20 @@ def _base(folder: Path) -> None:
     (folder / "base").chmod(0o555)
 
 
-def _log(folder: Path) -> bytes:
-    (log,) = (folder / "session" / "agent").rglob("agent.log")
-    return log.read_bytes()
-
-
-def _bounded(folder: Path, _trajectory: Trajectory) -> None:
-    assert 1 << 20 <= len(_log(folder)) < (1 << 20) + 500
-    assert b"left out" in _log(folder)[-300:]
-
-
 def _odd_bytes(folder: Path, trajectory: Trajectory) -> None:
-    assert b"\xff\xfe" in _log(folder)
+    (log,) = (folder / "session" / "agent").rglob("agent.log")
+    assert b"\xff\xfe" in log.read_bytes()
     assert any("name with control or undecodable" in one for one in trajectory.report["notes"])
+
+
+def _cut_first(prompt: Any, request: str) -> Reply:
+    first = replace(PLAY(prompt, request), cut_after=1)
+    return first if request.endswith("-0") else Reply((), status=500)
 
 
 def _partial(_folder: Path, trajectory: Trajectory) -> None:
     assert trajectory.ledger.trained > 0
     assert len(trajectory.traces) == 1
-
-
-PODMAN = (pytest.mark.podman,)
-CASES = [
-    Case("bad task: a path that leaves", Cause.TASK, "../x", change={"files": {"../x": "x"}}),
-    Case(
-        "bad task: a folder and a repository",
-        Cause.TASK,
-        "must be left out beside `repo`",
-        change={"workspace": Workspace(folder="{folder}", repo="{folder}")},
-    ),
-    Case(
-        "bad task: an image without a container",
-        Cause.TASK,
-        "image",
-        change={"workspace": Workspace(image="localhost/any:1")},
-    ),
-    Case(
-        "a repository that is not there",
-        Cause.WORKSPACE,
-        "{folder}/nonesuch",
-        change={"workspace": Workspace(repo="{folder}/nonesuch", commit="main")},
-    ),
-    Case(
-        "a commit that is not there",
-        Cause.WORKSPACE,
-        "0123456789",
-        before=_repository,
-        change={"workspace": Workspace(repo="{folder}/repo", commit="0123456789" * 4)},
-    ),
-    Case(
-        "a folder that is not there",
-        Cause.WORKSPACE,
-        "{folder}/nonesuch",
-        change={"workspace": Workspace(folder="{folder}/nonesuch")},
-    ),
-    Case(
-        "a folder that is read-only",
-        None,
-        status=Status.COMPLETED,
-        script=f"! {MEND} && chmod u+w . && {MEND} && {ASK}",
-        reward=1.0,
-        before=_base,
-        change={
-            "workspace": Workspace(folder="{folder}/base"),
-            "files": {"test_bill.py": FILES["test_bill.py"]},
-        },
-    ),
-    Case("a session's folder that is used", Cause.SANDBOX, "not empty", before=_used),
-    Case(
-        "a session's folder that is read-only",
-        Cause.SANDBOX,
-        "Read-only file system",
-        before=_read_only,
-        after=_unmount,
-    ),
-    Case(
-        "a disk that is full",
-        Cause.DISK,
-        "No space left",
-        before=_small_disk,
-        after=_unmount,
-        change={"files": {f"big{n}": "x" * (1 << 20) for n in range(8)}},
-    ),
-    Case(
-        "an image that is missing",
-        Cause.IMAGE,
-        "localhost/tugline/nonesuch:1",
-        runtime=podman_runtime(),
-        change={"workspace": Workspace(image="localhost/tugline/nonesuch:1")},
-        marks=PODMAN,
-    ),
-    Case(
-        "a Dockerfile that fails",
-        Cause.IMAGE,
-        "exit-7",
-        runtime=podman_runtime(),
-        before=_dockerfile(f"FROM {IMAGE}\nRUN echo exit-7; exit 7\n"),
-        change={"workspace": Workspace(build="{folder}/image")},
-        marks=PODMAN,
-    ),
-    Case(
-        "a Dockerfile that is none",
-        Cause.IMAGE,
-        "image",
-        runtime=podman_runtime(),
-        before=_dockerfile("FORM nothing\n"),
-        change={"workspace": Workspace(build="{folder}/image")},
-        marks=PODMAN,
-    ),
-    Case(
-        "a container engine that is not there",
-        Cause.SANDBOX,
-        "/nonesuch.sock",
-        runtime=PluginSpec("container", {"engine": "unix:///nonesuch.sock", "image": "x"}),
-    ),
-    Case("a program that is missing", Cause.CRASH, "nonesuch: not found", script="exec nonesuch"),
-    Case("a program that breaks", Cause.CRASH, "SIGSEGV", script=f"{ASK}; kill -SEGV $$"),
-    Case(
-        "a harness that cannot be installed",
-        Cause.INSTALL,
-        "no such version",
-        change={"harness": PluginSpec("bad_parts:Uninstallable")},
-    ),
-    Case(
-        "a start that takes too long",
-        Cause.INIT_TIMEOUT,
-        "init was out of time",
-        runtime=PluginSpec("bad_parts:Slow"),
-        limits=Limits(init_s=0.3),
-        within_s=10.0,
-    ),
-    Case(
-        "a gateway that is not there", Cause.NETWORK, "127.0.0.1:9", change={"tags": {"gone": ""}}
-    ),
-    Case(
-        "an engine that fails",
-        Cause.ENGINE,
-        "400",
-        script=f"{MEND}; {ASK} || true",
-        play=lambda _prompt, _request: Reply((), status=400),
-    ),
-    Case(
-        "an engine that is out of order",
-        Cause.ENGINE_LOST,
-        "500",
-        script=f"{MEND}; {ASK} || true",
-        play=lambda _prompt, _request: Reply((), status=500),
-    ),
-    Case(
-        "an engine that is lost in the middle of an answer",
-        Cause.ENGINE_LOST,
-        "cut short",
-        script=ASK.replace("'m',", "'m', 'stream': True,"),
-        play=lambda prompt, request: (
-            replace(PLAY(prompt, request), cut_after=1)
-            if request.endswith("-0")
-            else Reply((), status=500)
-        ),
-    ),
-    Case(
-        "a recording that is removed while its session runs",
-        Cause.NODE,
-        "No such file",
-        at_build=lambda folder: next((folder / "gateway").glob("s9.*.rec")).unlink(),
-    ),
-    Case(
-        "an agent out of time",
-        Cause.AGENT_TIMEOUT,
-        "agent_timeout",
-        status=Status.TIMED_OUT,
-        script=f"{MEND}; {ASK}; sleep 300",
-        limits=Limits(agent_s=2.0),
-        reward=1.0,
-        check=_partial,
-    ),
-    Case(
-        "an agent that takes all memory",
-        Cause.AGENT_MEMORY,
-        "agent_memory",
-        status=Status.COMPLETED,
-        runtime=PluginSpec("bubblewrap", {"memory_mb": 200}),
-        script=f"{ASK}; exec python3 -I -c 'b = []\nwhile True: b.append(b\"x\" * (1 << 22))'",
-        reward=0.0,
-        check=_partial,
-    ),
-    Case(
-        "an agent that fills the disk",
-        Cause.AGENT_DISK,
-        "agent_disk",
-        status=Status.COMPLETED,
-        runtime=PluginSpec("bubblewrap", {"disk_mb": 32}),
-        script=f"{ASK}; for n in $(seq 300); do head -c 10M /dev/zero > big$n; sleep 0.1; done",
-        reward=0.0,
-        check=_partial,
-    ),
-    Case(
-        "far too much output",
-        None,
-        status=Status.COMPLETED,
-        runtime=PluginSpec("bubblewrap", {"output_mb": 1}),
-        script=f"{MEND}; {ASK}; head -c 200M /dev/zero",
-        reward=1.0,
-        check=_bounded,
-    ),
-    Case(
-        "output and names that are no text",
-        None,
-        status=Status.COMPLETED,
-        script=f"{MEND}; {ASK}; printf '\\377\\376'; touch \"$(printf 'a\\377')\"; printf '\\303'",
-        change={"evaluator": PluginSpec("bad_parts:Noting")},
-        reward=1.0,
-        check=_odd_bytes,
-    ),
-    Case(
-        "a builder that breaks",
-        Cause.NODE,
-        "ZeroDivisionError",
-        change={"builder": PluginSpec("bad_parts:Broken")},
-    ),
-    Case(
-        "a session whose time is over while traces are built",
-        Cause.WAIT_TIMEOUT,
-        "total_s was over in build",
-        status=Status.TIMED_OUT,
-        change={"builder": PluginSpec("bad_parts:Sleepy")},
-        total_s=4.0,
-        script=ASK,
-    ),
-    Case(
-        "a session whose time is over while the agent works",
-        Cause.TOTAL_TIMEOUT,
-        "total_s was over in run",
-        status=Status.TIMED_OUT,
-        script=f"{MEND}; {ASK}; sleep 300",
-        total_s=3.0,
-        check=_partial,
-    ),
-    Case(
-        "an evaluator that hangs",
-        Cause.EVAL_TIMEOUT,
-        "eval was out of time",
-        change={"evaluator": PluginSpec("bad_parts:Hanging")},
-        limits=Limits(eval_s=0.3),
-    ),
-    Case(
-        "an evaluator that crashes",
-        Cause.EVALUATOR,
-        "KeyError: 'score'",
-        change={"evaluator": PluginSpec("bad_parts:Crashing")},
-    ),
-    Case(
-        "tests that nobody can run",
-        Cause.EVALUATOR,
-        "no test functions",
-        change={"files": {"bill.py": FILES["bill.py"]}},
-    ),
-]
 
 
 class Gone:
@@ -413,25 +152,148 @@ class Gone:
     async def open(self, *given: Any, **terms: Any) -> AsyncIterator[Opened]:
         """As if its node had a wrong address."""
         async with self._gateway.open(*given, **terms) as opened:
-            yield Opened("http://127.0.0.1:9/s/x", opened.key)
+            yield Opened(f"http://{GATEWAY_GONE}/s/x", opened.key)
 
 
-def filled(value: Any, folder: Path) -> Any:
-    """`value` with the test's folder in it."""
-    if isinstance(value, Workspace):
-        parts = {name: filled(getattr(value, name), folder) for name in value.__struct_fields__}
-        return Workspace(**parts)
-    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+GATEWAY_GONE = "127.0.0.1:9"
+PODMAN = (pytest.mark.podman,)
+CALL_OR_NOT = f"{MEND}; {ASK} || true"
+STREAM = ASK.replace("{'messages'", "{'stream': True, 'messages'")
+EAT = f"{ASK}; exec python3 -I -c 'b = []\nwhile True: b.append(b\"x\" * (1 << 22))'"
+FILL = f"{ASK}; for n in $(seq 300); do head -c 10M /dev/zero > big$n; sleep 0.1; done"
+ODD = f"{MEND}; {ASK}; printf '\\377\\376'; touch \"$(printf 'a\\377')\"; printf '\\303'"
+UNSEALED = f"! {MEND} && chmod u+w . && {MEND} && {ASK}"
+ENDLESS = f"{MEND}; {ASK}; sleep 300"
+GONE = "{folder}/nonesuch"
+IMAGE_GONE = "localhost/tugline/nonesuch:1"
+BIG = {f"big{n}": "x" * (1 << 20) for n in range(8)}
+SOCKET = PluginSpec("container", {"engine": "unix:///nonesuch.sock", "image": "x"})
+FAILED = [
+    Case("bad task: a path that leaves", Cause.TASK, "../x", change={"files": {"../x": "x"}}),
+    Case("bad task: an image without a container", Cause.TASK, "image", {"image": "localhost/a:1"}),
+    Case("a repository that is not there", Cause.WORKSPACE, GONE, {"repo": GONE, "commit": "main"}),
+    Case("a folder that is not there", Cause.WORKSPACE, GONE, {"folder": GONE}),
+    Case("a session's folder that is used", Cause.SANDBOX, "not empty", before=_used),
+    Case(
+        "a session's folder that is read-only", Cause.SANDBOX, "Read-only file system",
+        before=_read_only, after=_unmount,
+    ),
+    Case(
+        "a disk that is full", Cause.DISK, "No space left", change={"files": BIG},
+        before=_small_disk, after=_unmount,
+    ),
+    Case("an image that is missing", Cause.IMAGE, IMAGE_GONE, {"image": IMAGE_GONE}, marks=PODMAN),
+    Case(
+        "a Dockerfile that fails", Cause.IMAGE, "exit-7", {"build": "{folder}/image"},
+        before=_failing_build, marks=PODMAN,
+    ),
+    Case(
+        "a container engine that is not there", Cause.SANDBOX, "/nonesuch.sock",
+        {"image": IMAGE}, runtime=SOCKET,
+    ),
+    Case("a program that is missing", Cause.CRASH, "nonesuch: not found", script="exec nonesuch"),
+    Case("a program that breaks", Cause.CRASH, "SIGSEGV", script=f"{ASK}; kill -SEGV $$"),
+    Case(
+        "a program that never calls the model", Cause.CRASH, "code 3 and made no model call: oh",
+        script="echo oh; exit 3",
+    ),
+    Case(
+        "a program that hangs at its start", Cause.CRASH, "ran out of time and made no model call",
+        script="sleep 9", limits=Limits(agent_s=0.5),
+    ),
+    Case(
+        "a harness that cannot be installed", Cause.INSTALL, "no such version",
+        change={"harness": PluginSpec("bad_parts:Uninstallable")},
+    ),
+    Case(
+        "a harness whose needs a node does not have", Cause.INSTALL, "no Node here",
+        change={"harness": PluginSpec("bad_parts:Needy")},
+    ),
+    Case(
+        "a start that takes too long", Cause.INIT_TIMEOUT, "init was out of time",
+        runtime=PluginSpec("bad_parts:Slow"), limits=Limits(init_s=0.3), within_s=10.0,
+    ),
+    Case("a gateway that is not there", Cause.NETWORK, GATEWAY_GONE, gateway=Gone),
+    Case(
+        "an engine that fails", Cause.ENGINE, "400", script=CALL_OR_NOT,
+        play=lambda _prompt, _request: Reply((), status=400),
+    ),
+    Case(
+        "an engine that is out of order", Cause.ENGINE_LOST, "500", script=CALL_OR_NOT,
+        play=lambda _prompt, _request: Reply((), status=500),
+    ),
+    Case(
+        "an engine that is lost in the middle of an answer", Cause.ENGINE_LOST, "cut short",
+        script=STREAM, play=_cut_first,
+    ),
+    Case(
+        "a recording that is removed while its session runs", Cause.NODE, "No such file",
+        at_build=lambda folder: next((folder / "gateway").glob("s9.*.rec")).unlink(),
+    ),
+    Case(
+        "a builder that breaks", Cause.NODE, "ZeroDivisionError",
+        change={"builder": PluginSpec("bad_parts:Broken")},
+    ),
+    Case(
+        "an evaluator that hangs", Cause.EVAL_TIMEOUT, "eval was out of time",
+        change={"evaluator": PluginSpec("bad_parts:Hanging")}, limits=Limits(eval_s=0.3),
+    ),
+    Case(
+        "an evaluator that crashes", Cause.EVALUATOR, "KeyError: 'score'",
+        change={"evaluator": PluginSpec("bad_parts:Crashing")},
+    ),
+    Case(
+        "tests that nobody can run", Cause.EVALUATOR, "no test functions",
+        change={"files": {"bill.py": FILES["bill.py"]}},
+    ),
+]  # fmt: skip
+TIMED_OUT = [
+    Case(
+        "an agent out of time", Cause.AGENT_TIMEOUT, "agent_timeout", script=ENDLESS,
+        limits=Limits(agent_s=2.0), reward=1.0, check=_partial,
+    ),
+    Case(
+        "a session whose time is over while the agent works", Cause.TOTAL_TIMEOUT,
+        "total_s was over in run", script=ENDLESS, total_s=3.0, check=_partial,
+    ),
+    Case(
+        "a session whose time is over while traces are built", Cause.WAIT_TIMEOUT,
+        "total_s was over in build", script=ASK, total_s=4.0,
+        change={"builder": PluginSpec("bad_parts:Sleepy")},
+    ),
+]  # fmt: skip
+COMPLETED = [
+    Case("an agent that gives up after a model call", None, script=f"{ASK}; exit 3", reward=0.0),
+    Case(
+        "a folder that is read-only", None, workspace={"folder": "{folder}/base"}, script=UNSEALED,
+        change={"files": {"test_bill.py": FILES["test_bill.py"]}}, reward=1.0, before=_base,
+    ),
+    Case(
+        "an agent that takes all memory", Cause.AGENT_MEMORY, "agent_memory", script=EAT,
+        runtime=PluginSpec("bubblewrap", {"memory_mb": 200}), reward=0.0, check=_partial,
+    ),
+    Case(
+        "an agent that fills the disk", Cause.AGENT_DISK, "agent_disk", script=FILL,
+        runtime=PluginSpec("bubblewrap", {"disk_mb": 32}), reward=0.0, check=_partial,
+    ),
+    Case(
+        "output and names that are no text", None, script=ODD, reward=1.0, check=_odd_bytes,
+        change={"evaluator": PluginSpec("bad_parts:Noting")},
+    ),
+]  # fmt: skip
+CASES = {Status.FAILED: FAILED, Status.TIMED_OUT: TIMED_OUT, Status.COMPLETED: COMPLETED}
+"""By the status that the session must end with."""
 
 
 def a_task(case: Case, folder: Path, mark: str) -> Task:
     """The case's task."""
     agent = PluginSpec("shell", {"command": ["sh", "-c", f": {mark}; {case.script}"]})
     given: dict[str, Any] = {"harness": agent, "evaluator": PluginSpec("tests"), "files": FILES}
-    given |= {"workspace": Workspace(image=IMAGE)} if case.runtime.name == "container" else {}
-    change = {name: filled(value, folder) for name, value in case.change.items()}
-    fixed = {"runtime": case.runtime, "limits": case.limits}
-    return Task(id="t", instruction="Mend it.", **{**given, **fixed, **change})
+    workspace = {
+        name: text.replace("{folder}", str(folder)) for name, text in case.workspace.items()
+    }
+    fixed = {"runtime": case.runtime, "limits": case.limits, "workspace": Workspace(**workspace)}
+    return Task(id="t", instruction="Mend it.", **{**given, **fixed, **case.change})
 
 
 def mounts(folder: Path) -> list[str]:
@@ -440,40 +302,47 @@ def mounts(folder: Path) -> list[str]:
     return [line.split()[4] for line in lines if line.split()[4].startswith(str(folder))]
 
 
-@pytest.fixture(params=[pytest.param(case, id=case.name, marks=case.marks) for case in CASES])
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
-    """One of them, with its folder prepared."""
-    one: Case = request.param
-    if one.marks == PODMAN:
-        engine = request.getfixturevalue("podman")
-        one = dataclasses.replace(one, runtime=podman_runtime(engine))
-    reason = Bubblewrap().check_available() if one.runtime.name == "bubblewrap" else None
+@pytest.fixture
+def prepared(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Case]:
+    """The case, with its folder prepared."""
+    if case.marks == PODMAN:
+        engine = {"engine": request.getfixturevalue("podman"), "pull": "never"}
+        case = dataclasses.replace(case, runtime=PluginSpec("container", engine))
+    reason = Bubblewrap().check_available() if case.runtime.name == "bubblewrap" else None
     if reason is not None:
         pytest.skip(reason)
-    if one.before is not None:
-        one.before(tmp_path)
-    yield one
-    if one.after is not None:
-        one.after(tmp_path)
+    if case.before is not None:
+        case.before(tmp_path)
+    yield case
+    if case.after is not None:
+        case.after(tmp_path)
     assert not mounts(tmp_path)
 
 
-async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "case"),
+    [
+        pytest.param(status, case, id=case.name, marks=case.marks)
+        for status, cases in CASES.items()
+        for case in cases
+    ],
+)
+async def test_a_bad_case_is_a_typed_result(status: Status, prepared: Case, tmp_path: Path) -> None:
     """Status, cause, boundary and a message that names the thing; in time; nothing is left."""
-    mark = token()
+    case, mark, stages = prepared, token(), [Status.QUEUED]
     mounted = len(mounts(tmp_path))
 
     def on_stage(status: Status) -> None:
+        stages.append(status)
         if status is Status.BUILD and case.at_build is not None:
             case.at_build(tmp_path)
 
     folder = tmp_path / "gateway"
     async with rig(folder, case.play, tuning=QUICK) as model, asyncio.timeout(case.within_s):
-        task = a_task(case, tmp_path, mark)
         trajectory = await roll_out(
-            task,
+            a_task(case, tmp_path, mark),
             Session(id="s9", task="t", sample=0),
-            gateway=Gone(model.gateway) if "gone" in task.tags else model.gateway,
+            gateway=case.gateway(model.gateway),
             directory=tmp_path / "session",
             parts=Parts(),
             on_stage=on_stage,
@@ -481,7 +350,9 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
         )
     failure = trajectory.failure
     assert (failure.cause if failure else None) is case.cause, failure
-    assert trajectory.status is case.status
+    assert trajectory.status is status
+    for before, after in itertools.pairwise([*stages, status]):
+        assert after in TRANSITIONS[before]
     if failure is not None and case.cause is not None:
         assert failure.boundary is HANDLING[case.cause].boundary
         assert case.message.replace("{folder}", str(tmp_path)) in failure.message
@@ -489,7 +360,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
         assert (trajectory.reward is not None) is HANDLING[case.cause].evaluated
     assert (trajectory.reward.value if trajectory.reward else None) == case.reward
     assert trajectory.ledger.balanced
-    assert decode(encode(trajectory), Trajectory).status is case.status
+    assert decode(encode(trajectory), Trajectory).status is status
     if case.check is not None:
         case.check(tmp_path, trajectory)
     assert not running(mark)
@@ -511,30 +382,25 @@ def _containers(folder: Path) -> str:
 
 def test_every_cause_has_a_case() -> None:
     """No row of the table of what follows a failure is there for nothing."""
-    assert {case.cause for case in CASES if case.cause is not None} == set(HANDLING)
+    causes = {case.cause for cases in CASES.values() for case in cases}
+    assert causes - {None} == set(HANDLING)
 
 
 @pytest.mark.parametrize(
     ("stage", "error", "cause"),
     [
-        (Status.INIT, SandboxError("x"), Cause.SANDBOX),
-        (Status.INIT, DiskFull("x"), Cause.DISK),
-        (Status.INIT, UsageError("x"), Cause.TASK),
         (Status.INIT, OSError("x"), Cause.NODE),
-        (Status.INIT, TimeoutError(), Cause.INIT_TIMEOUT),
         (Status.RUN, OSError(errno.EDQUOT, "x"), Cause.DISK),
         (Status.BUILD, EngineError("no ids"), Cause.ENGINE),
         (Status.BUILD, CaptureError("no ids"), Cause.ENGINE),
-        (Status.BUILD, ZeroDivisionError("x"), Cause.NODE),
         (Status.BUILD, TimeoutError(errno.ETIMEDOUT, "a file system's"), Cause.NODE),
-        (Status.EVAL, TimeoutError(), Cause.EVAL_TIMEOUT),
         (Status.EVAL, UsageError("x"), Cause.EVALUATOR),
     ],
 )
 def test_a_failure_follows_from_stage_and_error(
     stage: Status, error: Exception, cause: Cause
 ) -> None:
-    """The error's type decides, then the stage; a timeout with an errno is none of ours."""
+    """The type decides, then the stage, also where no case above has such an error."""
     failure = classify(stage, error)
     assert (failure.cause, failure.boundary) == (cause, HANDLING[cause].boundary)
     assert str(error) in failure.message

@@ -66,41 +66,27 @@ async def test_parts_written_as_the_pages_say_work(
     assert "model: openai/tugline-policy" in log
 
 
-@pytest.mark.parametrize("part", BUILT_IN["harness"])
-def test_every_option_of_a_harness_has_a_row(part: str) -> None:
-    """The table of docs/configuration.md names each option, below its harness."""
-    text = (DOCS / "configuration.md").read_text().partition("### Harnesses")[2].partition("###")[0]
-    named: dict[str, set[str]] = {}
-    current = ""
-    for harness, options in re.findall(r"^\| (?:`(\w+)`)? *\|([^|]*)\|", text, re.MULTILINE):
-        current = harness or current
-        named.setdefault(current, set()).update(re.findall(r"`(\w+)`", options))
-    assert set(signature(find("harness", part)).parameters) == named[part]
-
-
-@pytest.mark.parametrize("part", BUILT_IN["evaluator"])
-def test_every_option_of_an_evaluator_has_a_row(part: str) -> None:
-    """The table of docs/configuration.md names each option, below its evaluator."""
-    text = (
-        (DOCS / "configuration.md").read_text().partition("### Evaluators")[2].partition("###")[0]
-    )
+@pytest.mark.parametrize(
+    ("kind", "part"), [(kind, part) for kind in ("harness", "evaluator") for part in BUILT_IN[kind]]
+)
+def test_every_option_has_a_row(kind: str, part: str) -> None:
+    """The table of docs/configuration.md names each option, below its harness or evaluator."""
+    heading = {"harness": "### Harnesses", "evaluator": "### Evaluators"}[kind]
+    text = (DOCS / "configuration.md").read_text().partition(heading)[2].partition("###")[0]
     named: dict[str, set[str]] = {}
     current = ""
     for name, options in re.findall(r"^\| (?:`(\w+)`)? *\|([^|]*)\|", text, re.MULTILINE):
         current = name or current
         named.setdefault(current, set()).update(re.findall(r"`(\w+)`", options))
-    assert set(signature(find("evaluator", part)).parameters) == named[part]
+    assert set(signature(find(kind, part)).parameters) == named[part]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "part"),
-    [("runtimes", "runtime", "local"), ("runtimes", "runtime", "bubblewrap")],
-)
-def test_every_option_is_on_its_page(name: str, kind: str, part: str) -> None:
-    """A part and each of its options are named where people look for them."""
-    text = (DOCS / f"{name}.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith(f"| `{part}` |"))
-    options = set(signature(find(kind, part)).parameters)
+@pytest.mark.parametrize("part", ["local", "bubblewrap"])
+def test_every_option_of_a_runtime_is_on_its_page(part: str) -> None:
+    """Each is named where people look for it."""
+    lines = (DOCS / "runtimes.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith(f"| `{part}` |"))
+    options = set(signature(find("runtime", part)).parameters)
     if "bounds" in options:  # the limits of its programs, by name
         options = options - {"bounds"} | set(ProgramLimits.__struct_fields__)
     assert options <= set(re.findall(r"`(\w+)`", row))

@@ -54,13 +54,11 @@ MINE = f"{__name__}:Typed"
     [
         ("harness", "claude_code", {"tools": "Bash"}, "tools is 'Bash', must be a list or null"),
         ("harness", "pi", {"args": "--x"}, "args is '--x', must be a list"),
-        ("harness", "codex", {"args": 5}, "args is 5, must be a list"),
         ("harness", "codex", {"context_window": "lots"}, "is 'lots', must be an integer"),
         ("harness", "codex", {"context_window": 0}, "is 0, must be an integer >= 1"),
         ("harness", "codex", {"sub_agents": "no"}, "is 'no', must be true or false"),
         ("harness", "codex", {"version": 1.2}, "version is 1.2, must be a string"),
         ("harness", "codex", {"mcp": [1]}, "mcp is [1], must be an object or null"),
-        ("harness", "codex", {"skills": ["a"]}, "skills is ['a'], must be an object or null"),
         ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a string"),
         ("harness", "shell", {"command": ["a", 5]}, "command.1 is 5, must be a string"),
         ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env.A is 5, must be a string"),

@@ -25,6 +25,7 @@ GROUPS: dict[str, dict[str, str]] = tomllib.loads(_TABLE)
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 MODULES = {"cancel": "status", "logs": "status", "node": "up", "plan": "bench", "server": "up"}
 MODULES |= {"demo": "train", "eval": "run", "generate": "run", "rebuild": "export", "sft": "train"}
+MODULES |= {"results": "status", "view": "verify"}
 """Where it is not in a module of its own name."""
 SHELLS = ("bash", "zsh", "fish", "powershell")
 

@@ -1,4 +1,8 @@
-"""``tugline status``, ``logs`` and ``cancel``: see what a server runs, and end it."""
+"""``tugline status``, ``logs``, ``results`` and ``cancel``: see what a server runs, and end it.
+
+With ``results --consumer`` the server stores the position, and results are acknowledged only once
+they are on disk (I3); with ``--out`` alone the folder has it.
+"""
 
 import asyncio
 import codecs
@@ -7,6 +11,8 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -17,12 +23,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Count, Json, Remote, Required
-from tugline.cli.output import format_counts, make_table, print_report, print_text
+from tugline.cli.output import format_counts, make_table, print_json, print_report, print_text
 from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
-from tugline.errors import Missing, ServerError
+from tugline.errors import Missing, ServerError, UsageError
 from tugline.log import visible
 from tugline.protocol import Cancelled, NodeState, ResultView, SessionView, TaskView
+from tugline.recording.trajectories import ResultFolder
 from tugline.types import STAGES, TERMINAL, Status
 
 _LINE = re.compile(r"[^\t\n\r]+")
@@ -204,6 +211,69 @@ def _format_age(moment: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+# --------------------------------------------------------------------------- results
+async def results(
+    *,
+    consumer: str | None = None,
+    task: list[str] | None = None,
+    out: Path | None = None,
+    recordings: bool = False,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    remote: Remote = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Read results in order of commit, and save them with their trajectories.
+
+    Args:
+        consumer: Read from this consumer's position, and acknowledge.
+        task: Only of this task; can be repeated.
+        out: Save to this folder: results.jsonl and trajectories/.
+        recordings: Save recordings/, too, for export, verify and view.
+        follow: Wait for further results.
+    """
+    if recordings and out is None:
+        raise UsageError("--recordings saves into the folder of --out; name one")
+    saved = ResultFolder(out) if out else None
+    after = max((view.position for view in saved.views.values()), default=0) if saved else None
+    seen = 0
+    try:
+        async with remote.connect() as client:
+            found = client.results(
+                consumer,
+                after=after if consumer is None else None,
+                tasks=task or (),
+                follow=follow,
+                auto_ack=consumer is not None,
+            )
+            async with aclosing(found) as items:
+                async for item in items:
+                    if out and recordings and item.packed:
+                        try:
+                            await client.recording(item.view.session, out / "recordings")
+                        except Missing as error:  # on a node elsewhere; the result is saved
+                            print_text(str(error), stderr=True)
+                    if saved:
+                        await asyncio.to_thread(saved.add, item.view, item.packed)
+                    if as_json:
+                        print_json(item.view)
+                    else:
+                        print(_format_result(item.view))
+                    seen += 1
+    finally:
+        if saved:
+            saved.write_index()
+            print_text(f"saved in {out}: {seen} new, {len(saved.views)} in all", stderr=True)
+    if not seen and not saved:
+        print_text("nothing new", stderr=True)
+
+
+def _format_result(view: ResultView) -> str:
+    reward = "no reward" if view.reward is None else f"reward {view.reward:g}"
+    tokens = f"{view.trained} of {view.sampled} tokens trained"
+    why = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
+    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{why}"
 
 
 # --------------------------------------------------------------------------- logs and cancel

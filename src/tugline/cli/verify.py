@@ -1,18 +1,22 @@
-"""``tugline verify``: check recorded sessions, turn by turn.
+"""``tugline verify`` and ``view``: check recorded sessions turn by turn, and show one of them.
 
-Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
+`verify` ends with 0 if every check that could be made passed, with 1 if one failed or a recording
+cannot be read. `view` writes to the terminal, as JSON or as one HTML file.
 """
 
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tugline.cli.options import DEFAULT_SERVER, Json, Remote
 from tugline.cli.output import COLOURS, format_counts, make_table, print_report, print_text
-from tugline.errors import CaptureError
+from tugline.errors import CaptureError, UsageError
 from tugline.recording.file import read
+from tugline.recording.tokenizer_file import load_tokenizer
 from tugline.recording.verify.engine import Scorer, connect_scorer
 from tugline.recording.verify.session import (
     TOLERANCE,
@@ -23,7 +27,12 @@ from tugline.recording.verify.session import (
     verify_session,
 )
 from tugline.recording.verify.text import TextVerifier
-from tugline.recording.view.terminal import CONTINUATION_STYLES
+from tugline.recording.view.html_page import render_page, write_run
+from tugline.recording.view.session_view import TokenText, ViewedSession, encode_json, view_session
+from tugline.recording.view.terminal import CONTINUATION_STYLES, Terminal
+
+_WIDTH = 120
+"""Cells of a line of a session if the output is not a terminal."""
 
 
 async def verify(
@@ -117,3 +126,54 @@ def _show_summary(summary: VerifySummary) -> None:
         f"turns: {turns or 'none'}; checks: {checks or 'none'}",
         style="red" if summary.failed else "green",
     )
+
+
+# --------------------------------------------------------------------------- one session
+def view(
+    session: str,
+    /,
+    *,
+    builder: str | None = None,
+    turn: int | None = None,
+    tokenizer: Path | None = None,
+    as_json: Json = False,
+    html: Path | None = None,
+    salvage: bool = False,
+    remote: Remote = DEFAULT_SERVER,
+) -> None:
+    """Show what happened in a session: turns, tokens, forks, ledger and timings.
+
+    Args:
+        session: A recording file, or the id of a session; with --html also a folder of recordings.
+        builder: Show the traces of this builder (default: the task's own).
+        turn: Show only this call, with its messages.
+        tokenizer: tokenizer.json, where none is kept beside the recording.
+        html: Write one HTML page to this file; of a folder, a page of each session and a table of
+            them into this new folder.
+        salvage: Show what comes before the damage of a broken file.
+    """
+
+    def load(path: Path) -> tuple[ViewedSession, TokenText]:
+        recording = read(path, salvage=salvage)
+        header = recording.header
+        texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
+        return view_session(path, recording, builder), texts
+
+    if html is not None and Path(session).is_dir() and turn is None and not as_json:
+        print(write_run(Path(session), html, load))
+        return
+    with remote.find_recording(session) as path:
+        session_view, texts = load(path)
+    numbers = [one.call for one in session_view.view.turns]
+    if turn is not None and turn not in numbers:
+        known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
+        raise UsageError(f"--turn {turn}: there is no such call in {path}; {known}")
+    if html is not None:
+        html.write_text(render_page(session_view, texts), encoding="utf-8")
+        print_text(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", stderr=as_json)
+    if as_json:
+        print(encode_json(session_view, turn).decode())
+    elif html is None:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+        terminal = Terminal(console, session_view, texts)
+        terminal.print_session() if turn is None else terminal.print_turn(turn)

@@ -20,8 +20,7 @@ from tugline.launch.server import Echo, folder_lock, handle_signals, managed_gc,
 from tugline.launch.settings import Settings
 from tugline.launch.workers import Workers, count_workers
 from tugline.node.admission import Engines
-from tugline.node.app import Node
-from tugline.node.metrics import NodeMetrics
+from tugline.node.app import Node, NodeMetrics
 from tugline.node.telemetry import open_tracer
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts

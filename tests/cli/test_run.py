@@ -1,10 +1,10 @@
-"""``tugline generate``: a set of what was accepted, from an engine of ours and from a plain API."""
+"""``tugline run``, ``eval`` and ``generate``: sessions in a folder, rates of them, sets of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,21 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from cli.conftest import Done
 from commands import run_command
+from launch.processes import World, task, write
 from training_run import write_config
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.recording.trajectories import RESULTS
+from tugline.recording.trajectories import RESULTS, read_folder
 from tugline.trainers.sft import read_set
 from tugline.web.serve import serve
 
 SECRET, VARIABLE = "sk-3f9d27c1a8", "KEY_OF_THE_API"
 API = ("--messages-only", "--model", "strong", "--api-key-env", VARIABLE)
+RUN = ("run", "tasks.jsonl", "--out", "o", "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
 USAGE = {"prompt_tokens": 40, "completion_tokens": 5, "total_tokens": 45}
 
 
@@ -34,6 +36,70 @@ def write_tasks(folder: Path) -> None:
     template = config["template"] | {"tags": {"kind": "say"}}
     tasks = {"taskset": config["tasks"]["taskset"], "template": template}
     (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A folder, and whatever is started in it."""
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def test_run_leaves_files_and_goes_on(world: World) -> None:
+    """Results as lines and trajectories; the same command with one more task runs only that."""
+    run = (*RUN, "--engine", world.engine())
+    write(world.folder / "tasks.jsonl", [task("a")])
+    (first,) = world.ask(*run)
+    assert (first["sessions"], first["reward"], first["failures"]) == (2, 1.0, {})
+    write(world.folder / "tasks.jsonl", [task("a"), task("b", samples=1)])
+    (second,) = world.ask(*run)
+    assert second["sessions"] == 3
+    lines = (world.folder / "o/results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["session"] for line in lines][2] == "b-0"
+    kept = list(read_folder(world.folder / "o/trajectories"))
+    assert sorted(one.session for one in kept) == ["a-0", "a-1", "b-0"]
+    write(world.folder / "tasks.jsonl", [task("a", samples=5)])
+    refused = world.call(*run)
+    assert (refused.returncode, "'a'" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_run_says_that_nothing_got_through(world: World) -> None:
+    """Exit code 1, and the agent's last words."""
+    broken = task("a")
+    broken["harness"]["options"] = {"command": "echo oh no; exit 3"}
+    write(world.folder / "tasks.jsonl", [broken])
+    done = world.call(*RUN, "--engine", world.engine())
+    assert done.returncode == 1, done.stderr
+    assert "2 failed in the harness" in done.stderr
+    assert "oh no" in done.stderr
+
+
+@pytest.mark.engine
+def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Callable[..., Done]) -> None:
+    """Three sessions of each of five tasks; a finished run is only read again."""
+    write_tasks(tmp_path)
+
+    def measure(*words: str) -> dict[str, Any]:
+        set_and_model = ("set.json", "--model", "model", "--renderer", "qwen3")
+        done = run_here("eval", *set_and_model, "--out", "first", "--k", "3", "--json", *words)
+        assert done.code == 0, done.err
+        return msgspec.json.decode(done.out, type=dict[str, Any])
+
+    first = measure()
+    found = first["evaluation"]
+    assert (found["attempts"], found["unrewarded"], first["change"]) == (15, 0, None)
+    assert sorted(found["pass_at"]) == ["1", "2", "3"]
+    rates = [found["pass_at"][k]["value"] for k in "123"]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(found["reward"])
+    before = (tmp_path / "first" / RESULTS).read_bytes()
+    again = measure("--compare", "first")
+    assert (tmp_path / "first" / RESULTS).read_bytes() == before
+    assert again["evaluation"] == found
+    change = again["change"]
+    assert (change["better"], change["worse"], change["difference"]["tasks"]) == (0, 0, 5)
+    assert change["difference"]["low"] < 0 < change["difference"]["high"]
 
 
 @pytest.mark.engine
@@ -81,36 +147,26 @@ def make_api(*, lists_freely: bool = False) -> Starlette:
     `lists_freely` is whether it lists its models without the key. It repeats a key that is wrong.
     """
 
-    def refuse(request: Request) -> Response | None:
-        given = request.headers.get("authorization", "")
-        message = f"Incorrect API key provided: {given}"
-        wrong = given != f"Bearer {SECRET}"
-        return JSONResponse({"error": {"message": message}}, 401) if wrong else None
-
-    async def models(request: Request) -> Response:
-        refused = None if lists_freely else refuse(request)
-        return refused or JSONResponse({"data": [{"id": "weak"}, {"id": "strong"}]})
-
-    async def chat(request: Request) -> Response:
-        if refused := refuse(request):
-            return refused
+    async def answer(request: Request) -> Response:
+        given, lists = request.headers.get("authorization", ""), request.method == "GET"
+        if given != f"Bearer {SECRET}" and not (lists and lists_freely):
+            error = {"message": f"Incorrect API key provided: {given}"}
+            return JSONResponse({"error": error}, 401)
+        if lists:
+            return JSONResponse({"data": [{"id": "weak"}, {"id": "strong"}]})
         body = await request.json()
         assert body["model"] == "strong"
         part = {"role": "assistant", "content": "Two words."}
         choice = {"index": 0, "finish_reason": "stop"}
-        streams = body.get("stream")
-        body = {"id": "1", "model": "strong", "usage": USAGE}
-        if not streams:
-            return JSONResponse(body | {"choices": [choice | {"message": part}]})
-        event = body | {"choices": [choice | {"delta": part}]}
-        return StreamingResponse(
-            iter([b"data: " + msgspec.json.encode(event) + b"\n\n", b"data: [DONE]\n\n"]),
-            media_type="text/event-stream",
-        )
+        choice["delta" if body.get("stream") else "message"] = part
+        reply = {"id": "1", "model": "strong", "usage": USAGE, "choices": [choice]}
+        if not body.get("stream"):
+            return JSONResponse(reply)
+        events = f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n"
+        return Response(events, media_type="text/event-stream")
 
     app = Starlette()
-    app.add_route("/v1/models", models, methods=["GET"])
-    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/{path:path}", answer, methods=["GET", "POST"])
     return app
 
 
@@ -127,9 +183,6 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
             "--price-out", "10", "--log", "log.jsonl",
             cwd=tmp_path, env={VARIABLE: SECRET}, timeout=200,
         )  # fmt: skip
-        refused = await asyncio.to_thread(
-            run_command, "generate", "set.json", "--out", "run", "--accept", "good", cwd=tmp_path
-        )
     assert done.returncode == 0, done.stderr
     report = msgspec.json.decode(done.stdout, type=dict[str, Any])
     assert find_files(tmp_path, b"engine") > {tmp_path / "log.jsonl"}
@@ -145,8 +198,6 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
     samples, _ = read_set([tmp_path / "run"], tokenizer, lambda: Rendering(tokenizer, "qwen3"), 512)
     said = samples[0].input_ids[samples[0].loss_mask].tolist()
     assert tokenizer.decode(said).endswith("Two words.<|im_end|>")
-    assert refused.returncode == 2
-    assert "--accept 'good' must be a name, >= and a number" in refused.stderr
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
