@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
-from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny
+from trainers.sessions import PROMPT, VERSION, captured, groups, recaptured, session, tiny
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
@@ -46,14 +45,15 @@ class OneProcess:
 def off_policy() -> list[Trajectory]:
     """One trace per session, as TRL has it, captured from weights that have moved since."""
     rng = np.random.default_rng(0)
-    batch = []
-    for one in groups(tiny()):
-        made = one.traces[0]
-        noise = made.mask * rng.normal(0, 0.4, len(made.ids))
-        moved = replace(made, logprobs=(made.logprobs + noise).astype(np.float32))
-        reward = one.reward.value if one.reward else None
-        batch.append(session([moved], task=one.task, sample=one.sample, reward=reward))
-    return batch
+    rewards = [1.0, 0.0] * 4
+    batch = [
+        session(one.traces[:1], task=one.task, sample=one.sample, reward=reward)
+        for one, reward in zip(groups(tiny()), rewards, strict=True)
+    ]
+    return [
+        recaptured(one, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
+        for one in batch
+    ]
 
 
 def log_probabilities(
