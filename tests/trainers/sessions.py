@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
 from random_models import qwen3
-from tugline.trainers.grpo.batch import plain_sample
+from tugline.trainers.grpo.batch import Row, pack, plain_sample
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.update import split_by_sample
 from tugline.types import Ledger, Reason, Reward, Sample, Span, Status, Trace, Trajectory
 
 VERSION = 5
@@ -99,3 +103,33 @@ def sample(ids: Sequence[int], mask: Sequence[bool], **changes: object) -> Sampl
     """A trace on its way to the trainer, captured at probability 1; advantages are 0."""
     plain = plain_sample(np.array(ids, np.int32), np.array(mask, np.bool_))
     return replace(plain, **{"advantages": plain.advantages.copy()} | changes)
+
+
+class Passed(NamedTuple):
+    """What forward and backward passes over some samples gave."""
+
+    tokens: int
+    """Computed, without padding."""
+    logprobs: list[np.ndarray]
+    """Of the trained tokens of each sample."""
+    gradient: torch.Tensor
+    """Of a sum of them that weights each token and each sample by itself."""
+
+
+def weigh(samples: Sequence[Sample]) -> list[Row]:
+    """A weight for each sample."""
+    total = sum(int(one.loss_mask.sum()) for one in samples)
+    return [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
+
+
+def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoConfig) -> Passed:
+    """Compute samples in as many passes as `config` allows."""
+    policy = PolicyModel(model, config)
+    model.zero_grad()
+    tokens, found = 0, {}
+    for micro in pack(weigh(samples), config, policy.device):
+        tokens += micro.computed - micro.padding
+        new = policy.logprobs(micro)
+        (new * micro.weight * micro.advantage).sum().backward()
+        found |= {id(one.sample): one.logprobs for one in split_by_sample(new.detach(), micro)}
+    return Passed(tokens, [found[id(one)] for one in samples], gradient(model))

@@ -13,24 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from msgspec.structs import replace
 
+from calls import make_call
+from drawn_sessions import session as draw_session
 from trainers.sessions import captured, tiny, weights
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, token_weights
-from tugline.types import (
-    Call,
-    CallOutcome,
-    Finish,
-    Reward,
-    Sample,
-    Sampling,
-    Status,
-    Timings,
-    Trajectory,
-    VersionSpan,
-)
+from tugline.types import Call, Reward, Sample, Sampling, Status, Trajectory
 
 torch.set_num_threads(1)
 BUILDERS = [name for name in list_names("builder") if ":" not in name]
@@ -41,53 +32,16 @@ REWARDS = [
 ]
 
 
-def call(
-    session: str, number: int, prompt: list[int], sampled: list[int], **changes: object
-) -> Call:
-    """One model call; its log probabilities name it and the token's place in it."""
-    fields: dict[str, object] = {
-        "session": session,
-        "number": number,
-        "dialect": "openai_chat",
-        "messages": (),
-        "sampling": Sampling(),
-        "prompt_ids": np.array(prompt, np.int32),
-        "sampled_ids": np.array(sampled, np.int32),
-        "logprobs": -(100 * number + np.arange(1, len(sampled) + 1, dtype=np.float32)),
-        "versions": (VersionSpan(number % 3, 0, len(sampled)),) if sampled else (),
-        "finish": Finish.STOP,
-        "engine": "scripted",
-        "timings": Timings(0.0),
-    }
-    return Call(**(fields | changes))  # type: ignore[arg-type]
-
-
-@st.composite
-def sessions(draw: DrawFn, name: str) -> list[Call]:
-    """A session with continuations, retries, edits and answers that nobody heard."""
-    few = st.lists(st.integers(0, 47), min_size=1, max_size=4)
-    grown: list[Call] = []
-    for number in range(draw(st.integers(1, 6))):
-        prompt = draw(few)
-        base = draw(st.sampled_from(grown)) if grown else None
-        if base is not None:
-            whole = [*base.prompt_ids.tolist(), *base.sampled_ids.tolist()]
-            how = draw(st.sampled_from(["continue", "continue", "twin", "edit"]))
-            kept = {"continue": len(whole), "twin": len(base.prompt_ids), "edit": 1}[how]
-            prompt = whole[:kept] + ([] if how == "twin" else prompt)
-        sampling = Sampling(temperature=draw(st.sampled_from([None, 0.5, 1.0])))
-        gone = draw(st.sampled_from([CallOutcome.COMPLETE] * 4 + [CallOutcome.CLIENT_GONE]))
-        parent = base and base.number
-        changes = {"parent": parent, "outcome": gone, "sampling": sampling}
-        grown.append(call(name, number, prompt, draw(few), **changes))
-    return grown
-
-
 @st.composite
 def groups(draw: DrawFn) -> list[tuple[list[Call], float]]:
-    """The sessions of one group, with their outcomes."""
-    outcome = st.sampled_from([0.0, 0.1, 0.3, 1.0])
-    return [(draw(sessions(f"s{i}")), draw(outcome)) for i in range(draw(st.integers(1, 4)))]
+    """The sessions of one group, sampled at several temperatures, with their outcomes."""
+    group = []
+    for number in range(draw(st.integers(1, 4))):
+        calls = draw_session(draw(st.binary(min_size=150, max_size=150)), f"s{number}").calls
+        at = [Sampling(temperature=(None, 0.5, 1.0)[one.number % 3]) for one in calls]
+        calls = [replace(one, sampling=each) for one, each in zip(calls, at, strict=True)]
+        group.append((calls, draw(st.sampled_from([0.0, 0.1, 0.3, 1.0]))))
+    return group
 
 
 def built(
@@ -148,7 +102,7 @@ def test_no_builder_changes_what_a_token_counts_for(
     seen, books = [], []
     for builder in BUILDERS:
         batch = built(group, builder, limit)[:: -1 if books else 1]  # their order changes nothing
-        samples, ledger = prepare(batch, config, version=2)
+        samples, ledger = prepare(batch, config, version=5)
         seen.append(tokens(samples, token_weights(samples, config) if samples else []))
         books.append(ledger)
     assert all(one == seen[0] for one in seen)
@@ -198,8 +152,8 @@ def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
             whole = np.array(prompt + sampled, np.int32)
             logprobs = captured(model, whole)[len(prompt) :]
             parent = number - 1 if number else None
-            one = call(f"s{i}", number, prompt, sampled, parent=parent, logprobs=logprobs)
-            calls.append(one)
+            own = {"session": f"s{i}", "parent": parent, "logprobs": logprobs}
+            calls.append(make_call(number, prompt, sampled, **own))
             prompt = whole.tolist() + rng.integers(0, 48, 3).tolist()
             if number == 2:
                 prompt[10] = (prompt[10] + 1) % 48
@@ -219,7 +173,7 @@ def test_no_builder_changes_the_gradient(
     for builder in BUILDERS:
         model = tiny()
         batch = built(grown(tiny()), builder)
-        reports.append(Grpo(model, config).step(batch, version=0))
+        reports.append(Grpo(model, config).step(batch, version=3))
         found.append(weights(model))
     assert {report.updates for report in reports} == {2}
     assert max(float((one - found[0]).abs().max()) for one in found) < 1e-5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -19,9 +20,9 @@ from transformers import (
 )
 
 from random_models import SMALL, mistral
-from trainers.sessions import VERSION, captured, gradient, groups, sample, session, tiny
+from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weigh
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.batch import pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.train import Grpo
@@ -32,7 +33,6 @@ torch.set_num_threads(1)
 
 PLAIN = GrpoConfig(tree_packing=False)
 TREE = GrpoConfig(tree_packing=True)
-CPU = torch.device("cpu")
 
 
 def make_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
@@ -60,43 +60,18 @@ def families(draw: st.DrawFn) -> list[Sample]:
     ]
 
 
-def passes(samples: Sequence[Sample], config: GrpoConfig) -> Iterator[MicroBatch]:
-    """The forward passes of `samples`, with a weight for each row."""
-    total = sum(int(one.loss_mask.sum()) for one in samples)
-    rows = [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
-    return pack(rows, config, CPU)
-
-
-def run(
-    model: PreTrainedModel, samples: Sequence[Sample], config: GrpoConfig
-) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Log probabilities of each sample, and the gradient of a weighted sum of all of them."""
-    policy = PolicyModel(model, config)
-    model.zero_grad()
-    logprobs = {}
-    for micro in passes(samples, config):
-        new = policy.logprobs(micro)
-        (new * micro.weight * micro.advantage).sum().backward()
-        counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-        for row, part in zip(micro.rows, new.detach().split(counts), strict=True):
-            logprobs[id(row.sample)] = part
-    return logprobs, gradient(model)
-
-
 # --------------------------------------------------------------------------- the tree
 @settings(max_examples=40, deadline=None)
 @given(families(), st.sampled_from([1, 20, 10_000]))
 def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_tokens: int) -> None:
     """Log probabilities and gradient are those of the plain pass, whatever is shared."""
     model = tiny()
-    alone, expected_gradient = run(model, samples, GrpoConfig(tree_packing=False, micro_tokens=1))
-    config = GrpoConfig(tree_packing=True, micro_tokens=micro_tokens)
-    packed, other = run(model, samples, config)
-    assert max(float((packed[key] - alone[key]).abs().max()) for key in alone) < 1e-5
-    assert float((expected_gradient - other).abs().max()) < 1e-5
-    for one in samples:
+    alone = run_policy(model, samples, replace(PLAIN, micro_tokens=1))
+    packed = run_policy(model, samples, replace(TREE, micro_tokens=micro_tokens))
+    assert float((alone.gradient - packed.gradient).abs().max()) < 1e-5
+    for one, *found in zip(samples, alone.logprobs, packed.logprobs, strict=True):
         expected = captured(model, one.input_ids, 0.7)[one.loss_mask]
-        assert float(np.abs(packed[id(one)].numpy() - expected).max()) < 1e-5
+        assert max(float(np.abs(logprobs - expected).max()) for logprobs in found) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -123,9 +98,10 @@ def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
     """What is shared counts once, so a tree has more traces than the plain layout."""
     prompt = list(range(1, 31))
     samples = [make_sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
-    config = GrpoConfig(micro_tokens=60)
-    trees = list(passes(samples, config))
-    plain = list(passes(samples, GrpoConfig(tree_packing=False, micro_tokens=60)))
+    trees, plain = (
+        list(pack(weigh(samples), replace(each, micro_tokens=60), torch.device("cpu")))
+        for each in (TREE, PLAIN)
+    )
     assert [len(micro.rows) for micro in trees] == [10, 10]
     assert max(micro.computed for micro in trees) <= 60
     assert len(plain) == 20
@@ -168,9 +144,8 @@ def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}.*tree_packing to false") as error:
         PolicyModel(model, TREE)
     assert error.value.field == "tree_packing"
-    logprobs, _ = run(model, [FIVE], PLAIN)
-    expected = captured(model, FIVE.input_ids, 0.7)[1:]
-    assert float(np.abs(logprobs[id(FIVE)].numpy() - expected).max()) < 1e-5
+    (logprobs,) = run_policy(model, [FIVE], PLAIN).logprobs
+    assert logprobs == pytest.approx(captured(model, FIVE.input_ids, 0.7)[1:], abs=1e-5)
 
 
 def test_the_model_still_serves_other_callers() -> None:
@@ -200,35 +175,31 @@ def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
 def test_logits_are_in_memory_a_chunk_at_a_time(chunk: int, rows: list[int]) -> None:
     """Twelve tokens at a time give the same numbers; the backward pass computes them again."""
     samples = [make_sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
-    whole, whole_gradient = run(tiny(), samples, TREE)
-    model = tiny()
-    config = GrpoConfig(logits_chunk=chunk)
-    policy = PolicyModel(model, config)
-    seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(len(logits)))
-    (micro,) = passes(samples, config)
-    new = policy.logprobs(micro)
-    assert seen == rows
-    (new * micro.weight * micro.advantage).sum().backward()
+    whole, model, seen = run_policy(tiny(), samples, TREE), tiny(), list[int]()
+
+    def note(_module: object, _args: object, logits: torch.Tensor) -> None:
+        if logits.requires_grad:
+            seen.append(len(logits))
+
+    model.lm_head.register_forward_hook(note)
+    again = run_policy(model, samples, replace(TREE, logits_chunk=chunk))
+    assert seen[: len(rows)] == rows
     assert sorted(seen) == sorted(2 * rows)
-    assert float((torch.cat(list(whole.values())) - new.detach()).abs().max()) < 1e-6
-    assert float((whole_gradient - gradient(model)).abs().max()) < 1e-6
+    assert float(np.abs(np.subtract(whole.logprobs, again.logprobs)).max()) < 1e-6
+    assert float((whole.gradient - again.gradient).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001
     """Activations are really dropped: each layer runs again in the backward pass, exactly."""
-    _, whole_gradient = run(tiny(), [FIVE], GrpoConfig(tree_packing=tree))
-    model = tiny()
-    config = GrpoConfig(tree_packing=tree, gradient_checkpointing=checkpointing)
-    policy = PolicyModel(model, config)
-    calls = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for micro in passes([FIVE], config):
-        (policy.logprobs(micro) * micro.weight * micro.advantage).sum().backward()
-    assert len(calls) == (2 if checkpointing else 1)
-    assert float((whole_gradient - gradient(model)).abs().max()) < 1e-6
+    config = replace(TREE if tree else PLAIN, gradient_checkpointing=checkpointing)
+    model, computed = tiny(), list[bool]()
+    layer = model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: computed.append(torch.is_grad_enabled()))
+    again = run_policy(model, [FIVE], config)
+    assert sum(computed) == (2 if checkpointing else 1)
+    assert float((run_policy(tiny(), [FIVE], TREE).gradient - again.gradient).abs().max()) < 1e-6
 
 
 def test_training_has_no_dropout() -> None:
@@ -236,8 +207,6 @@ def test_training_has_no_dropout() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.9)
     )
-    policy = PolicyModel(model, PLAIN)
-    (micro,) = passes([FIVE], PLAIN)
+    first, again = (run_policy(model, [FIVE], PLAIN).logprobs for _ in range(2))
     assert model.training
-    with torch.no_grad():
-        assert torch.equal(policy.logprobs(micro), policy.logprobs(micro))
+    assert np.array_equal(first, again)
