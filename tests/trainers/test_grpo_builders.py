@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from msgspec.structs import replace
 
-from calls import make_call
 from drawn_sessions import session as draw_session
-from trainers.sessions import captured, tiny, weights
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.samples import prepare
-from tugline.trainers.grpo.train import Grpo, token_weights
+from tugline.trainers.grpo.train import token_weights
 from tugline.types import Call, Reward, Sample, Sampling, Status, Trajectory
 
 torch.set_num_threads(1)
@@ -138,44 +136,3 @@ def numbered(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> R
         for trace in trajectory.traces
     ]
     return Reward(9.0, per_trace=tuple(numbers))
-
-
-def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
-    """Four sessions of five turns, the third edited, with log probabilities of `model`."""
-    rng = np.random.default_rng(3)
-    group = []
-    for i in range(4):
-        calls: list[Call] = []
-        prompt = rng.integers(0, 48, 20).tolist()
-        for number in range(5):
-            sampled = rng.integers(0, 48, 4).tolist()
-            whole = np.array(prompt + sampled, np.int32)
-            logprobs = captured(model, whole)[len(prompt) :]
-            parent = number - 1 if number else None
-            own = {"session": f"s{i}", "parent": parent, "logprobs": logprobs}
-            calls.append(make_call(number, prompt, sampled, **own))
-            prompt = whole.tolist() + rng.integers(0, 48, 3).tolist()
-            if number == 2:
-                prompt[10] = (prompt[10] + 1) % 48
-        group.append((calls, float(i % 2)))
-    return group
-
-
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
-@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-def test_no_builder_changes_the_gradient(
-    reward: dict[str, object], normalisation: Normalisation
-) -> None:
-    """A step of several updates moves the weights alike, and merged traces cost it less."""
-    knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
-    config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
-    found, reports = [], []
-    for builder in BUILDERS:
-        model = tiny()
-        batch = built(grown(tiny()), builder)
-        reports.append(Grpo(model, config).step(batch, version=3))
-        found.append(weights(model))
-    assert {report.updates for report in reports} == {2}
-    assert max(float((one - found[0]).abs().max()) for one in found) < 1e-5
-    cost = dict(zip(BUILDERS, (report.tokens_forwarded for report in reports), strict=True))
-    assert cost["prefix_merging"] < 0.6 * cost["per_request"]

@@ -157,8 +157,6 @@ def test_the_gradient_is_that_of_trl(
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
         assert float((one.grad - other.grad).abs().max()) < 1e-7
     if config.importance is None:
         assert_clipped_on_both_sides(inputs, config)

@@ -18,7 +18,7 @@ from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
-from tugline.types import Boundary, Failure, Reason, Reward, SpentLimit, Trajectory
+from tugline.types import Boundary, Failure, Reason, Reward, SpentLimit, Trajectory, encode
 
 torch.set_num_threads(1)
 MODEL = tiny()
@@ -29,16 +29,6 @@ def flat_group(task: str) -> list[Trajectory]:
     """Three sessions that all earned the same."""
     rng = np.random.default_rng(9)
     return [session([trace(MODEL, rng)], task=task, sample=i, reward=1.0) for i in range(3)]
-
-
-def applied_gradient(batch: list[Trajectory], config: GrpoConfig) -> torch.Tensor:
-    """Gradient of a single update, as plain gradient descent at rate 1 applies it."""
-    model = tiny().double()
-    before = weights(model)
-    trainer = Grpo(model, replace(config, lr=1.0, max_grad_norm=1e9))
-    trainer.optimizer = torch.optim.SGD(model.parameters())  # type: ignore[assignment]
-    trainer.step(batch, version=VERSION)
-    return before - weights(model)
 
 
 # --------------------------------------------------------------------------- even updates
@@ -67,18 +57,12 @@ def test_updates_are_counted_over_epochs() -> None:
 
 
 # --------------------------------------------------------------------------- without signal
-@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_groups_without_signal_change_nothing(normalisation: str, advantage: str) -> None:
-    """The gradient is the one without them, and the ledger counts their tokens."""
-    config = GrpoConfig(normalisation=normalisation, advantage=advantage)  # type: ignore[arg-type]
+def test_groups_without_signal_are_left_out() -> None:
+    """The update is the one without them, and the ledger counts their tokens."""
     flat = [one for task in ("u", "v", "w") for one in flat_group(task)]
-    apart, together = (
-        applied_gradient(batch, config) for batch in (groups(MODEL), groups(MODEL) + flat)
-    )
-    assert float((apart - together).abs().max()) < 1e-7
-    assert float(apart.abs().max()) > 1e-4
-    _, ledger = prepare(groups(MODEL) + flat, config, version=VERSION)
+    alone, _ = prepare(groups(MODEL), GrpoConfig(), version=VERSION)
+    samples, ledger = prepare(groups(MODEL) + flat, GrpoConfig(), version=VERSION)
+    assert list(map(encode, samples)) == list(map(encode, alone))
     assert ledger.balanced
     assert ledger.dropped == {Reason.NO_SIGNAL: sum(one.ledger.trained for one in flat)}
 
@@ -121,7 +105,6 @@ def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
     assert 0 < report.tokens_trained < sum(one.ledger.trained for one in batch)
     assert report.ledger.dropped[Reason.NON_FINITE] > batch[5].ledger.trained
     assert all(map(math.isfinite, (report.loss, report.grad_norm, report.ratio_mean)))
-    assert report.mismatch is not None
     assert report.mismatch.total.non_finite == batch[5].ledger.trained
     after = weights(model)
     assert bool(after.isfinite().all())
@@ -187,5 +170,4 @@ def test_float32_weights_move_under_autocast() -> None:
     assert after.dtype is torch.float32
     assert float((before != after).float().mean()) > 0.9
     assert float((before.bfloat16() != after.bfloat16()).float().mean()) < 0.1
-    assert report.mismatch is not None
     assert 1e-5 < report.mismatch.total.mean_abs < 0.05
