@@ -16,9 +16,9 @@ import torch
 from trainers.sessions import sample
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.advantage import SessionReward, baselines
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
+from tugline.trainers.grpo.samples import SessionReward, baselines
 from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
 
