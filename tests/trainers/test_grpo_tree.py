@@ -22,11 +22,10 @@ from transformers import (
 from random_models import SMALL, mistral
 from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weigh
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import pack
+from tugline.trainers.grpo.batch import build_tree, pack, prefix_order
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.train import Grpo
-from tugline.trainers.grpo.tree import build_tree, prefix_order
 from tugline.types import Sample, Span, Trace
 
 torch.set_num_threads(1)
