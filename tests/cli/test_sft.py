@@ -18,8 +18,8 @@ import torch
 from commands import run_command
 from trainers.test_sft import write_run
 from tugline.inference.load import load
+from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.trainers.state import CHECKPOINTS, MODEL
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 TORCHRUN = [TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"]

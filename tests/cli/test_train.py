@@ -17,8 +17,8 @@ import pytest
 
 from cli.conftest import Done
 from training_run import write_config
+from tugline.trainers.config import CHECKPOINTS
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.trainers.state import CHECKPOINTS
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 TESTS = Path(__file__).parents[1]

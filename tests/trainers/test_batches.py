@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
-from tugline.trainers.state import TrainState
+from tugline.trainers.metrics import TrainState
 from tugline.types import Ledger, Reward, Status, Trajectory
 
 COUNT, SIZE = 12, 4

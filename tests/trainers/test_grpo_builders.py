@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,11 +15,12 @@ from hypothesis.strategies import DrawFn
 from msgspec.structs import replace
 
 from drawn_sessions import session as draw_session
+from trainers.sessions import tiny, weights
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.samples import prepare
-from tugline.trainers.grpo.train import token_weights
+from tugline.trainers.grpo.train import Grpo, token_weights
 from tugline.types import Call, Reward, Sample, Sampling, Status, Trajectory
 
 torch.set_num_threads(1)
@@ -136,3 +138,28 @@ def numbered(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> R
         for trace in trajectory.traces
     ]
     return Reward(9.0, per_trace=tuple(numbers))
+
+
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_no_builder_changes_the_gradient(
+    reward: dict[str, object], normalisation: Normalisation
+) -> None:
+    """A step of several updates moves the weights alike, and merged traces cost it less."""
+    chances, group = random.Random(590), []
+    for number in range(4):
+        calls = draw_session(chances.randbytes(150), f"s{number}").calls
+        even = [np.full(len(one.sampled_ids), -math.log(48), np.float32) for one in calls]
+        calls = [replace(one, logprobs=each) for one, each in zip(calls, even, strict=True)]
+        group.append((calls, float(number % 2)))
+    knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
+    config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
+    found, cost = {}, {}
+    for builder in BUILDERS:
+        model = tiny()
+        report = Grpo(model, config).step(built(group, builder), version=3)
+        assert report.updates == 2
+        found[builder], cost[builder] = weights(model), report.tokens_forwarded
+    first, *others = found.values()
+    assert max(float((one - first).abs().max()) for one in others) < 1e-5
+    assert cost["prefix_merging"] < 0.8 * cost["per_request"]

@@ -18,12 +18,12 @@ from training_run import write_config
 from tugline.errors import ConfigError, UsageError
 from tugline.inference.load import load
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import read_config
+from tugline.trainers.config import CHECKPOINTS, read_config, store_config
+from tugline.trainers.config import MODEL as RESULT
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.loop import train
+from tugline.trainers.metrics import TrainSummary
 from tugline.trainers.sinks import METRICS, make_sinks, read_lines
-from tugline.trainers.state import CHECKPOINTS, TrainSummary, store_config
-from tugline.trainers.state import MODEL as RESULT
 
 MODEL = Path("none")
 

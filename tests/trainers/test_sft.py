@@ -23,11 +23,10 @@ from tugline.errors import UsageError
 from tugline.inference.base import GenerateRequest, join
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
-from tugline.trainers.config import Lora
+from tugline.trainers.config import MODEL, Lora
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import Sft, SftConfig, SftRunConfig, read_set, train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
-from tugline.trainers.state import MODEL
 from tugline.types import Message, Role, Sample, ToolCall
 
 

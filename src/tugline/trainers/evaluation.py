@@ -67,6 +67,19 @@ class Comparison(msgspec.Struct, frozen=True):
     worse: int
 
 
+class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of one version on the held-out tasks."""
+
+    step: int
+    version: int
+    evaluation: Evaluation
+    mixed: int
+    """Sessions with tokens of another version; none, unless a replica was restarted."""
+    sampled: int
+    """Tokens."""
+    seconds: float
+
+
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
     """Estimate the chance that one of `k` attempts passes, from at least `k` of them.
 
