@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -205,30 +204,14 @@ def test_a_token_weighs_as_the_normalisation_says(
 
 
 # --------------------------------------------------------------------------- config
-@pytest.mark.parametrize(
-    ("given_", "message"),
-    [
-        ({"learning_rate": 1e-4}, "unknown key 'learning_rate'"),
-        ({"reward": "best"}, "reward is 'best', must be one of outcome, per_trace"),
-        ({"importance_low": 1.5}, "importance_low is 1.5, must be a number <= 1"),
-        ({"importance_high": 0.5}, "importance_high is 0.5, must be a number >= 1"),
-        (
-            {"warmup_updates": 5, "decay_updates": 5},
-            "decay_updates is 5, must be more than warmup_updates, which is 5",
-        ),
-        ({"turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
-        ({"turn_discount": 1.5}, "is 1.5, must be a number <= 1"),
-    ],
-)
-def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], message: str) -> None:
+def test_a_decay_within_the_warm_up_is_refused() -> None:
     """Field, value and what would be right, in one line."""
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        from_mapping(given_, GrpoConfig)
+    message = "decay_updates is 5, must be more than warmup_updates, which is 5"
+    with pytest.raises(ConfigError, match=message):
+        from_mapping({"warmup_updates": 5, "decay_updates": 5}, GrpoConfig)
 
 
-def test_every_option_and_figure_is_documented() -> None:
-    """The table of keys has each field of the config, the guide each of the report."""
-    docs = Path(__file__).parents[2] / "docs"
-    keys, guide = ((docs / name).read_text() for name in ("configuration.md", "training.md"))
-    assert [name for name in GrpoConfig.__struct_fields__ if f"`grpo.{name}`" not in keys] == []
+def test_every_figure_is_documented() -> None:
+    """The guide has each field of the report."""
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert [name for name in StepReport.__struct_fields__ if f"`{name}`" not in guide] == []
