@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
@@ -23,7 +22,6 @@ from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, token_weights
 from tugline.types import Call, Reward, Sample, Sampling, Status, Trajectory
 
-torch.set_num_threads(1)
 BUILDERS = [name for name in list_names("builder") if ":" not in name]
 REWARDS = [
     {"reward": "outcome"},

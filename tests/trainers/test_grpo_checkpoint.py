@@ -15,7 +15,6 @@ from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
 
-torch.set_num_threads(1)
 CONFIG = GrpoConfig(
     lr=1e-3, sessions_per_update=3, warmup_updates=2, decay_updates=7, weight_decay=0.1
 )

@@ -16,8 +16,6 @@ from tugline.trainers.grpo.train import Grpo
 from tugline.trainers.grpo.update import Mismatch
 from tugline.types import Distribution, LogprobMeaning, Reason, Span, Trace, Trajectory
 
-torch.set_num_threads(1)
-
 
 def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Trajectory]:
     """A group of two sessions; each trace has one span per distribution, captured at it."""

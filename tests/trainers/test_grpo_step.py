@@ -19,8 +19,6 @@ from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Ledger, Reason, Reward, Trajectory
 
-torch.set_num_threads(1)
-
 
 # --------------------------------------------------------------------------- exactness
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Boundary, Failure, Reason, Reward, SpentLimit, Trajectory, encode
 
-torch.set_num_threads(1)
 MODEL = tiny()
 """For tests that do not train it."""
 

@@ -15,7 +15,6 @@ from trainers.sessions import VERSION, tiny, weights
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
 
-torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.timeout(
         600

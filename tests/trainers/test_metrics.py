@@ -29,8 +29,6 @@ from tugline.trainers.publish import Probe, Publication, Publisher
 from tugline.types import Call, Message, Role, Tool, ToolCall, Trajectory
 from tugline.web.serve import serve
 
-torch.set_num_threads(1)
-
 
 def answer(text: str = "", *tools: tuple[str, str]) -> Call:
     """A call that offered the tool `read`, and its answer: text, and tools with arguments."""
