@@ -97,14 +97,16 @@ def test_no_builder_changes_what_a_token_counts_for(
     """Any group: the same tokens with the same advantage and weight, to the bit, and one ledger."""
     chosen = {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
     config = from_mapping(reward | chosen, GrpoConfig)
-    seen, books = [], []
+    seen, books, orders = [], [], []
     for builder in BUILDERS:
         batch = built(group, builder, limit)[:: -1 if books else 1]  # their order changes nothing
         samples, ledger = prepare(batch, config, version=5)
         seen.append(tokens(samples, token_weights(samples, config) if samples else []))
         books.append(ledger)
+        orders.append(list(dict.fromkeys(one.session for one in samples)))
     assert all(one == seen[0] for one in seen)
     assert all(one == books[0] for one in books)
+    assert all(one == orders[0] for one in orders)
     assert len(seen[0]) == books[0].trained
 
 

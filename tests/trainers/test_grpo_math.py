@@ -17,7 +17,7 @@ from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
-from tugline.trainers.grpo.samples import SessionReward, baselines
+from tugline.trainers.grpo.samples import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
 
@@ -85,6 +85,11 @@ def test_a_session_that_trains_nothing_counts_with_its_outcome() -> None:
     """Its traces' rewards say nothing about tokens that are not there."""
     assert SessionReward.of([5.0], [0], otherwise=2.0).mean == 2.0
     assert SessionReward.of([], [], otherwise=2.0).mean == 2.0
+
+
+def test_turns_get_less_the_earlier_they_are() -> None:
+    """Half of what the next one gets; several traces with one call name one turn."""
+    assert turn_shares([4, 0, 9, 4], 0.5) == {9: 1.0, 4: 0.5, 0: 0.25}
 
 
 # --------------------------------------------------------------------------- loss
