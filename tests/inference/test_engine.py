@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
+from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth, until
 from random_models import mistral
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
 from tugline.inference.base import GenerateRequest, SampledChunk, join
@@ -35,14 +33,6 @@ async def answer(engine: Engine, ids: Ids, max_tokens: int = 12, **knobs: object
     request = GenerateRequest(prompt_ids=ids, max_tokens=max_tokens, **knobs)
     async with contextlib.aclosing(engine.generate(request)) as chunks:
         return join([chunk async for chunk in chunks])
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait until `condition` holds; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        await asyncio.sleep(0.002)
 
 
 def off(model: Qwen3ForCausalLM, ids: Ids, said: SampledChunk, temperature: float = 1.0) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from inference.tiny_model import EOS, VOCAB, prompt, truth
-from tugline.inference.base import EngineStats
+from inference.tiny_model import EOS, VOCAB, prompt, truth, until
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.web.serve import serve
@@ -48,13 +46,9 @@ class Served:
         assert data[-1] == "[DONE]"
         return [json.loads(one) for one in data[:-1]]
 
-    async def stats_when(self, *, running: int, seconds: float = 5.0) -> EngineStats:
-        """The counters once `running` requests run; fails after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (stats := self.engine.stats()).running != running or stats.waiting:
-            assert time.monotonic() < deadline, f"{stats} in the end, not {running} running"
-            await asyncio.sleep(0.002)
-        return stats
+    def runs(self, count: int) -> Callable[[], bool]:
+        """Whether so many requests run now."""
+        return lambda: self.engine.stats().running == count
 
 
 @pytest.fixture
@@ -122,10 +116,10 @@ async def test_hanging_up_aborts_the_request(served: Served, stream: bool) -> No
     slow = [body(length=12 + one, max_tokens=200) for one in range(8)]
     crowd = [asyncio.create_task(served.post(GENERATE, one)) for one in slow]
     task = asyncio.create_task(served.post(GENERATE, asked))
-    await served.stats_when(running=9)
+    await until(served.runs(9))
     task.cancel()
-    stats = await served.stats_when(running=8, seconds=1.0)
-    assert stats.finished["abort"] == 1
+    await until(served.runs(8), 1.0)
+    assert served.engine.stats().finished["abort"] == 1
     assert all(status == 200 for status, _ in await asyncio.gather(*crowd))
 
 
@@ -135,7 +129,7 @@ async def test_requests_are_aborted_by_their_id(served: Served) -> None:
     tasks = [
         asyncio.create_task(served.post(GENERATE, long | {"request_id": name})) for name in "ab"
     ]
-    await served.stats_when(running=2)
+    await until(served.runs(2))
     status, said = await served.post("/abort_requests", {"request_ids": ["b"]})
     (_, a), (code, b) = await asyncio.gather(*tasks)
     assert (status, said) == (200, {"status": "aborted", "aborted": 1})

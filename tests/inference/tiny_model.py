@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
@@ -31,3 +35,11 @@ def truth(model: PreTrainedModel, prompt: Ids, sampled: Ids, temperature: float 
 def prompt(length: int, seed: int = 0) -> Ids:
     """Random ids that hold no special token."""
     return np.random.default_rng(seed).integers(10, VOCAB, length).astype(np.int32)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `condition` holds; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        await asyncio.sleep(0.002)
