@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
+from random_models import qwen3
 from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
 
@@ -39,19 +37,8 @@ def never(_outcome: SessionOutcome) -> float:
 
 def make_model(folder: Path) -> Path:
     """Write a random model with the demo's vocabulary, and its tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1400,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        eos_token_id=2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = qwen3(vocab_size=1400, max_position_embeddings=512, eos_token_id=2)
+    model.save_pretrained(folder)
     shutil.copy(WARM_START / "tokenizer.json", folder)
     return folder
 

@@ -23,7 +23,7 @@ from tugline.errors import UsageError
 from tugline.inference.load import load
 from tugline.launch.local import LocalServer
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import TrainConfig
+from tugline.trainers.config import TrainConfig, name_run
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import read_group
 from tugline.trainers.models import (
@@ -36,7 +36,6 @@ from tugline.trainers.models import (
     write_model,
 )
 from tugline.trainers.publish import Publisher
-from tugline.trainers.state import name_run
 from tugline.types import Sample, Task, Trajectory
 
 

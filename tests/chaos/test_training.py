@@ -17,8 +17,8 @@ import pytest
 
 from chaos.fleet import HERE, TUGLINE, Fleet, until
 from training_run import write_config
+from tugline.trainers.config import CHECKPOINTS
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.trainers.state import CHECKPOINTS
 
 KINDS = ("trainer", "engine", "server", "node0")
 STEPS, TASKS, SAMPLES = 10, 2, 2

@@ -20,8 +20,8 @@ from commands import TUGLINE
 from trainers.test_sft import write_run
 from training_run import write_config
 from tugline.inference.load import load
+from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.trainers.state import CHECKPOINTS, MODEL
 
 TESTS = Path(__file__).parents[1]
 TORCHRUN = (TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python")

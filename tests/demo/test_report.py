@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tugline.demo.run import DemoSummary, closing
-from tugline.trainers.evaluation import Estimate, Evaluation, wilson
-from tugline.trainers.state import TrainState, VersionScore
+from tugline.trainers.evaluation import Estimate, Evaluation, VersionScore, wilson
+from tugline.trainers.metrics import TrainState
 from tugline.types import Ledger, Reason
 
 

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import tiny
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tiny models are slower on more threads, and tests share the machine."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from tugline.inference.sampling import sample, uniforms
@@ -29,21 +32,16 @@ def assert_frequencies(tokens: np.ndarray, expected: torch.Tensor) -> None:
     assert (np.abs(seen - p) <= 5 * np.sqrt(p * (1 - p) / len(tokens)) + 1e-12).all(), seen
 
 
-def test_frequencies_are_those_of_the_softmax() -> None:
-    """At temperature 0.7 tokens come as often as they should; impossible ones never."""
-    tokens, logprobs = draw(20_000, temperature=0.7)
-    expected = torch.log_softmax(LOGITS[0] / 0.7, -1)
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({"temperature": 0.7}, 5), ({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"top_p": 0.1}, 1)],
+)
+def test_frequencies_are_those_of_what_is_left(options: dict[str, Any], left: int) -> None:
+    """Only that is drawn, impossible tokens never, and log probabilities are renormalised."""
+    tokens, logprobs = draw(20_000, **options)
+    expected = torch.log_softmax(LOGITS[0, :left] / options.get("temperature", 1), -1)
     assert_frequencies(tokens, expected.exp())
     assert np.allclose(logprobs, expected.numpy()[tokens], atol=1e-6)
-
-
-def test_top_k_and_top_p_renormalise() -> None:
-    """Log probabilities are those of what is left, and only that is drawn."""
-    for options, left in (({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"top_p": 0.1}, 1)):
-        tokens, logprobs = draw(20_000, **options)
-        expected = torch.log_softmax(LOGITS[0, :left], -1)
-        assert_frequencies(tokens, expected.exp())
-        assert np.allclose(logprobs, expected.numpy()[tokens], atol=1e-6)
 
 
 def test_temperature_zero_takes_the_likeliest_among_other_rows() -> None:

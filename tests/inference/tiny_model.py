@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
+from random_models import qwen3
 from tugline.types import Ids, Logprobs
 
 VOCAB = 512
@@ -14,20 +19,8 @@ EOS = 2
 
 def tiny(seed: int = 0) -> Qwen3ForCausalLM:
     """Random weights, sharp enough that a wrong context shows in the log probabilities."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    sharp = {"initializer_range": 0.3, "tie_word_embeddings": False}
+    return qwen3(seed, vocab_size=VOCAB, max_position_embeddings=1024, **sharp).eval()
 
 
 @torch.inference_mode()
@@ -42,3 +35,11 @@ def truth(model: PreTrainedModel, prompt: Ids, sampled: Ids, temperature: float 
 def prompt(length: int, seed: int = 0) -> Ids:
     """Random ids that hold no special token."""
     return np.random.default_rng(seed).integers(10, VOCAB, length).astype(np.int32)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `condition` holds; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        await asyncio.sleep(0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,9 @@ import peft
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainers.sessions import VERSION, groups, session, tiny, trace
+from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace, weights
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import shard
@@ -32,13 +32,6 @@ LORA = peft.LoraConfig(
 )
 
 
-def shift(one: Trajectory, by: float) -> Trajectory:
-    """A session with other captured log probabilities; NaN spoils its update."""
-    traces = [replace(made, logprobs=np.where(made.mask, made.logprobs + by, 0).astype(np.float32))
-              for made in one.traces]  # fmt: skip
-    return replace(one, traces=tuple(traces))
-
-
 def batches() -> list[list[Trajectory]]:
     """Sessions of five steps.
 
@@ -49,8 +42,8 @@ def batches() -> list[list[Trajectory]]:
     rng = np.random.default_rng(3)
     lone = [session([trace(model, rng)], task="lone", sample=n, reward=float(n)) for n in range(2)]
     made = [groups(model, tasks=2, samples=3) for _ in range(STEPS - 1)]
-    made[1][2] = shift(made[1][2], float("nan"))
-    return [*made, [lone[0], shift(lone[1], -1.0)]]
+    made[1][2] = recaptured(made[1][2], lambda each: each.logprobs + math.nan)
+    return [*made, [lone[0], recaptured(lone[1], lambda each: each.logprobs - 1)]]
 
 
 def train(model: torch.nn.Module, config: GrpoConfig, share: slice) -> list[StepReport]:
@@ -64,22 +57,6 @@ def go_on(trainer: Grpo, share: slice) -> torch.Tensor:
     for batch in batches()[SAVED:]:
         trainer.step(batch[share], version=VERSION)
     return weights(trainer.model)
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    """All weights in one vector."""
-    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    return torch.cat([p.detach().flatten() for p in whole])
-
-
-def bare() -> torch.nn.Module:
-    """A copy on each rank."""
-    return tiny()
-
-
-def ddp() -> torch.nn.Module:
-    """Wrapped as ``torchrun`` users do."""
-    return DistributedDataParallel(tiny())
 
 
 def fsdp(seed: int = 0) -> torch.nn.Module:
@@ -104,9 +81,9 @@ def lora(seed: int = 0) -> torch.nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, object]]] = {
-    "bare": (bare, slice(None, 1), slice(1, None), {}),
+    "bare": (tiny, slice(None, 1), slice(1, None), {}),
     "ddp": (
-        ddp,
+        lambda: DistributedDataParallel(tiny()),  # as users of torchrun do
         slice(None),
         slice(0),
         {"tree_packing": False, "ratio_level": "trace", "importance": None},

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from msgspec.structs import replace
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3ForCausalLM
 
-from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory
+from random_models import qwen3
+from tugline.trainers.grpo.batch import Row, pack, plain_sample
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.update import split_by_sample
+from tugline.types import Ledger, Reason, Reward, Sample, Span, Status, Trace, Trajectory
 
 VERSION = 5
 PROMPT = np.random.default_rng(7).integers(0, 48, 40).astype(np.int32)
@@ -16,18 +24,18 @@ PROMPT = np.random.default_rng(7).integers(0, 48, 40).astype(np.int32)
 
 def tiny(seed: int = 0) -> Qwen3ForCausalLM:
     """A random model with a vocabulary of 48."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    return Qwen3ForCausalLM(config)
+    return qwen3(seed, max_position_embeddings=256)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """A copy of all weights in one vector, sharded ones whole."""
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in whole])
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    """All gradients in one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def captured(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -80,3 +88,48 @@ def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[
         for i in range(tasks)
         for j in range(samples)
     ]
+
+
+def recaptured(one: Trajectory, change: Callable[[Trace], np.ndarray]) -> Trajectory:
+    """A session whose engine reported other log probabilities: what `change` makes of a trace."""
+    traces = [
+        replace(each, logprobs=np.where(each.mask, change(each), 0).astype(np.float32))
+        for each in one.traces
+    ]
+    return replace(one, traces=tuple(traces))
+
+
+def sample(ids: Sequence[int], mask: Sequence[bool], **changes: object) -> Sample:
+    """A trace on its way to the trainer, captured at probability 1; advantages are 0."""
+    plain = plain_sample(np.array(ids, np.int32), np.array(mask, np.bool_))
+    return replace(plain, **{"advantages": plain.advantages.copy()} | changes)
+
+
+class Passed(NamedTuple):
+    """What forward and backward passes over some samples gave."""
+
+    tokens: int
+    """Computed, without padding."""
+    logprobs: list[np.ndarray]
+    """Of the trained tokens of each sample."""
+    gradient: torch.Tensor
+    """Of a sum of them that weights each token and each sample by itself."""
+
+
+def weigh(samples: Sequence[Sample]) -> list[Row]:
+    """A weight for each sample."""
+    total = sum(int(one.loss_mask.sum()) for one in samples)
+    return [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
+
+
+def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoConfig) -> Passed:
+    """Compute samples in as many passes as `config` allows."""
+    policy = PolicyModel(model, config)
+    model.zero_grad()
+    tokens, found = 0, {}
+    for micro in pack(weigh(samples), config, policy.device):
+        tokens += micro.computed - micro.padding
+        new = policy.logprobs(micro)
+        (new * micro.weight * micro.advantage).sum().backward()
+        found |= {id(one.sample): one.logprobs for one in split_by_sample(new.detach(), micro)}
+    return Passed(tokens, [found[id(one)] for one in samples], gradient(model))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
-from tugline.trainers.state import TrainState
+from tugline.trainers.metrics import TrainState
 from tugline.types import Ledger, Reward, Status, Trajectory
 
 COUNT, SIZE = 12, 4
@@ -72,6 +72,21 @@ def test_every_task_is_seen_once_in_the_usual_order(folder: Path) -> None:
     assert first[:COUNT] == usual[:COUNT]
     assert sorted(first[:COUNT]) == list(range(COUNT))
     assert len(set(first[10:])) == 5  # a step has no task twice, if there are enough
+
+
+def test_batches_follow_from_the_configuration(folder: Path) -> None:
+    """Each epoch has every task once, in an order of its own; ids never repeat."""
+    tasks, others = (
+        [task for step in range(1, 10) for task in each.batch(step, each.choose(step, {}))]
+        for each in (make(folder, choose="order"), make(folder, choose="order"))
+    )
+    assert tasks == others
+    assert len({task.id for task in tasks}) == len({t.sampling.seed for t in tasks}) == 3 * COUNT
+    names = [task.tags["instance"] for task in tasks]
+    epochs = [names[start : start + COUNT] for start in range(0, 3 * COUNT, COUNT)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert all(task.samples == 8 for task in tasks)
 
 
 def test_tasks_with_mixed_results_are_drawn_more_often(folder: Path) -> None:

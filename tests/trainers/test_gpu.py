@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from random_models import qwen3
 from trainers import ranks
-from trainers.sessions import VERSION, tiny
+from trainers.sessions import run_policy, sample, tiny, weights
 from tugline.inference.base import GenerateRequest, join
 from tugline.inference.engine import Engine
 from tugline.trainers.grpo.batch import Row, pack
@@ -29,19 +30,17 @@ BFLOAT16_LOGPROB = 0.1
 
 def small() -> Qwen3ForCausalLM:
     """Random weights with grouped heads, on the GPU in float32."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    model = qwen3(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=8192,
         initializer_range=0.1,  # sharp enough that a wrong context shows
     )
-    return Qwen3ForCausalLM(config).cuda().eval()
+    return model.cuda().eval()
 
 
 def forked() -> list[Sample]:
@@ -56,37 +55,9 @@ def forked() -> list[Sample]:
         first = np.concatenate([prompt, text(50 + 37 * number)])
         for ids in (first, np.concatenate([first, text(130)])):
             mask = (np.arange(len(ids)) >= 900) & (rng.random(len(ids)) < 0.5)
-            samples.append(
-                Sample(
-                    input_ids=ids,
-                    loss_mask=mask,
-                    logprobs=np.zeros(len(ids), np.float32),
-                    versions=np.full(len(ids), VERSION, np.int32),
-                    advantages=np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32),
-                    temperatures=np.ones(len(ids), np.float32),
-                    group="g",
-                    session=f"s{len(samples)}",
-                )
-            )
+            advantages = np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32)
+            samples.append(sample(ids, mask, advantages=advantages))
     return samples
-
-
-def run(config: GrpoConfig) -> tuple[int, np.ndarray, torch.Tensor]:
-    """Tokens computed, log probabilities by sample, and the gradient of a sum of them."""
-    model = small()
-    policy = PolicyModel(model, config)
-    samples = forked()
-    tokens, parts = 0, {}
-    rows = [Row(one, weight=1.0) for one in samples]
-    for micro in pack(rows, config, policy.device):
-        tokens += micro.computed - micro.padding
-        new = policy.logprobs(micro)
-        (new * micro.weight * micro.advantage).sum().backward()
-        counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-        for row, part in zip(micro.rows, new.detach().split(counts), strict=True):
-            parts[row.sample.session] = part.cpu().numpy()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return tokens, np.concatenate([parts[one.session] for one in samples]), gradient
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
@@ -96,14 +67,17 @@ def test_a_tree_gives_what_each_trace_gives_alone(
 ) -> None:
     """In float32 attention runs by run, in bfloat16 over all paths at once by `varlen_attn`."""
     options = {"autocast": autocast, "gradient_checkpointing": checkpointed}
-    plain_tokens, plain, gradient = run(GrpoConfig(tree_packing=False, **options))
-    tokens, packed, other = run(GrpoConfig(tree_packing=True, **options))
-    assert tokens < plain_tokens / 3
-    difference = np.abs(plain - packed)
+    plain, tree = (
+        run_policy(small(), forked(), GrpoConfig(tree_packing=packed, **options))
+        for packed in (False, True)
+    )
+    assert tree.tokens < plain.tokens / 3
+    difference = np.abs(np.concatenate(plain.logprobs) - np.concatenate(tree.logprobs))
+    gradient, other = plain.gradient, tree.gradient
     cosine = torch.nn.functional.cosine_similarity(gradient.double(), other.double(), dim=0).item()
     ratio = (other.norm() / gradient.norm()).item()
     print(  # noqa: T201 - figures for docs/training.md, shown with -s
-        f"{autocast}: {plain_tokens} -> {tokens} tokens, max {difference.max():.1e} mean"
+        f"{autocast}: {plain.tokens} -> {tree.tokens} tokens, max {difference.max():.1e} mean"
         f" {difference.mean():.1e} nats, gradient cosine {cosine:.7f} ratio {ratio:.6f}"
     )
     if autocast is None:
@@ -152,7 +126,7 @@ def test_a_model_sharded_over_nccl_learns_what_one_without_learns(tmp_path: Path
         sharded = tiny().cuda()
         shard(sharded)
         others = ranks.train(sharded, ranks.CONFIG, slice(None))
-        difference = (ranks.weights(plain) - ranks.weights(sharded)).abs().max().item()
+        difference = (weights(plain) - weights(sharded)).abs().max().item()
     finally:
         dist.destroy_process_group()
     print(f"weights after five steps: {difference:.1e} apart")  # noqa: T201 - as above

@@ -6,46 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from trainers.sessions import VERSION, captured, groups, session, tiny, trace
+from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
-from tugline.trainers.grpo.train import Grpo, StepReport
-from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory, decode, encode
-
-torch.set_num_threads(1)
-
-
-def gradients(model: torch.nn.Module) -> torch.Tensor:
-    """All gradients in one vector."""
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def trained(config: GrpoConfig) -> tuple[torch.Tensor, object]:
-    """Gradient of the last update, and the report, of one step from the same start."""
-    model = tiny()
-    report = Grpo(model, config).step(groups(model), version=VERSION)
-    return gradients(model), report
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Ledger, Reason, Reward, Trajectory
 
 
 # --------------------------------------------------------------------------- exactness
-def test_captured_logprobs_are_reproduced() -> None:
-    """On-policy, the gate is near zero, the ratio is one and nothing is clipped."""
-    model = tiny()
-    report = Grpo(model, GrpoConfig()).step(groups(model), version=VERSION)
-    assert report.mismatch is not None
-    assert report.mismatch.total.max_abs < 1e-5
-    assert report.ratio_mean == pytest.approx(1, abs=1e-5)
-    assert report.clip_fraction == 0
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -60,73 +35,30 @@ def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None
     """One captured number that is off by 0.25 shows as 0.25, however the step is computed."""
     model = tiny()
     batch = groups(model)
-    wrong = batch[3].traces[0]
-    logprobs = wrong.logprobs.copy()
-    logprobs[int(wrong.mask.argmax())] += 0.25
-    batch[3] = session(
-        [Trace(ids=wrong.ids, mask=wrong.mask, logprobs=logprobs, spans=wrong.spans)],
-        task="t0",
-        sample=3,
-        reward=0.0,
-    )
+    (wrong,) = batch[3].traces
+    first = int(wrong.mask.argmax())
+    off = np.where(np.arange(len(wrong.ids)) == first, 0.25, 0)
+    batch[3] = recaptured(batch[3], lambda each: each.logprobs + off)
     eager = replace(config, lr=0.05)
     report = Grpo(model, eager).step(batch, version=VERSION)
-    assert report.mismatch is not None
     assert report.mismatch.total.max_abs == pytest.approx(0.25, abs=1e-5)
-
-
-def noisy(batch: list[Trajectory]) -> list[Trajectory]:
-    """The same sessions as an engine of poor precision would report them."""
-    rng = np.random.default_rng(6)
-    worse = []
-    for one in batch:
-        traces = [
-            msgspec.structs.replace(
-                t, logprobs=t.logprobs - t.mask * rng.uniform(0.5, 1, t.ids.size)
-            )
-            for t in one.traces
-        ]
-        worse.append(msgspec.structs.replace(one, traces=tuple(traces)))
-    return worse
 
 
 def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
     """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
-    model = tiny()
-    batch = noisy(groups(model))
+    rng = np.random.default_rng(6)
+    batch = [
+        recaptured(one, lambda each: each.logprobs - rng.uniform(0.5, 1, each.ids.size))
+        for one in groups(tiny())
+    ]
     capped = Grpo(tiny(), GrpoConfig(importance="truncate")).step(batch, version=VERSION)
     plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
     assert (capped.ratio_mean, capped.clip_fraction) == (pytest.approx(1, abs=1e-5), 0)
     assert plain.ratio_mean > 1.6
-    assert capped.mismatch is not None
-    assert plain.mismatch is not None
     assert capped.mismatch.total.max_abs == pytest.approx(plain.mismatch.total.max_abs, abs=1e-5)
 
 
-def test_sessions_from_the_wire_train_the_same() -> None:
-    """Read-only arrays, as decoded from bytes, are as good as fresh ones."""
-    batch = groups(tiny())
-    sent = [decode(encode(one), Trajectory) for one in batch]
-    here = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
-    there = Grpo(tiny(), GrpoConfig()).step(sent, version=VERSION)
-    assert here.grad_norm == there.grad_norm
-    assert decode(encode(here), StepReport).ledger == here.ledger
-
-
-# --------------------------------------------------------------------------- the way it is computed
-@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-def test_micro_batches_do_not_change_the_gradient(normalisation: str) -> None:
-    """An update cut into passes of one trace has the gradient of an update in one pass."""
-    whole = GrpoConfig(normalisation=normalisation)  # type: ignore[arg-type]
-    cut = replace(whole, micro_tokens=1)
-    one, report = trained(whole)
-    many, other = trained(cut)
-    assert float((one - many).abs().max()) < 1e-6
-    assert float(one.abs().max()) > 1e-3
-    assert other.tokens_padding == 0  # type: ignore[attr-defined]
-    assert report.loss == pytest.approx(other.loss, abs=1e-6)  # type: ignore[attr-defined]
-
-
+# --------------------------------------------------------------------------- learning
 def test_models_that_change_their_logits_are_refused() -> None:
     """A soft-capped head cannot be applied in part, and is an error at the door."""
     config = Gemma2Config(
@@ -141,23 +73,6 @@ def test_models_that_change_their_logits_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes its logits"):
         Grpo(Gemma2ForCausalLM(config), GrpoConfig())
-
-
-# --------------------------------------------------------------------------- learning
-def test_a_step_makes_good_sessions_likelier() -> None:
-    """After some updates, rewarded answers have gained and the others have lost."""
-    model = tiny()
-    batch = groups(model)
-    trainer = Grpo(model, GrpoConfig(lr=3e-3))
-    for version in range(VERSION, VERSION + 3):
-        trainer.step(batch, version=version)
-    change = {0.0: 0.0, 1.0: 0.0}
-    for one in batch:
-        for each in one.traces:
-            now = captured(model, each.ids)
-            change[one.reward.value] += float((now - each.logprobs)[each.mask].sum())  # type: ignore[union-attr]
-    assert change[1.0] > 1
-    assert change[0.0] < -1
 
 
 def test_reference_pulls_back() -> None:
@@ -202,12 +117,8 @@ def test_books_balance_over_every_exit() -> None:
     model = tiny()
     rng = np.random.default_rng(2)
     old = trace(model, rng)
-    stale = Trace(
-        ids=old.ids,
-        mask=old.mask,
-        logprobs=old.logprobs,
-        spans=(Span(0, old.spans[0].start, old.spans[0].end, VERSION - 3), old.spans[1]),
-    )
+    spans = (replace(old.spans[0], version=VERSION - 3), old.spans[1])
+    stale = replace(old, spans=spans)
     batch = [
         *groups(model, tasks=1),
         session([trace(model, rng)], task="t0", sample=9, reward=None),
@@ -227,21 +138,11 @@ def test_books_balance_over_every_exit() -> None:
     assert books.dropped[Reason.NO_SIGNAL] == sum(b.ledger.trained for b in batch[7:])
 
 
-def test_a_session_of_many_traces_counts_once() -> None:
-    """The baseline is the mean over sessions; all traces of one share its advantage."""
-    model = tiny()
-    rng = np.random.default_rng(0)
-    many = session([trace(model, rng) for _ in range(5)], task="t", sample=0, reward=1.0)
-    one = session([trace(model, rng)], task="t", sample=1, reward=0.0)
-    samples, _ = prepare([many, one], GrpoConfig(advantage="dr_grpo"), version=VERSION)
-    assert [set(s.advantages[s.loss_mask]) for s in samples] == [{0.5}] * 5 + [{-0.5}]
-
-
 def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
     """Two traces with these numbers and outcome 1, against one trace with outcome 0."""
     rng = np.random.default_rng(0)
     two = session([trace(model, rng) for _ in range(2)], task="t", sample=0, reward=1.0)
-    judged = msgspec.structs.replace(two, reward=Reward(1.0, per_trace=per_trace))
+    judged = replace(two, reward=Reward(1.0, per_trace=per_trace))
     return [judged, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
 
 
@@ -284,9 +185,9 @@ def test_what_is_not_trained_is_no_turn() -> None:
     batch = two_sessions(tiny())
     (one,) = batch[1].traces
     first, last = one.spans
-    gone = msgspec.structs.replace(last, masked=Reason.CLIENT_GONE)
+    gone = replace(last, masked=Reason.CLIENT_GONE)
     mask = one.mask & (np.arange(len(one.ids)) < last.start)
-    cut = msgspec.structs.replace(one, spans=(first, gone), mask=mask)
+    cut = replace(one, spans=(first, gone), mask=mask)
     batch[1] = session([cut], task="t", sample=1, reward=0.0)
     config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
@@ -294,29 +195,8 @@ def test_what_is_not_trained_is_no_turn() -> None:
     assert not samples[2].advantages[first.end :].any()
 
 
-def test_a_step_without_samples_changes_nothing() -> None:
-    """When every session failed outside the policy, the report says so and the weights stay."""
-    model = tiny()
-    before = [p.clone() for p in model.parameters()]
-    failed = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=None)
-    report = Grpo(model, GrpoConfig()).step([failed], version=VERSION)
-    assert (report.updates, report.samples, report.mismatch) == (0, 0, None)
-    assert report.ledger.balanced
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_a_ledger_that_contradicts_its_traces_is_refused() -> None:
     """Books that do not balance on arrival are an error that names the session."""
-    model = tiny()
-    good = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=1.0)
-    bad = Trajectory(
-        session="t/0",
-        task="t",
-        sample=0,
-        status=Status.COMPLETED,
-        traces=good.traces,
-        ledger=Ledger(sampled=1, trained=1),
-        reward=Reward(1.0),
-    )
+    bad = replace(two_sessions(tiny())[0], ledger=Ledger(sampled=1, trained=1))
     with pytest.raises(CaptureError, match="session t/0"):
         prepare([bad], GrpoConfig(), version=VERSION)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,45 +10,36 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
-from trainers.sessions import VERSION, captured, groups, session, tiny
+from random_models import SMALL, mistral
+from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weigh
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.batch import pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.train import Grpo
-from tugline.trainers.grpo.tree import build_tree, prefix_order
-from tugline.types import Ids, Sample, Span, Trace
-
-torch.set_num_threads(1)
+from tugline.types import Sample, Span, Trace
 
 PLAIN = GrpoConfig(tree_packing=False)
 TREE = GrpoConfig(tree_packing=True)
-CPU = torch.device("cpu")
 
 
-def sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+def make_sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
     """A sample with an advantage that differs from token to token."""
-    trained = np.array(mask, np.bool_)
-    return Sample(
-        input_ids=np.array(ids, np.int32),
-        loss_mask=trained,
-        logprobs=np.zeros(len(ids), np.float32),
-        versions=np.full(len(ids), VERSION, np.int32),
-        advantages=np.where(trained, np.linspace(-1, 1, len(ids)), 0).astype(np.float32),
-        temperatures=np.full(len(ids), 0.7, np.float32),
-        group="g",
-        session="s",
-    )
+    advantages = np.where(mask, np.linspace(-1, 1, len(ids)), 0).astype(np.float32)
+    temperatures = np.full(len(ids), 0.7, np.float32)
+    return sample(ids, mask, advantages=advantages, temperatures=temperatures)
+
+
+FIVE = make_sample([1, 2, 3, 4, 5], [False, True, True, True, True])
 
 
 @st.composite
@@ -61,134 +52,62 @@ def families(draw: st.DrawFn) -> list[Sample]:
         start = parent[: draw(st.integers(0, len(parent)))]
         rows.append(start + draw(st.lists(token, min_size=max(0, 2 - len(start)), max_size=6)))
     masks = [draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))) for ids in rows]
-    return [sample(ids, [False, *mask[1:-1], True]) for ids, mask in zip(rows, masks, strict=True)]
-
-
-def passes(samples: Sequence[Sample], config: GrpoConfig) -> Iterator[MicroBatch]:
-    """The forward passes of `samples`, with a weight for each row."""
-    total = sum(int(one.loss_mask.sum()) for one in samples)
-    rows = [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
-    return pack(rows, config, CPU)
-
-
-def run(
-    model: PreTrainedModel, samples: Sequence[Sample], config: GrpoConfig
-) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Log probabilities of each sample, and the gradient of a weighted sum of all of them."""
-    policy = PolicyModel(model, config)
-    model.zero_grad()
-    logprobs = {}
-    for micro in passes(samples, config):
-        new = policy.logprobs(micro)
-        (new * micro.weight * micro.advantage).sum().backward()
-        counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-        for row, part in zip(micro.rows, new.detach().split(counts), strict=True):
-            logprobs[id(row.sample)] = part
-    return logprobs, torch.cat([p.grad.flatten() for p in model.parameters()])
+    return [
+        make_sample(ids, [False, *mask[1:-1], True]) for ids, mask in zip(rows, masks, strict=True)
+    ]
 
 
 # --------------------------------------------------------------------------- the tree
 @settings(max_examples=40, deadline=None)
 @given(families(), st.sampled_from([1, 20, 10_000]))
 def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_tokens: int) -> None:
-    """Log probabilities and gradient are those of the plain pass, whatever is shared."""
+    """Log probabilities and gradient are those of the plain pass, whatever is shared.
+
+    In a single pass there are as many tokens as there are different prefixes.
+    """
     model = tiny()
-    alone, gradient = run(model, samples, GrpoConfig(tree_packing=False, micro_tokens=1))
-    config = GrpoConfig(tree_packing=True, micro_tokens=micro_tokens)
-    packed, other = run(model, samples, config)
-    assert max(float((packed[key] - alone[key]).abs().max()) for key in alone) < 1e-5
-    assert float((gradient - other).abs().max()) < 1e-5
-    for one in samples:
+    alone = run_policy(model, samples, replace(PLAIN, micro_tokens=1))
+    packed = run_policy(model, samples, replace(TREE, micro_tokens=micro_tokens))
+    assert float((alone.gradient - packed.gradient).abs().max()) < 1e-5
+    if micro_tokens == 10_000:
+        prefixes = {
+            one.input_ids[:end].tobytes()
+            for one in samples
+            for end in range(1, len(one.input_ids) + 1)
+        }
+        assert packed.tokens == len(prefixes)
+    for one, *found in zip(samples, alone.logprobs, packed.logprobs, strict=True):
         expected = captured(model, one.input_ids, 0.7)[one.loss_mask]
-        assert float(np.abs(packed[id(one)].numpy() - expected).max()) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("rows", "tokens", "runs"),
-    [
-        ([[1, 2, 3], [1, 2, 4], [1, 2, 5]], 5, 3),  # a fork
-        ([[1, 2, 3], [1, 2, 3]], 3, 1),  # twins
-        ([[1], [1, 2], [1, 2, 3, 4]], 4, 1),  # nested prefixes
-        ([[1, 2], [3, 4]], 4, 2),  # nothing in common
-        ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 2, 6, 7]], 7, 3),  # a fork of forks
-    ],
-)
-def test_each_prefix_is_laid_out_once(rows: list[list[int]], tokens: int, runs: int) -> None:
-    """A tree has as many tokens as there are different prefixes, and a run for each branch."""
-    ids = sorted((np.array(row, np.int32) for row in rows), key=prefix_order)
-    tree = build_tree(ids)
-    assert (len(tree.ids), len(tree.runs)) == (tokens, runs)
-    for row, place in zip(ids, tree.places, strict=True):
-        assert tree.ids[place].tolist() == row.tolist()
-        assert tree.positions[place].tolist() == list(range(len(row)))
-
-
-def test_sessions_with_a_long_prompt_cost_it_once() -> None:
-    """Eight sessions that share 6,000 tokens take less than a quarter of the plain pass."""
-    rng = np.random.default_rng(0)
-
-    def text(length: int) -> Ids:
-        return rng.integers(0, 9999, length).astype(np.int32)
-
-    prompt = text(6000)
-    rows = [np.concatenate([prompt, text(int(rng.integers(200, 700)))]) for _ in range(8)]
-    tree = build_tree(sorted(rows, key=prefix_order))
-    assert sum(len(row) for row in rows) > 4 * len(tree.ids)
+        assert max(float(np.abs(logprobs - expected).max()) for logprobs in found) < 1e-5
 
 
 def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
     """What is shared counts once, so a tree has more traces than the plain layout."""
     prompt = list(range(1, 31))
-    samples = [sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
-    config = GrpoConfig(micro_tokens=60)
-    trees = list(passes(samples, config))
-    plain = list(passes(samples, GrpoConfig(tree_packing=False, micro_tokens=60)))
+    samples = [make_sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
+    trees, plain = (
+        list(pack(weigh(samples), replace(each, micro_tokens=60), torch.device("cpu")))
+        for each in (TREE, PLAIN)
+    )
     assert [len(micro.rows) for micro in trees] == [10, 10]
     assert max(micro.computed for micro in trees) <= 60
     assert len(plain) == 20
 
 
-def test_a_step_with_trees_is_a_step_without() -> None:
-    """The same loss and gradient from fewer tokens."""
-    reports, gradients = [], []
-    for config in (PLAIN, TREE):
-        model = tiny()
-        reports.append(Grpo(model, config).step(groups(model), version=VERSION))
-        gradients.append(torch.cat([p.data.flatten() for p in model.parameters()]))
-    plain, tree = reports
-    assert tree.loss == pytest.approx(plain.loss, abs=1e-5)
-    assert tree.grad_norm == pytest.approx(plain.grad_norm, abs=1e-5)
-    assert tree.tokens_forwarded < 0.7 * plain.tokens_forwarded
-    assert tree.tokens_padding == 0
-
-
-def sliding() -> PreTrainedModel:
-    """Every layer sees four tokens back."""
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            sliding_window=64,
-        )
+def test_a_step_with_trees_computes_fewer_tokens() -> None:
+    """It reports what it computed: the common prompt once, and no padding."""
+    plain, tree = (
+        Grpo(tiny(), config).step(groups(tiny()), version=VERSION) for config in (PLAIN, TREE)
     )
+    assert tree.tokens_forwarded < 0.7 * plain.tokens_forwarded
+    assert (tree.tokens_padding, plain.tokens_padding > 0) == (0, True)
 
 
 def linear() -> PreTrainedModel:
     """One layer of two carries a recurrent state."""
     return Qwen3NextForCausalLM(
         Qwen3NextConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
+            **SMALL | {"head_dim": 16},
             num_experts=2,
             num_experts_per_tok=1,
             moe_intermediate_size=16,
@@ -204,7 +123,7 @@ def linear() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"), [(sliding, "sliding_attention"), (linear, "linear_attention")]
+    ("make", "message"), [(mistral, "sliding_attention"), (linear, "linear_attention")]
 )
 def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
     """Windows and recurrent states are refused by name, and trained without trees."""
@@ -212,10 +131,8 @@ def test_models_that_cannot_share_say_so(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{message}.*tree_packing to false") as error:
         PolicyModel(model, TREE)
     assert error.value.field == "tree_packing"
-    samples = [sample([1, 2, 3, 4], [False, True, True, True])]
-    logprobs, _ = run(model, samples, PLAIN)
-    expected = captured(model, samples[0].input_ids, 0.7)[1:]
-    assert float(np.abs(logprobs[id(samples[0])].numpy() - expected).max()) < 1e-5
+    (logprobs,) = run_policy(model, [FIVE], PLAIN).logprobs
+    assert logprobs == pytest.approx(captured(model, FIVE.input_ids, 0.7)[1:], abs=1e-5)
 
 
 def test_the_model_still_serves_other_callers() -> None:
@@ -244,39 +161,32 @@ def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
 @pytest.mark.parametrize(("chunk", "rows"), [(1000, [78]), (12, [12] * 6 + [6])])
 def test_logits_are_in_memory_a_chunk_at_a_time(chunk: int, rows: list[int]) -> None:
     """Twelve tokens at a time give the same numbers; the backward pass computes them again."""
-    samples = [sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
-    whole, gradient = run(tiny(), samples, TREE)
-    model = tiny()
-    config = GrpoConfig(logits_chunk=chunk)
-    policy = PolicyModel(model, config)
-    seen: list[int] = []
-    model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(len(logits)))
-    (micro,) = passes(samples, config)
-    new = policy.logprobs(micro)
-    assert seen == rows
-    (new * micro.weight * micro.advantage).sum().backward()
+    samples = [make_sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
+    whole, model, seen = run_policy(tiny(), samples, TREE), tiny(), list[int]()
+
+    def note(_module: object, _args: object, logits: torch.Tensor) -> None:
+        if logits.requires_grad:
+            seen.append(len(logits))
+
+    model.lm_head.register_forward_hook(note)
+    again = run_policy(model, samples, replace(TREE, logits_chunk=chunk))
+    assert seen[: len(rows)] == rows
     assert sorted(seen) == sorted(2 * rows)
-    again = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert float((torch.cat(list(whole.values())) - new.detach()).abs().max()) < 1e-6
-    assert float((gradient - again).abs().max()) < 1e-6
+    assert float(np.abs(np.subtract(whole.logprobs, again.logprobs)).max()) < 1e-6
+    assert float((whole.gradient - again.gradient).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001
     """Activations are really dropped: each layer runs again in the backward pass, exactly."""
-    samples = [sample([1, 2, 3, 4, 5], [False, True, True, True, True])]
-    _, gradient = run(tiny(), samples, GrpoConfig(tree_packing=tree))
-    model = tiny()
-    config = GrpoConfig(tree_packing=tree, gradient_checkpointing=checkpointing)
-    policy = PolicyModel(model, config)
-    calls = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for micro in passes(samples, config):
-        (policy.logprobs(micro) * micro.weight * micro.advantage).sum().backward()
-    assert len(calls) == (2 if checkpointing else 1)
-    again = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert float((gradient - again).abs().max()) < 1e-6
+    config = replace(TREE if tree else PLAIN, gradient_checkpointing=checkpointing)
+    model, computed = tiny(), list[bool]()
+    layer = model.model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: computed.append(torch.is_grad_enabled()))
+    again = run_policy(model, [FIVE], config)
+    assert sum(computed) == (2 if checkpointing else 1)
+    assert float((run_policy(tiny(), [FIVE], TREE).gradient - again.gradient).abs().max()) < 1e-6
 
 
 def test_training_has_no_dropout() -> None:
@@ -284,9 +194,6 @@ def test_training_has_no_dropout() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.9)
     )
-    policy = PolicyModel(model, PLAIN)
-    samples = [sample([1, 2, 3, 4, 5], [False, True, True, True, True])]
-    (micro,) = passes(samples, PLAIN)
+    first, again = (run_policy(model, [FIVE], PLAIN).logprobs for _ in range(2))
     assert model.training
-    with torch.no_grad():
-        assert torch.equal(policy.logprobs(micro), policy.logprobs(micro))
+    assert np.array_equal(first, again)

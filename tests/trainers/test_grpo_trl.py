@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
-from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny
+from trainers.sessions import PROMPT, VERSION, captured, groups, recaptured, session, tiny
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import Sample, Trajectory
 
-torch.set_num_threads(1)
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 """TRL's name of each normalisation."""
 REFERENCE = 1
@@ -46,14 +44,15 @@ class OneProcess:
 def off_policy() -> list[Trajectory]:
     """One trace per session, as TRL has it, captured from weights that have moved since."""
     rng = np.random.default_rng(0)
-    batch = []
-    for one in groups(tiny()):
-        made = one.traces[0]
-        noise = made.mask * rng.normal(0, 0.4, len(made.ids))
-        moved = replace(made, logprobs=(made.logprobs + noise).astype(np.float32))
-        reward = one.reward.value if one.reward else None
-        batch.append(session([moved], task=one.task, sample=one.sample, reward=reward))
-    return batch
+    rewards = [1.0, 0.0] * 4
+    batch = [
+        session(one.traces[:1], task=one.task, sample=one.sample, reward=reward)
+        for one, reward in zip(groups(tiny()), rewards, strict=True)
+    ]
+    return [
+        recaptured(one, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
+        for one in batch
+    ]
 
 
 def log_probabilities(
@@ -157,24 +156,6 @@ def test_the_gradient_is_that_of_trl(
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
         assert float((one.grad - other.grad).abs().max()) < 1e-7
-    if config.importance is None:
-        assert_clipped_on_both_sides(inputs, config)
-    else:
-        assert report.importance_bounded > 0.1
-
-
-def assert_clipped_on_both_sides(inputs: dict[str, Any], config: GrpoConfig) -> None:
-    """Assert that the batch has tokens of which the clip takes the gradient, of both signs."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    new, _, _ = log_probabilities(tiny(), ids, mask, inputs["completion_ids"].shape[1])
-    trained = inputs["tool_mask"]
-    log_ratio = (new - inputs["old_per_token_logps"]) * trained
-    if config.ratio_level == "trace":
-        log_ratio = (log_ratio.sum(1) / trained.sum(1))[:, None] * trained
-    good = inputs["advantages"][:, None] > 0
-    assert bool((good & (log_ratio.exp() > 1 + config.clip_high)).any())
-    assert bool((~good & (log_ratio.exp() < 1 - config.clip_low)).any())
+    # `test_clip_is_one_sided_and_asymmetric` has both sides of the clip by hand
+    assert max(report.clip_fraction, report.importance_bounded) > 0.1

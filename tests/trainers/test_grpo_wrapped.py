@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from trainers.ranks import CASES, CONFIG, RESUMED, SAVED, batches, go_on, lora, train, weights, work
-from trainers.sessions import VERSION, tiny
+from trainers.ranks import CASES, CONFIG, RESUMED, SAVED, batches, go_on, lora, train, work
+from trainers.sessions import VERSION, tiny, weights
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
 
-torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.timeout(
         600
@@ -60,8 +59,6 @@ def test_two_processes_train_as_one_does(ranks: Ranks, case: str) -> None:
             assert report.skipped_because_of == other.skipped_because_of
             for name in ("loss", "grad_norm", "importance_bounded", "clip_fraction", "ratio_mean"):
                 assert getattr(report, name) == pytest.approx(getattr(other, name), abs=1e-5)
-            assert report.mismatch is not None
-            assert other.mismatch is not None
             assert report.mismatch.total.tokens == other.mismatch.total.tokens
             assert report.mismatch.total.max_abs == pytest.approx(
                 other.mismatch.total.max_abs, abs=1e-5
@@ -92,15 +89,3 @@ def test_a_saved_adapter_is_one_of_peft(home: Path) -> None:
     checkpoint.load(saved, mine)
     assert torch.equal(weights(theirs), weights(mine.model))
     assert not (saved / "model.safetensors").exists()
-
-
-def test_adapters_are_trained_and_nothing_else() -> None:
-    """PEFT: every adapter moves, the base stays as it is."""
-    model = lora()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = Grpo(model, CONFIG)
-    trainer.step(batches()[0], version=VERSION)
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved
-    assert all("lora_" in name for name in moved)
-    assert {name for name in before if "lora_" in name} == moved

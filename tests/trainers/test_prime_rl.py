@@ -16,6 +16,7 @@ import pytest
 from graded import finish
 from house import House
 from served import TOKENS
+from trainers.sessions import sample as make_sample
 from tugline.types import Sample
 
 RECIPE = Path(__file__).parents[2] / "examples" / "prime_rl"
@@ -52,16 +53,13 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 def sample(length: int, session: str = "s") -> Sample:
     """A trace of this many tokens; from the third on they are sampled, at temperature 0.5."""
     sampled = np.arange(length) >= 2
-    return Sample(
-        input_ids=np.arange(length, dtype=np.int32),
-        loss_mask=sampled,
+    return make_sample(
+        range(length),
+        sampled,
         logprobs=np.where(sampled, np.float32(-0.25), np.float32(0)),
-        versions=np.where(sampled, 0, -1).astype(np.int32),
         advantages=np.where(sampled, np.float32(2), np.float32(0)),
         temperatures=np.where(sampled, np.float32(0.5), np.float32(1)),
-        group="g",
         session=session,
-        harness="pi",
     )
 
 
@@ -95,11 +93,7 @@ async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -
     await finish(house, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
     await run(house, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
     first = tmp_path / "rollouts" / "step_1"
-    assert sorted(one.name for one in first.iterdir()) == [
-        "groups.json",
-        "rank_0.bin",
-        "rank_1.bin",
-    ]
+    assert {one.name for one in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
     assert msgspec.json.decode((first / "groups.json").read_bytes()) == ["a", "c"]
     batches = [read(first, rank)[0] for rank in (0, 1)]
     assert [one.seq_lens for one in batches] == [[6, 6], [6, 6]]

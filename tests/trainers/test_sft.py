@@ -13,20 +13,20 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from exports.made import export, record
 from tiny import rendering
 from trainers.sessions import tiny
 from training_run import make_model
+from tugline.chat.model_call import serialize_message
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import UsageError
-from tugline.exports.tables import Parquet
 from tugline.inference.base import GenerateRequest, join
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
-from tugline.trainers.config import Lora
+from tugline.trainers.config import MODEL, Lora
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import Sft, SftConfig, SftRunConfig, read_set, train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
-from tugline.trainers.state import MODEL
 from tugline.types import Message, Role, Sample, ToolCall
 
 
@@ -95,16 +95,10 @@ def read_one(path: Path, window: int = 999) -> Sample:
 @pytest.mark.parametrize("shape", ["text", "object", "prompt_completion"])
 def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shape: str) -> None:
     """Every answer up to its end token, in the very context that the gateway would render."""
-    arguments = {"command": "ls"} if shape == "object" else '{"command": "ls"}'
-    call = {"id": "call_0", "type": "function"}
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "List the files."},
-        {"role": "assistant", "content": "",
-         "tool_calls": [call | {"function": {"name": "shell", "arguments": arguments}}]},
-        {"role": "tool", "content": "a.txt", "tool_call_id": "call_0"},
-        {"role": "assistant", "content": "There is a.txt."},
-    ]  # fmt: skip
+    arguments = json.loads if shape == "object" else str
+    messages = [
+        serialize_message(one, reasoning_field=None, arguments=arguments) for one in CONVERSATION
+    ]
     row: dict[str, Any] = {"messages": messages}
     if shape == "prompt_completion":
         row = {"prompt": messages[:2], "completion": messages[2:]}
@@ -132,14 +126,12 @@ def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     ]
     lines = write_rows(tmp_path / "set.jsonl", *rows)
     exported = tmp_path / "set.parquet"
-    writer = Parquet().open(exported)
-    for row in rows[:1]:
-        columns = dict.fromkeys(writer._schema.names) | row  # type: ignore[attr-defined]
-        writer.write(columns)
-    writer.close()
+    record(tmp_path / "recorded", "a")
+    export("parquet", tmp_path / "recorded", exported)
     got, left_out = read_set([lines, exported], rendering().tokenizer, rendering, 8)
-    assert [one.input_ids.tolist() for one in got] == [[5, 6, 7], [1, 2], [5, 6, 7]]
-    assert [one.loss_mask.tolist() for one in got][1] == [False, True]
+    assert [one.input_ids.tolist() for one in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
+    masks = [[False, True, True], [False, True], [False, False, True, True, False, True]]
+    assert [one.loss_mask.tolist() for one in got] == masks
     assert left_out == {"untrained": 1, "too_long": 1}
 
 

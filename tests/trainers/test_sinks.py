@@ -31,13 +31,15 @@ CAUSE = "no group has a signal: the tasks are too hard"
 PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1, arrived=1.0)
 
 
-def log_steps(folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int) -> None:
-    """Log a figure for each step in a process of its own, as it were."""
+def log_steps(
+    folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int, server: str | None = None
+) -> None:
+    """Log a figure, and one that is none, for each step in a process of its own, as it were."""
     folder.mkdir(exist_ok=True)
-    sinks = make_sinks(parts, Console(file=io.StringIO()))
+    sinks = make_sinks(parts, Console(file=io.StringIO()), server)
     sinks.start(folder, {"lr": 1e-6}, after)
     for step in steps:
-        sinks.log(step, {"rollout/reward": step / 10, "time/step_s": 1.0})
+        sinks.log(step, {"rollout/reward": step / 10, "update/kl": math.nan})
     sinks.note(steps[-1], "held out", "pass@1 50%")
     sinks.alarm(steps[-1], "no_signal", CAUSE)
     sinks.close()
@@ -62,13 +64,7 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
 
         def run(steps: tuple[int, ...], after: int) -> list[protocol.RunStep]:
             folder = tmp_path / "my run"
-            folder.mkdir(exist_ok=True)
-            sinks = make_sinks((), Console(file=io.StringIO()), served.url)
-            sinks.start(folder, {}, after)
-            for step in steps:
-                sinks.log(step, {"rollout/reward": step / 10, "update/kl": math.nan})
-            sinks.alarm(steps[-1], "no_signal", CAUSE)
-            sinks.close()
+            log_steps(folder, steps=steps, after=after, server=served.url)
             with SyncClient(served.url) as client:
                 (found,) = client.runs()
                 assert found.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
@@ -88,7 +84,7 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
     )
     assert steps[3].notes == {}
     assert steps[4].figures == {"rollout/reward": 0.4, "alarm/no_signal": 1.0}
-    assert steps[4].notes == {"alarm no_signal": CAUSE}
+    assert steps[4].notes == {"held out": "pass@1 50%", "alarm no_signal": CAUSE}
 
 
 def test_figures_that_cannot_be_sent_stop_nobody(

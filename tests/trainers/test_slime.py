@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -59,8 +58,10 @@ class RolloutFnTrainOutput:
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The recipe's module, on the stand-ins."""
+def recipe(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipe's module, on the stand-ins; it finds the server."""
+    monkeypatch.setenv("TUGLINE_SERVER", house.url)
+    monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     for name in ("slime", "slime.rollout", "slime.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, value in (("rollout.base_types", RolloutFnTrainOutput), ("utils.types", Sample)):
@@ -70,19 +71,6 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(RECIPE)
     monkeypatch.delitem(sys.modules, "tugline_slime", raising=False)
     return importlib.import_module("tugline_slime")
-
-
-@pytest.fixture
-async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    """A server that is up, found as the recipe finds it."""
-    made = House(tmp_path)
-    await made.start()
-    monkeypatch.setenv("TUGLINE_SERVER", made.url)
-    monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
-    try:
-        yield made
-    finally:
-        await made.stop()
 
 
 def arguments(groups: int, sessions: int) -> Namespace:

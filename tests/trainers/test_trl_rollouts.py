@@ -44,7 +44,6 @@ pytestmark = [
     # of transformers, at what TRL calls
     pytest.mark.filterwarnings("ignore:.*deprecated and will be removed:FutureWarning"),
 ]
-torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ def train(
     """
     console = Console(stderr=True, highlight=False)
     with _name_missing_extra("train"):
-        from tugline.trainers import batches, loop, models, sinks, state  # noqa: PLC0415 - needs the extra
-        from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
+        from tugline.trainers import batches, loop, models, sinks  # noqa: PLC0415 - needs the extra
+        from tugline.trainers.config import CONFIG, read_config  # noqa: PLC0415 - the same
 
         settings = read_config(config, DEMO_MODEL, server=server, engines=engine or ())
         if _is_follower():
@@ -65,7 +65,7 @@ def train(
         tasks = batches.TaskBatches(settings, config.absolute().parent)
         tasks.check()
         figures = sinks.make_sinks(settings.metrics, console, settings.server)
-        folder = _choose_folder(out or settings.out, config.stem, state.CONFIG, resume=resume)
+        folder = _choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
             print(batches.describe(settings, tasks, folder))
             return
@@ -86,7 +86,8 @@ def sft(
     """
     console = Console(stderr=True, highlight=False)
     with _name_missing_extra("train"):
-        from tugline.trainers import sinks, state  # noqa: PLC0415 - needs the extra
+        from tugline.trainers import sinks  # noqa: PLC0415 - needs the extra
+        from tugline.trainers.config import CONFIG, MODEL  # noqa: PLC0415 - the same
         from tugline.trainers.sft import read_config, train  # noqa: PLC0415 - the same
 
         settings = read_config(config)
@@ -94,11 +95,11 @@ def sft(
             train(settings, None, sinks.Sinks(()), lambda _: None)
             return
         figures = sinks.make_sinks(settings.metrics, console)
-        folder = _choose_folder(out or settings.out, config.stem, state.CONFIG, resume=resume)
+        folder = _choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         with _keep_resumable(folder, f"sft {config}", console):
             end = train(settings, folder, figures, console.print)
     save_report(folder / SUMMARY, end, as_json=as_json)
-    where = folder / state.MODEL
+    where = folder / MODEL
     console.print(f"done after {end.step} updates, {end.elapsed_s:.0f} s: {where}")
 
 

@@ -32,8 +32,8 @@ from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
 from tugline.trainers.evaluation import Estimate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.loop import train
+from tugline.trainers.metrics import TrainState
 from tugline.trainers.sinks import METRICS, PLOT, make_report, make_sinks, read_lines
-from tugline.trainers.state import TrainState
 from tugline.types import PluginSpec, Reason
 
 SUMMARY = "summary.json"

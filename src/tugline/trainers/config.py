@@ -1,21 +1,32 @@
-"""Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file."""
+"""Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file.
 
+A run keeps it in its folder, and goes on with no other.
+"""
+
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from tugline.atomic import read_or_make, write_file
 from tugline.config import Config, load
 from tugline.datasets.files import TaskSelection
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.protocol import PauseMode
 from tugline.schema import NonNegativeInt, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import PluginSpec
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+"""Folder of the trained model, below that of the run."""
 
 
 class TaskSource(Config, frozen=True):
@@ -170,3 +181,38 @@ def read_config(
         raise ConfigError(msg, "engine.tokenizer")
     engine = replace(config.engine, urls=urls, tokenizer=tokenizer)
     return replace(config, server=server or config.server, model=model, engine=engine)
+
+
+# --------------------------------------------------------------------------- on disk
+def store_config(folder: Path, config: Config) -> None:
+    """Store the configuration. Raises `UsageError` if the folder belongs to another run.
+
+    Only where figures go, how long to train, the devices, and addresses may change.
+    """
+    path = folder / CONFIG
+    if path.exists():
+        stored = load(path, type(config))
+        changed = [
+            name
+            for name in config.__struct_fields__
+            if name not in {"metrics", "out", "device", "fsdp"}
+            and _comparable(name, getattr(stored, name)) != _comparable(name, getattr(config, name))
+        ]
+        if changed:
+            msg = f"{folder} has another {', '.join(changed)} (see {CONFIG}); choose another --out"
+            raise UsageError(msg)
+    write_file(path, msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
+
+
+def name_run(folder: Path) -> str:
+    """Return a name that no other run has; made once, so that a resumed run keeps it."""
+    return read_or_make(folder / "name", lambda: f"{secrets.token_hex(4)}.")
+
+
+def _comparable(name: str, section: object) -> object:
+    """Return a section without what may differ in a resumed run."""
+    if isinstance(section, EngineSettings):
+        return replace(section, urls=("elsewhere",) if section.urls else ())
+    if name == "server":
+        return section is None
+    return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section

@@ -67,6 +67,19 @@ class Comparison(msgspec.Struct, frozen=True):
     worse: int
 
 
+class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of one version on the held-out tasks."""
+
+    step: int
+    version: int
+    evaluation: Evaluation
+    mixed: int
+    """Sessions with tokens of another version; none, unless a replica was restarted."""
+    sampled: int
+    """Tokens."""
+    seconds: float
+
+
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
     """Estimate the chance that one of `k` attempts passes, from at least `k` of them.
 
@@ -152,17 +165,17 @@ def estimate(rates: Rates) -> Estimate:
     return Estimate(total / size, max(0.0, centre - half), min(1.0, centre + half), size)
 
 
-def wilson(passed: int, n: int, z: float = _Z) -> tuple[float, float]:
-    """Wilson's score interval for a pass rate, 95 % by default; (0, 1) without attempts.
+def wilson(passed: int, n: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval for a pass rate; (0, 1) without attempts.
 
     Unlike the normal approximation it stays within 0 and 1 and holds for few attempts
     (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
     """
     if n == 0:
         return 0.0, 1.0
-    rate, spread = passed / n, z * z / n
+    rate, spread = passed / n, _Z * _Z / n
     centre = rate + spread / 2
-    half = z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
+    half = _Z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
     low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
     return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
 

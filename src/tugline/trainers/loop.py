@@ -34,11 +34,25 @@ from tugline.launch.server import folder_lock, freeze_gc
 from tugline.recording import file as recordings
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import TrainConfig
-from tugline.trainers.evaluation import Attempt, Comparison, compare, evaluate, format_estimate
+from tugline.trainers.config import CHECKPOINTS, MODEL, TrainConfig, name_run, store_config
+from tugline.trainers.evaluation import (
+    Attempt,
+    Comparison,
+    VersionScore,
+    compare,
+    evaluate,
+    format_estimate,
+)
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import StepReport
-from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measure_rollout
+from tugline.trainers.metrics import (
+    RolloutFigures,
+    TrainState,
+    TrainSummary,
+    find_alarms,
+    flatten,
+    measure_rollout,
+)
 from tugline.trainers.models import (
     Models,
     RemoteServer,
@@ -52,16 +66,6 @@ from tugline.trainers.models import (
 )
 from tugline.trainers.publish import Probe, Publication
 from tugline.trainers.sinks import Sinks
-from tugline.trainers.state import (
-    CHECKPOINTS,
-    MODEL,
-    TrainState,
-    TrainSummary,
-    VersionScore,
-    load_newest,
-    name_run,
-    store_config,
-)
 from tugline.types import Call, Task, Trajectory
 
 WEIGHTS = "weights"
@@ -94,7 +98,7 @@ async def train(
         batches.run = name_run(folder) if config.server is not None else ""
         report("loading the model")
         models = stack.enter_context(open_models(config))
-        state = load_newest(folder, models.trainer.load, TrainState())
+        state = checkpoint.load_newest(folder / CHECKPOINTS, models.trainer.load, TrainState())
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         try:
             async with (

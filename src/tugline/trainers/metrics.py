@@ -1,4 +1,4 @@
-"""Figures of a training step's sessions, and the alarms that they and the update ring."""
+"""Figures of a run and of a step's sessions, and the alarms that these and the update ring."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,8 +8,44 @@ import msgspec
 import numpy as np
 
 from tugline.chat.model_call import decode_arguments
+from tugline.trainers.evaluation import Comparison, VersionScore
 from tugline.trainers.publish import Publication
 from tugline.types import Call, Finish, Ledger, Trajectory, is_pass
+
+
+class TrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a run and its totals; part of every checkpoint."""
+
+    step: int = 0
+    """Steps trained: batches up to this one are done."""
+    version: int = 0
+    """Of the weights."""
+    chosen: dict[int, tuple[int, ...]] = {}
+    """Tasks of the next batches, started or not, by step: their numbers in the set."""
+    pass_rates: dict[int, float] = {}
+    """With `choose: pass_rate`, moving averages over the groups of a task, by its number."""
+    ledger: Ledger = Ledger()
+    """Of the training sessions."""
+    sessions: int = 0
+    failed: int = 0
+    """Sessions without a reward."""
+    updates: int = 0
+    tokens_forwarded: int = 0
+    training_s: float = 0.0
+    elapsed_s: float = 0.0
+    """Wall clock up to the checkpoint, over all processes of the run."""
+    entropies: tuple[float, ...] = ()
+    """Of each step that had any."""
+    scores: tuple[VersionScore, ...] = ()
+    """Evaluations, in order."""
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run."""
+
+    state: TrainState
+    change: Comparison | None
+    """pass@1 on the held-out tasks, last minus first weights."""
 
 
 class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from tugline.launch.engine import make_rendering
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import EngineSettings
 from tugline.schema import PositiveFloat, PositiveInt
-from tugline.trainers.config import Lora
+from tugline.trainers.config import CHECKPOINTS, MODEL, Lora, store_config
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
@@ -46,7 +46,6 @@ from tugline.trainers.grpo.distributed import add_up, gather, join_ranks
 from tugline.trainers.grpo.update import Update, Updater
 from tugline.trainers.models import merge_adapter, prepare, write_model_folder
 from tugline.trainers.sinks import Sinks
-from tugline.trainers.state import CHECKPOINTS, MODEL, load_newest, store_config
 from tugline.types import Ids, Mask, PluginSpec, Sample
 
 TRACES = "traces.parquet"
@@ -300,7 +299,9 @@ class _SftRun:
         self.total = self._per_epoch * config.epochs
         until = config.decay_updates or max(self.total, config.warmup_updates + 1)
         self._trainer = trainer = Sft(self.model, replace(config, decay_updates=until))
-        self.state = load_newest(self.folder, lambda at: checkpoint.load(at, trainer), SftState())
+        self.state = checkpoint.load_newest(
+            self.folder / CHECKPOINTS, lambda at: checkpoint.load(at, trainer), SftState()
+        )
 
     def train(self, sinks: Sinks) -> None:
         """Make the updates that are missing."""

@@ -20,7 +20,7 @@ from tugline.client.sync import SyncClient
 from tugline.errors import TuglineError
 from tugline.plugins import import_extra, make
 from tugline.schema import read_values
-from tugline.trainers.state import name_run
+from tugline.trainers.config import name_run
 from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"

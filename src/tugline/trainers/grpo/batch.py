@@ -1,25 +1,89 @@
 """From samples to the tensors of one forward pass.
 
-`pack` has two layouts. ``tree`` lays out the tokens of a prefix tree as one sequence, so what
-traces have in common is computed once. ``plain`` puts traces of similar length side by side,
+`pack` has two layouts. ``tree`` lays out a prefix tree over the token ids of several traces as one
+sequence, so what traces have in common is computed once. Sharing is decided by ids alone: a causal
+model computes the same state wherever the ids before are the same, so each trace keeps loss terms
+of its own. ``plain`` puts traces of similar length side by side,
 padded on the right; with causal attention no token can attend to the padding, so a padded
 sequence gives exactly what it gives alone and needs no attention mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tugline.errors import CaptureError
 from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.distributed import rank_and_world
-from tugline.trainers.grpo.tree import Index, TreePaths, build_tree, prefix_order
 from tugline.types import Ids, Logprobs, Mask, Sample, shared_prefix
 
+Index = npt.NDArray[np.int64]
 
+
+# --------------------------------------------------------------------------- the tree
+class TokenTree(NamedTuple):
+    """The tokens of some rows, each prefix once; ``n`` tokens in all."""
+
+    ids: Ids
+    """Shape ``(n,)``."""
+    positions: Index
+    """Distance of each token from the root, shape ``(n,)``."""
+    places: list[Index]
+    """For each row, where each of its tokens is in `ids`."""
+    runs: list[tuple[int, Index]]
+    """Length of each run, in order, and its path: where the tokens from the root to its end are."""
+
+
+@dataclass(frozen=True)
+class TreePaths:
+    """Paths of all runs, one after the other, as the attention takes them."""
+
+    gather: torch.Tensor
+    """Where the keys of all paths are, ``(k,)``."""
+    queries: list[int]
+    """Tokens of each run."""
+    keys: list[int]
+    """Tokens of each path."""
+
+    @classmethod
+    def of(cls, tree: TokenTree, device: torch.device) -> Self:
+        """The paths of `tree` on `device`."""
+        queries, paths = zip(*tree.runs, strict=True)
+        gather = torch.from_numpy(np.concatenate(paths)).to(device)
+        return cls(gather, list(queries), [len(path) for path in paths])
+
+
+def prefix_order(ids: Ids) -> bytes:
+    """Sort key that puts rows with a common prefix side by side, the shorter first."""
+    return ids.astype(">i4").tobytes()
+
+
+def build_tree(rows: Sequence[Ids]) -> TokenTree:
+    """Share what each row has in common with the row before it; sort rows by `prefix_order`."""
+    places: list[Index] = []
+    runs: list[tuple[int, Index]] = []
+    pieces: list[Ids] = []
+    count, last = 0, np.empty(0, np.int32)
+    for ids in rows:
+        shared = shared_prefix(ids, last)
+        own = np.arange(count, count + len(ids) - shared)
+        place = np.concatenate((places[-1][:shared], own)) if places else own
+        if runs and shared == len(last):
+            runs[-1] = (runs[-1][0] + len(own), place)
+        elif len(own):
+            runs.append((len(own), place))
+        places.append(place)
+        pieces.append(ids[shared:])
+        count, last = count + len(own), ids
+    depths = [np.arange(len(path) - length, len(path)) for length, path in runs]
+    return TokenTree(np.concatenate(pieces), np.concatenate(depths), places, runs)
+
+
+# --------------------------------------------------------------------------- passes
 class Row(NamedTuple):
     """A sample with its weight in an update."""
 

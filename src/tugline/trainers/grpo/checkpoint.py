@@ -14,8 +14,9 @@ memory for the model and its optimizer.
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import safetensors
@@ -31,6 +32,7 @@ STATE = "state.json"
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.pt"
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,6 +195,17 @@ def read(path: Path) -> CheckpointState:
 def latest(directory: Path) -> Path | None:
     """Return the newest complete checkpoint in `directory`, or None."""
     return max(_steps(directory), default=None)
+
+
+def load_newest(directory: Path, load_from: Callable[[Path], CheckpointState], first: S) -> S:
+    """Load the newest checkpoint; return the state in its extra data, or `first` without one.
+
+    Raises `CheckpointError`.
+    """
+    newest = latest(directory)
+    if newest is None:
+        return first
+    return msgspec.convert(load_from(newest).extra, type(first), str_keys=True, strict=False)
 
 
 def _steps(directory: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from msgspec import Meta
 from tugline.config import Config
 from tugline.errors import ConfigError
 from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from tugline.trainers.grpo.advantage import Estimator
 
+Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 

@@ -3,6 +3,12 @@
 The output layer is applied only where the next token is trained, and to a few tokens at a time:
 a vocabulary of logits for every token would cost more than all layers below it. The model may be
 wrapped (PEFT, DDP) or sharded in place (FSDP2).
+
+In a tree of traces, a run is a stretch of tokens that follow each other; its queries attend to the
+keys on the path from the root to the run's end, gathered from all over the sequence (I1: the path
+is exactly the context that was sampled in). That attention is registered with transformers under
+`TREE_ATTENTION` and chosen by the model's config. Without paths it is transformers' own sdpa, so
+the model serves any other use as before.
 """
 
 from collections.abc import Sequence
@@ -10,16 +16,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, collate, plain_sample
+from tugline.trainers.grpo.batch import MicroBatch, Row, TreePaths, collate, plain_sample
 from tugline.trainers.grpo.config import UpdateConfig
-from tugline.trainers.grpo.tree import TREE_ATTENTION
 from tugline.types import Ids, Sample
 
+TREE_ATTENTION = "tugline_tree"
+"""Name of the attention in a model's config."""
 FORWARD = "tugline_logprobs"
 """Name of the method of an FSDP2 module that gathers its parameters as ``forward`` does."""
 
@@ -181,3 +194,77 @@ def _checkpoint_layers(inner: Any) -> None:
 def make_probe(ids: Sequence[int] | Ids) -> Sample:
     """A sample of which every id but the first is trained."""
     return plain_sample(np.array(ids, np.int32), np.arange(len(ids)) > 0)
+
+
+# --------------------------------------------------------------------------- attention
+def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree_paths: TreePaths | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from each run to its path; states have shape ``(1, heads, n, dim)``.
+
+    Flash attention over ragged paths where the device and dtype have it, else sdpa run by run.
+    """
+    if tree_paths is None:
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
+    if torch.is_autocast_enabled(query.device.type):  # which knows neither of the two below
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
+    ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    attend = _attend_ragged if ragged else _attend_by_run
+    return attend((query, keys, values), tree_paths, scaling), None
+
+
+_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries of all tokens, and keys and values of all paths."""
+
+
+def _attend_by_run(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+    lengths = (paths.queries, paths.keys, paths.keys)
+    by_run = (torch.split(*each, 2) for each in zip(states, lengths, strict=True))
+    parts = []
+    for q, k, v in zip(*by_run, strict=True):
+        whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+        mask = None if whole else causal_lower_right(q.shape[2], k.shape[2])
+        part = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(part)
+    return torch.cat(parts, 2).transpose(1, 2)
+
+
+def _attend_ragged(states: _States, paths: TreePaths, scaling: float | None) -> torch.Tensor:
+    q, k, v = (each[0].transpose(0, 1) for each in states)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        _ends(paths.queries, q.device),
+        _ends(paths.keys, q.device),
+        max(paths.queries),
+        max(paths.keys),
+        scale=scaling,
+        window_size=(-1, 0),  # causal; the last query of a run sees the whole path
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)  # noqa: S101 - a pair only if asked for
+    return out[None]
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device)
+
+
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
