@@ -1,7 +1,5 @@
 """Benchmarks are programs: each runs in a process of its own and prints one JSON object."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

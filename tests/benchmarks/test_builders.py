@@ -1,7 +1,5 @@
 """The benchmark of builders counts what is in recorded sessions, and says when there are none."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The published rule beside ours, on the cases that break it; the docs have the table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

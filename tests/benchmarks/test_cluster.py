@@ -1,7 +1,5 @@
 """The benchmark of a fleet runs real servers on PostgreSQL and light nodes, at a small size."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.conftest import Measure

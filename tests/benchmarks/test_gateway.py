@@ -1,7 +1,5 @@
 """The gateway's benchmark runs through every mode, and refuses to measure a broken path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

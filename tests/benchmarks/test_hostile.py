@@ -1,7 +1,5 @@
 """The benchmark of a hostile agent: nothing that it does fails another session."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.conftest import Measure

@@ -1,7 +1,5 @@
 """The benchmark of what real agents learn, in small: every part of it, with a real agent."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

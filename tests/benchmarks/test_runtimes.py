@@ -1,7 +1,5 @@
 """The benchmark of runtimes: its figures are of real boxes, and what is left is seen."""
 
-from __future__ import annotations
-
 from benchmarks.conftest import Measure
 
 SMALL = """

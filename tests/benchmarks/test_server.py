@@ -1,7 +1,5 @@
 """The server's benchmark runs through every measure, and refuses to measure a broken path."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.conftest import Measure

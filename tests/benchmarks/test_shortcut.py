@@ -1,7 +1,5 @@
 """The comparison of a shortcut that is refused with one that is believed, in few steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.conftest import Measure

@@ -1,7 +1,5 @@
 """The benchmark of trajectories runs, and what does not depend on the machine is within bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

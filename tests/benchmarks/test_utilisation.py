@@ -1,7 +1,5 @@
 """The benchmark of a node's use of an engine: its ideal is computed right, its node really runs."""
 
-from __future__ import annotations
-
 from benchmarks.conftest import Measure
 
 SMALL = """

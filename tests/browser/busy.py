@@ -1,7 +1,5 @@
 """A server in the middle of its work: sessions that ended well and badly, run, and wait."""
 
-from __future__ import annotations
-
 import msgspec
 import zstandard
 

@@ -1,7 +1,5 @@
 """The benchmark of the console runs through every measure, in a real Chromium."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 ``make test-browser`` runs these. The committed files must be what the source builds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import filecmp
 import gzip

@@ -3,8 +3,6 @@
 The sessions are real recordings, rebuilt to trajectories and committed like those of a node.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

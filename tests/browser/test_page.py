@@ -3,8 +3,6 @@
 ``make test-browser`` runs these. Times are printed, not judged: this machine has other work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator

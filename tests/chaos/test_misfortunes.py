@@ -1,7 +1,5 @@
 """One unlucky part at a time: nobody else's session fails, and no attempt is spent by a machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -4,8 +4,6 @@ It has the routes through which a trainer changes and checks the weights of vLLM
 starts with those in its folder, whatever was published before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

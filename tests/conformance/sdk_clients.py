@@ -1,8 +1,6 @@
 """The four APIs through their official SDKs behind one face, so that one table tests them all."""
 
 # ruff: noqa: D102 - `Api` documents the methods
-from __future__ import annotations
-
 import contextlib
 import json
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ They are installed on first use, with everything that they need, into a folder o
 other program sees.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

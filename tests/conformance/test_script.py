@@ -1,7 +1,5 @@
 """The scripted model, and the judge of what harnesses do with it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The official JavaScript SDKs against the gateway: most CLIs are built on one of them."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The official SDKs of four APIs against the gateway, over real sockets, as one table."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -3,8 +3,6 @@
 ``POST /swap`` does what a trainer in the same process does with `Engine.swap`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real inference servers as child processes: started with a deadline, ended by their own id."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The gateway in front of real engines: the same sessions, judged by a plain forward pass."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

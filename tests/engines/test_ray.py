@@ -1,7 +1,5 @@
 """``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

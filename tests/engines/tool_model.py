@@ -7,8 +7,6 @@ probabilities are worth comparing. Input and output embeddings are untied: engin
 weights while running are exact only then.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Whatever calls are packed come back bit for bit, pictures once, ids in shared memory."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

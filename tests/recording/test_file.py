@@ -1,7 +1,5 @@
 """Recordings keep every call exactly, survive a crash at any byte, and name any other damage."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

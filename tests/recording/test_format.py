@@ -1,7 +1,5 @@
 """The format is what docs/format.md says: a reader that knows nothing of Tugline reads it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

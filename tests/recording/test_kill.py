@@ -1,7 +1,5 @@
 """``kill -9`` of a writer at any moment loses no answered call and leaves no half a record."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Trajectories made from recordings are the committed ones, byte for byte, run after run."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

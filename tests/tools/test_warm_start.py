@@ -1,7 +1,5 @@
 """The tokenizer and the supervised phases: exact text, right masks, and learning that happens."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What holds for every builder on any session: drawn ones, in any order of arrival."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence

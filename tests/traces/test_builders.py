@@ -1,7 +1,5 @@
 """The builders on sessions written by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

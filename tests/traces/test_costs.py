@@ -1,7 +1,5 @@
 """What building needs in memory; benchmarks/trajectories has the time by a session's length."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 

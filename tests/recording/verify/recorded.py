@@ -1,7 +1,5 @@
 """Sessions as a gateway records them, for verifying: of a scripted engine, or of a tiny model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A recorded session passes as it is, and every kind of falsehood in it is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

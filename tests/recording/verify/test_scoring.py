@@ -1,7 +1,5 @@
 """Captured log probabilities are compared with the engine's own, where they mean the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The page as a file: self-contained, linear in size, the same every time."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import re

@@ -1,7 +1,5 @@
 """What is told of a session: turns by their ids, ledgers that add up, and its JSON."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

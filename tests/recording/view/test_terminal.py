@@ -1,7 +1,5 @@
 """A session on a terminal: readable without colour, short when it is long, never obeyed."""
 
-from __future__ import annotations
-
 import io
 import re
 import time
