@@ -119,7 +119,8 @@ async def play(framework: Framework, *arguments: str) -> dict[str, Any]:
             node, folder = await find_node_packages()
             argv = (str(node), script, str(folder))
         else:
-            env |= {"PYTHONPATH": str(await find_python_packages()), **QUIET}
+            path = (await find_python_packages(), SCRIPTS / "shared")
+            env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **QUIET}
             argv = (sys.executable, "-S", "-P", script)
     except HarnessError as error:
         pytest.skip(f"the frameworks cannot be installed: {error}")
