@@ -16,7 +16,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from engines.embedded_server import WINDOW
+from engines.tool_model import WINDOW
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
