@@ -30,7 +30,7 @@ from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import Call, LogprobMeaning, Logprobs, Mode, PluginSpec, Sampling, Session, Task
 from tugline.types import CallOutcome as End
 from tugline.web.engine_http import EngineHttp

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recording import killed_writer
 from tugline.recording.file import Recording, Writer, read
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import encode
 
 TESTS = Path(__file__).parents[1]

@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_sessions import SESSIONS, Drawn, whole
-from tugline.traces.base import Builder, count_calls, count_spans, sum_ledgers
-from tugline.traces.builders import PerRequest, PrefixMerging
+from tugline.traces.base import (
+    Builder,
+    PerRequest,
+    PrefixMerging,
+    count_calls,
+    count_spans,
+    sum_ledgers,
+)
 from tugline.types import (
     Call,
     CallOutcome,

@@ -7,8 +7,7 @@ import pytest
 
 from calls import make_call as call
 from tugline.errors import CaptureError, ConfigError
-from tugline.traces.base import Builder, make_builder
-from tugline.traces.builders import PerRequest, PrefixMerging
+from tugline.traces.base import Builder, PerRequest, PrefixMerging, make_builder
 from tugline.types import (
     Branch,
     Call,

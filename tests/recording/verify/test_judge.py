@@ -20,8 +20,7 @@ from tugline.recording.file import Recording, write_result
 from tugline.recording.records import RecordedResult
 from tugline.recording.verify.session import VerifyVerdict, summarize, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.base import Built
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import Built, PrefixMerging
 from tugline.traces.lineage import Continuation
 from tugline.types import (
     Call,
