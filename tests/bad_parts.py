@@ -14,8 +14,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
-from tugline.traces.base import Builder, Built
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import Builder, Built, PrefixMerging
 from tugline.types import Reward
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tugline.recording.file import Writer
 from tugline.recording.records import Header
 from tugline.types import (
     Call,
@@ -60,3 +62,13 @@ def make_header(
         "tugline": "0",
     }
     return Header(**(fields | changes))
+
+
+def write_calls(path: Path, calls: Iterable[Call], header: Header | None = None) -> list[int]:
+    """Write a recording, or go on with one; returns where the first record begins and each ends."""
+    with Writer(path, header) as writer:
+        ends = [writer.size]
+        for call in calls:
+            writer.append(call)
+            ends.append(writer.size)
+    return ends

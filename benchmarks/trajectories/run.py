@@ -32,7 +32,7 @@ from session import BASE, RESULT, SAMPLED, Words, calls
 from tugline.recording import file as recordings
 from tugline.recording.codec import Record
 from tugline.recording.records import Header
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import PluginSpec, Session, Task, decode
 
 TURNS = (10, 100, 400)

@@ -1,8 +1,5 @@
 """The benchmark of builders counts what is in recorded sessions, and says when there are none."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from calls import make_call, make_header
-from tugline.recording.file import Writer
+from benchmarks.programs import ROOT, measure
+from calls import make_call, make_header, write_calls
 from tugline.types import Branch, Call, EchoChange, PluginSpec, TraceKind
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "builders" / "run.py"
 END = 9
+Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: Any) -> Call:
@@ -27,26 +24,8 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: 
 
 def write(path: Path, task: str, calls: Sequence[Call]) -> None:
     """A recording as the gateway writes it."""
-    header = make_header(
-        path.stem.partition(".")[0], task, task_fields={"harness": PluginSpec("pi")}
-    )
-    with Writer(path, header) as writer:
-        for one in calls:
-            writer.append(one)
-
-
-def run_benchmark(folder: Path) -> dict[str, Any]:
-    """The program's JSON object."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--json", "--sessions", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    harness = {"harness": PluginSpec("pi")}
+    write_calls(path, calls, make_header(path.stem.partition(".")[0], task, task_fields=harness))
 
 
 TURNS = [
@@ -67,35 +46,30 @@ TITLE = [
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """Rows by harness and stage, of a folder as ``tugline harness check --keep`` leaves it."""
     folder = tmp_path_factory.mktemp("kept")
     stages = {"plain": TURNS, "team": EDITED, "title": TITLE, "budget": TURNS}
     for stage, calls in stages.items():
         write(folder / "pi-openai_chat" / stage / "recordings" / "check-0.0.rec", "check", calls)
-    return {(row["harness"], row["stage"]): row for row in run_benchmark(folder)["rows"]}
+    return {
+        (row["harness"], row["stage"]): row
+        for row in measure("builders", "run.py", "--json", "--sessions", folder)["rows"]
+    }
 
 
-def test_an_exact_session_costs_each_token_once(
-    counted: dict[tuple[str, str], dict[str, Any]],
-) -> None:
+def test_an_exact_session_costs_each_token_once(counted: Rows) -> None:
     """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace; two turns, both exact."""
     row = counted["pi", "plain"]
-    assert (row["calls"], row["turns"], row["exact_turns"], row["echo_changed_turns"]) == (
-        3,
-        2,
-        2,
-        1,
-    )
+    assert (row["calls"], row["turns"]) == (3, 2)
+    assert (row["exact_turns"], row["echo_changed_turns"]) == (2, 1)
     assert row["traces"] == {"per_request": 3, "prefix_merging": 1}
     assert row["forwarded"] == {"per_request": 21, "prefix_merging": 10, "packed": 10}
     assert (row["ratio"], row["trained"], row["sampled"]) == (2.1, 6, 6)
     assert (row["canonical_dropped"], row["canonical_false"]) == (0, 0)
 
 
-def test_what_the_published_rule_trains_in_a_false_context_is_counted(
-    counted: dict[tuple[str, str], dict[str, Any]],
-) -> None:
+def test_what_the_published_rule_trains_in_a_false_context_is_counted(counted: Rows) -> None:
     """An edited answer makes two traces; merged by rule, two tokens see what was not there.
 
     Packed, the two tokens that both begin with are computed once.
@@ -107,9 +81,7 @@ def test_what_the_published_rule_trains_in_a_false_context_is_counted(
     assert row["canonical_false"] == 2
 
 
-def test_what_trains_nothing_is_not_computed(
-    counted: dict[tuple[str, str], dict[str, Any]],
-) -> None:
+def test_what_trains_nothing_is_not_computed(counted: Rows) -> None:
     """A title is a trace of its own that no trainer forwards; the other stages are not counted."""
     row = counted["pi", "title"]
     assert row["traces"]["prefix_merging"] == 2
@@ -118,9 +90,7 @@ def test_what_trains_nothing_is_not_computed(
     assert ("pi", "budget") not in counted
 
 
-def test_the_made_up_session_shows_what_length_does(
-    counted: dict[tuple[str, str], dict[str, Any]],
-) -> None:
+def test_the_made_up_session_shows_what_length_does(counted: Rows) -> None:
     """Forty turns: 8,000 tokens and 600 a turn, laid out once or forty times."""
     row = counted["(made up)", ""]
     forwarded = row["forwarded"]
@@ -135,19 +105,14 @@ def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
     write(tmp_path / "recordings" / "a.1.rec", "t", TURNS[:1])
     write(tmp_path / "recordings" / "b.1.rec", "t", other)
     write(tmp_path / "recordings" / "c.1.rec", "t", other)
-    (group,) = run_benchmark(tmp_path)["groups"]
+    (group,) = measure("builders", "run.py", "--json", "--sessions", tmp_path)["groups"]
     assert group == {"task": "t", "sessions": 3, "prefix_merging": 14, "tree": 14, "forest": 7}
 
 
 def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
     """The command ends with 2 and names the folder."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--sessions", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, str(ROOT / "builders" / "run.py"), "--sessions", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"tugline: {tmp_path} holds no recording")
@@ -156,20 +121,9 @@ def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_costs_what_the_builder_makes_of_a_session() -> None:
     """Fifty turns are fifty traces or one; the same tokens are trained, in fewer updates."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--json", "--train", "--scale", "0.002"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    alone = {
-        (row["builder"], row["batching"], row["packed"]): row
-        for row in rows
-        if row["shape"] == "alone"
-    }
+    rows = measure("builders", "run.py", "--json", "--train", "--scale", "0.002")["rows"]
+    names = ("builder", "batching", "packed")
+    alone = {tuple(row[name] for name in names): row for row in rows if row["shape"] == "alone"}
     assert len(alone) == 4
     separate = alone["per_request", "published", "no"]
     merged = alone["prefix_merging", "ours", "no"]

@@ -1,7 +1,5 @@
 """The published rule beside ours, on the cases that break it; the docs have the table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +9,7 @@ from canonical import Canonical
 
 from calls import make_call as call
 from drawn_sessions import whole
-from tugline.traces.base import count_calls
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging, count_calls
 from tugline.types import Call, Finish, Reason, Trace
 
 END, OTHER_END, HEAD = 1, 2, 3

@@ -1,6 +1,6 @@
 """A server in the middle of its work: sessions that ended well and badly, run, and wait."""
 
-from __future__ import annotations
+import io
 
 import msgspec
 import zstandard
@@ -30,13 +30,27 @@ _FAILURES = (
 _STAGES = (Status.RUN, Status.RUN, Status.EVAL, Status.RUN, Status.INIT, Status.BUILD)
 
 
-async def commit(served: Served, node: NodeRegistered, work: Work, n: int) -> None:
-    """End a session; every seventh one fails."""
+async def commit(served: Served, node: NodeRegistered, trajectory: Trajectory, epoch: int) -> None:
+    """Hand in the trajectory of a session."""
+    data = io.BytesIO(zstandard.compress(encode(trajectory)))
+    response = await served.commit(node, trajectory.session, epoch, data)
+    assert response.json == {"outcome": "committed"}, response
+
+
+async def append_log(served: Served, node: NodeRegistered, work: Work, text: str) -> None:
+    """Write the beginning of an agent's log."""
+    path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
+    response = await served.ask("POST", path, node.token, data=text.encode())
+    assert response.status == 200, response
+
+
+def make_result(work: Work, n: int) -> Trajectory:
+    """The end of a session; every seventh one fails."""
     failure = _FAILURES[n // 7 % len(_FAILURES)] if n % 7 == 6 else None
     late = failure is not None and failure.cause is Cause.AGENT_TIMEOUT
     sampled = 900 + 613 * n % 2900
     ended = Status.TIMED_OUT if late else Status.FAILED if failure else Status.COMPLETED
-    trajectory = Trajectory(
+    return Trajectory(
         session=work.session.id,
         task=work.task.id,
         sample=work.session.sample,
@@ -47,9 +61,6 @@ async def commit(served: Served, node: NodeRegistered, work: Work, n: int) -> No
         failure=failure,
         seconds={"init": 1.2, "ready": 0.3, "run": 20.0 + 7 * n % 60, "build": 0.4, "eval": 3.1},
     )
-    data = zstandard.compress(encode(trajectory))
-    response = await served.commit(node, work.session.id, work.session.epoch, data)
-    assert response.json == {"outcome": "committed"}, response
 
 
 async def fill(served: Served) -> list[NodeRegistered]:
@@ -60,10 +71,9 @@ async def fill(served: Served) -> list[NodeRegistered]:
     n = 0
     for node in nodes * 2 + nodes[:1]:
         for work in (await served.lease(node)).work:
-            path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
             log = f"\x1b[31m$ pytest\x1b[0m\n{HOSTILE}\n2 failed, 5 passed\n"
-            await served.ask("POST", path, node.token, data=log.encode())
-            await commit(served, node, work, n)
+            await append_log(served, node, work, log)
+            await commit(served, node, make_result(work, n), work.session.epoch)
             n += 1
     for node, stages in zip(nodes, (_STAGES[:4], _STAGES[4:]), strict=True):
         work = (await served.lease(node, len(stages))).work

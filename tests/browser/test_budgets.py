@@ -1,24 +1,15 @@
 """The benchmark of the console runs through every measure, in a real Chromium."""
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from benchmarks.programs import measure
+
 pytestmark = pytest.mark.browser
-RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "console" / "run.py"
 
 
 def test_every_budget_has_its_figure() -> None:
     """The documented keys are there, with figures that can be true; sizes are within budget."""
-    command = [sys.executable, str(RUN), "--json", "--sessions", "1000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = measure("console", "run.py", "--json", "--sessions", "1000", timeout=250)
     assert report["sessions"] == 1000
     assert 0 < report["first_paint_ms"] <= report["overview_filled_ms"]
     assert max(report["list_p95_ms_by_filter"].values()) == report["list_p95_ms"] > 0

@@ -3,8 +3,6 @@
 ``make test-browser`` runs these. Times are printed, not judged: this machine has other work.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import AsyncIterator
@@ -63,6 +61,14 @@ async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
         assert len(one.requests) == 1, "one file is all it needs"
 
 
+@pytest.fixture
+async def session(tab: Tab, tmp_path: Path) -> ViewedSession:
+    """The small session, whose page is open."""
+    file, session = page(small(tmp_path))
+    await tab.open(file)
+    return session
+
+
 async def test_a_long_session_scrolls_with_few_elements(
     tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,13 +95,11 @@ async def test_a_long_session_scrolls_with_few_elements(
     assert f"position {last:,}" in await tab.js("document.getElementById('token').textContent")
 
 
-async def test_a_click_on_a_token_tells_what_is_known_of_it(tab: Tab, tmp_path: Path) -> None:
+async def test_a_click_on_a_token_tells_what_is_known(tab: Tab, session: ViewedSession) -> None:
     """Its id, logprob, version and call are those of the recording."""
-    file, session = page(small(tmp_path))
     trace = session.traces[0]
     span = trace.spans[1]
     k = span.start + 2
-    await tab.open(file)
     await tab.js(f"tugline.openTrace(0, {span.start})")
     await tab.click(f'[data-k="{k}"]')
     text = await tab.js("document.getElementById('token').innerText")
@@ -111,10 +115,9 @@ async def test_a_click_on_a_token_tells_what_is_known_of_it(tab: Tab, tmp_path: 
         assert kind in colour
 
 
-async def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("session")
+async def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab) -> None:
     """An end of script, a picture with a handler and marks of direction are shown, not obeyed."""
-    file, _ = page(small(tmp_path))
-    await tab.open(file)
     await tab.js("tugline.openTurn(1)")
     text = await tab.js("document.getElementById('conversation').innerText")
     assert HOSTILE.split(" \x1b")[0] in text
@@ -148,10 +151,8 @@ async def test_search_finds_a_word_far_away(tab: Tab, tmp_path: Path, view: str)
     assert not await tab.js("document.querySelector('mark, .hit')")
 
 
-async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
+async def test_the_keyboard_leads_everywhere(tab: Tab, session: ViewedSession) -> None:
     """Turns, views, answers, theme and help without a mouse."""
-    file, session = page(small(tmp_path))
-    await tab.open(file)
     await tab.key("j")
     await tab.key("j")
     assert await tab.js("tugline.call") == 2
@@ -173,10 +174,8 @@ async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
     assert await tab.js("document.getElementById('help').open")
 
 
-async def test_a_fork_links_to_where_it_left(tab: Tab, tmp_path: Path) -> None:
+async def test_a_fork_links_to_where_it_left(tab: Tab, session: ViewedSession) -> None:
     """The tree shows each trace below its parent, with a link to the last token they share."""
-    file, session = page(small(tmp_path))
-    await tab.open(file)
     await tab.click("[data-list='traces']")
     await tab.until(f"document.querySelectorAll('#traces .entry').length === {len(session.traces)}")
     await tab.click("#traces .entry:nth-child(2) a")
@@ -185,11 +184,9 @@ async def test_a_fork_links_to_where_it_left(tab: Tab, tmp_path: Path) -> None:
 
 
 async def test_each_trace_is_put_together_from_what_its_parent_has(
-    tab: Tab, tmp_path: Path
+    tab: Tab, session: ViewedSession
 ) -> None:
     """The ids and logprobs in the page are those of the builder's traces, one by one."""
-    file, session = page(small(tmp_path))
-    await tab.open(file)
     for index, trace in enumerate(session.traces):
         one = f"tugline.traces[{index}]"
         ids = await tab.js(f"[...{one}.places].map(place => {one}.page.ids[place])")

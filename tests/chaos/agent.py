@@ -4,8 +4,6 @@ Standard library only, so that hundreds of it start quickly. The instruction is 
 `pause_s` between them. It asks again as an SDK does when an answer does not come.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

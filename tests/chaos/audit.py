@@ -3,8 +3,6 @@
 Each check is a row: what was looked at, what was found, what it must be.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Its answer depends on the prompt alone, so it is the same after every restart, a
 the prompt ends within an answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import zlib

@@ -4,8 +4,6 @@ Nothing here waits for a process to end well: whoever dies is started again at o
 supervisor would, and a death that nobody ordered is written down.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The evaluator of the fake agents, named ``chaos.judge:Answer`` in their tasks."""
 
-from __future__ import annotations
-
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 

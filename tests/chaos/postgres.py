@@ -1,7 +1,5 @@
 """A PostgreSQL server for one run, which can be made to crash."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

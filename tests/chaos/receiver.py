@@ -1,7 +1,5 @@
 """A receiver of callbacks: ``receiver.py PORT FILE``. What it answers 204 to is on its disk."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -3,8 +3,6 @@
 The seed decides what is asked for and who is struck; when, the machine decides too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,15 +1,12 @@
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.audit import audit, gather, table
 from chaos.fleet import Fleet
-from chaos.postgres import Postgres, postgres
+from chaos.postgres import postgres
 from chaos.storm import Storm
 
 SESSIONS = int(os.environ.get("TUGLINE_CHAOS_SESSIONS", "500"))
@@ -17,22 +14,17 @@ KILLS = int(os.environ.get("TUGLINE_CHAOS_KILLS", "100"))
 SEED = int(os.environ.get("TUGLINE_CHAOS_SEED", "20"))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def store(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
-    """The store under test; None is the server's own."""
-    with contextlib.ExitStack() as stack:
-        own = request.param == "sqlite"
-        yield None if own else stack.enter_context(postgres())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_kill_9_of_anybody_at_any_moment_loses_nothing(
-    store: Postgres | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Server, nodes, engine, agents, receiver and trainer die again and again; all adds up."""
-    fleet = Fleet(tmp_path / "run", store.url if store else None)
-    with contextlib.closing(fleet):
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(postgres()) if kind == "postgres" else None
+        fleet = Fleet(tmp_path / "run", store.url if store else None)
+        stack.enter_context(contextlib.closing(fleet))
         fleet.launch()
         storm = Storm(fleet, sessions=SESSIONS, kills=KILLS, seed=SEED)
         others = [storm.freeze_a_node] * max(1, KILLS // 25)
@@ -40,5 +32,5 @@ def test_kill_9_of_anybody_at_any_moment_loses_nothing(
         story = storm.run(tuple(others))
         rows = audit(fleet, story, gather(fleet))
     with capsys.disabled():
-        print(f"\n{'postgres' if store else 'sqlite'}, seed {SEED}\n{table(rows)}")  # noqa: T201
+        print(f"\n{kind}, seed {SEED}\n{table(rows)}")  # noqa: T201
     assert [row for row in rows if not row.good] == []

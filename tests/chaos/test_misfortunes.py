@@ -1,9 +1,9 @@
 """One unlucky part at a time: nobody else's session fails, and no attempt is spent by a machine."""
 
-from __future__ import annotations
-
 import contextlib
+import errno
 import json
+import os
 import random
 import sqlite3
 import subprocess
@@ -65,9 +65,37 @@ def wait_until_all_is_well(fleet: Fleet, count: int) -> dict[str, Any]:
     return found
 
 
-def kinds(fleet: Fleet) -> list[str]:
-    """What has happened, in order."""
-    return [one["kind"] for one in fleet.api().get("/v1/events?limit=1000")]
+def events(fleet: Fleet, kind: str) -> list[dict[str, Any]]:
+    """All that happened of this kind, in order."""
+    told = fleet.api().get("/v1/events?limit=1000")
+    return [one for one in told if one["kind"] == kind]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of the server, on a disk of its own."""
+    disk = tmp_path / "run" / "server"
+    disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={24 << 20}", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False, timeout=10)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def fill(file: Path) -> None:
+    """Leave not a byte."""
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as out:
+        for size in (1 << 16, 1 << 10, 1):
+            try:
+                while True:
+                    out.write(os.urandom(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
 
 
 def test_an_engine_that_hangs_costs_its_agents_nothing(launch: Open) -> None:
@@ -91,7 +119,7 @@ def test_agents_whose_time_ends_before_a_hang_is_noticed_are_not_charged(launch:
     until(lambda: len(fleet.agents()) == 4, "four agents to run")
     engine = fleet.programs["engine"]
     engine.freeze(3600)
-    until(lambda: kinds(fleet).count("session.requeued") >= 4, "their time to end", DONE)
+    until(lambda: len(events(fleet, "session.requeued")) >= 4, "their time to end", DONE)
     assert "replica ejected" not in (fleet.folder / "node0.log").read_text()
     engine.thaw()
     wait_until_all_is_well(fleet, 4)
@@ -113,6 +141,51 @@ def test_a_broken_node_takes_no_work_from_a_healthy_one(launch: Open) -> None:
     assert faults["node1"]
 
 
+def test_a_node_that_was_cut_off_commits_nothing_it_has_lost(launch: Open) -> None:
+    """Frozen past its lease, it comes back to find its sessions done by another."""
+    fleet = launch()
+    ask(fleet, "cut", pause_s=1.2)
+    until(lambda: len(fleet.agents()) == 4, "four agents to run")
+    (first,) = fleet.nodes
+    frozen = time.time()
+    first.freeze(3600)
+    other = fleet.add_node("node1")
+    other.start()
+    found = wait_until_all_is_well(fleet, 4)
+    first.thaw()
+    (lost,) = events(fleet, "node.lost")
+    assert lost["created"] - frozen <= fleet.lease_s + HUNG_S
+    until(lambda: not fleet.agents(), "the lost agents to be ended")
+    other.kill(3600)  # so that only the first can do what comes now
+    ask(fleet, "after")
+    again = wait_until_all_is_well(fleet, 8)
+    assert found.items() <= again.items(), "nothing that was committed has changed"
+    told = [one["session"] for one in events(fleet, "session.result")]
+    assert sorted(told) == sorted(again), "each was committed once"
+
+
+def test_a_full_disk_refuses_work_and_loses_none(small_disk: Path, launch: Open) -> None:
+    """What was accepted ends once there is room; what was refused was refused clearly."""
+    fleet = launch()
+    api = fleet.api()
+    for number in range(8):
+        ask(fleet, f"f{number}")
+    until(lambda: bool(fleet.agents()), "agents to run")
+    fill(small_disk / "ballast")
+    late = {**body("late", random.Random(3), fleet.callback), "callback": None, "group": {}}
+    status, text = api.once("POST", "/v1/tasks", json.dumps(late).encode())
+    refusal = json.loads(text)["detail"]
+    assert (status, "disk" in refusal or "full" in refusal) == (503, True), refusal
+    assert api.get("/v1/status")["tasks_open"] >= 1, "reading goes on"
+    (small_disk / "ballast").unlink()
+    api.post("/v1/tasks", late)
+    until(lambda: api.get("/v1/status")["tasks_open"] == 0, "all tasks to end", DONE)
+    results = api.get("/v1/results?limit=1000")["items"]
+    assert len({one["session"] for one in results}) == len(results) == 9 * 4
+    assert {one["status"] for one in results} == {"completed"}
+    assert not fleet.deserters
+
+
 def test_a_twin_is_refused_and_harms_nobody(launch: Open) -> None:
     """A second node of the same name ends with an error; the first one's sessions go on."""
     fleet = launch()
@@ -125,8 +198,8 @@ def test_a_twin_is_refused_and_harms_nobody(launch: Open) -> None:
     until(lambda: not twin.alive, "the twin to end")
     assert "is at work" in (fleet.folder / "twin.log").read_text()
     wait_until_all_is_well(fleet, 4)
-    assert kinds(fleet).count("node.joined") == 1
-    assert "session.requeued" not in kinds(fleet)
+    assert len(events(fleet, "node.joined")) == 1
+    assert not events(fleet, "session.requeued")
 
 
 @pytest.mark.parametrize("first", ["server", "node0"])
@@ -149,7 +222,7 @@ def test_a_full_journal_outlives_restarts_in_any_order(launch: Open, first: str)
         until(lambda: "does not answer" in (fleet.folder / "node0.log").read_text(), "an offer")
         fleet.start_server(time.time())
     wait_until_all_is_well(fleet, 4)
-    assert kinds(fleet).count("session.leased") == 4
+    assert len(events(fleet, "session.leased")) == 4
 
 
 def test_a_clock_set_back_keeps_no_dead_node(launch: Open, tmp_path: Path) -> None:
@@ -174,8 +247,7 @@ def test_a_clock_set_back_keeps_no_dead_node(launch: Open, tmp_path: Path) -> No
     killed = time.time()
     fleet.add_node("node1").start()
     wait_until_all_is_well(fleet, 4)
-    (lost,) = (one for one in fleet.api().get("/v1/events?limit=1000")
-               if one["kind"] == "node.lost")  # fmt: skip
+    (lost,) = events(fleet, "node.lost")
     assert 0 <= lost["created"] - killed <= fleet.lease_s + HUNG_S
 
 
@@ -183,7 +255,7 @@ def test_a_restored_store_mixes_no_two_runs(launch: Open) -> None:
     """Under a running node: all is run again, each in a recording with one run's calls."""
     fleet = launch()
     ask(fleet, "again", pause_s=0.1)
-    until(lambda: "session.leased" in kinds(fleet), "a lease")
+    until(lambda: bool(events(fleet, "session.leased")), "a lease")
     live, backup = fleet.folder / "server" / "server.db", fleet.folder / "backup.db"
     with contextlib.closing(sqlite3.connect(live)) as old, contextlib.closing(
         sqlite3.connect(backup)

@@ -1,7 +1,5 @@
 """``tugline train`` on a server, a node and an engine of their own, each killed again and again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

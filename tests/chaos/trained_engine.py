@@ -4,9 +4,6 @@ It has the routes through which a trainer changes and checks the weights of vLLM
 starts with those in its folder, whatever was published before.
 """
 
-from __future__ import annotations
-
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -14,17 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import uvloop
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from transformers import Qwen3ForCausalLM
 
+from engines.embedded_server import main
 from tugline.inference.engine import Engine
-from tugline.inference.load import load
-from tugline.inference.server import create_app, prompt_logprobs
+from tugline.inference.server import prompt_logprobs
 from tugline.types import Ids
-from tugline.web.serve import serve
 
 
 class Routes:
@@ -67,28 +62,20 @@ class Routes:
         return JSONResponse({"choices": [{"prompt_logprobs": scored}]})
 
 
-async def main(folder: Path, port: int) -> None:
-    """Serve until killed."""
-    model, _, eos_ids = load(folder, dtype=torch.float32)
-    window = model.config.max_position_embeddings
-    async with Engine(model, eos_ids=eos_ids, max_model_len=window, threads=1) as engine:
-        own = Routes(engine)
-        app = Starlette(
-            routes=[
-                Route("/v1/models", own.models),
-                Route("/weight_info", own.weight_info),
-                Route("/collective_rpc", own.reload, methods=["POST"]),
-                Route("/pause", own.accept, methods=["POST"]),
-                Route("/resume", own.accept, methods=["POST"]),
-                Route("/reset_prefix_cache", own.accept, methods=["POST"]),
-                Route("/update_weight_version", own.set_version, methods=["POST"]),
-                Route("/v1/completions", own.complete, methods=["POST"]),
-                Mount("/", create_app(engine, model_name="tiny")),
-            ]
-        )
-        async with serve(app, port=port):
-            await asyncio.Event().wait()
+def make_routes(engine: Engine) -> list[Route]:
+    """Those of vLLM, which hide the engine's own."""
+    own = Routes(engine)
+    return [
+        Route("/v1/models", own.models),
+        Route("/weight_info", own.weight_info),
+        Route("/collective_rpc", own.reload, methods=["POST"]),
+        Route("/pause", own.accept, methods=["POST"]),
+        Route("/resume", own.accept, methods=["POST"]),
+        Route("/reset_prefix_cache", own.accept, methods=["POST"]),
+        Route("/update_weight_version", own.set_version, methods=["POST"]),
+        Route("/v1/completions", own.complete, methods=["POST"]),
+    ]
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(main(Path(sys.argv[1]), int(sys.argv[2]), make_routes))

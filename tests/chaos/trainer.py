@@ -3,8 +3,6 @@
 Results are on its disk before they are acknowledged, so what it acknowledged it has.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The checks of a session. Pure; each returns None if all is well, else the reason."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

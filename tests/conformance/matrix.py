@@ -1,7 +1,5 @@
 """Check a case in a process and a network of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

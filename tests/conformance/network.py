@@ -5,8 +5,6 @@ loopback interface up and replaces the machine's resolver by one that answers NX
 the names. A harness that tries to reach a foreign host cannot, and is identified by the name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

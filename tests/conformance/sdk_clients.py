@@ -1,12 +1,10 @@
 """The four APIs through their official SDKs behind one face, so that one table tests them all."""
 
 # ruff: noqa: D102 - `Api` documents the methods
-from __future__ import annotations
-
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +90,25 @@ class OpenAi(Api):
     """What Chat and Responses share."""
 
     error = openai.APIStatusError
+    names: Mapping[str, str]
+    """Of options and of the history, as this API calls them."""
+
+    @abstractmethod
+    def declare(self, function: dict[str, Any]) -> dict[str, Any]:
+        """A tool, or the choice of one."""
+
+    def fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        """The body of a request."""
+        fields = {self.names.get(key, key): value for key, value in options.items()}
+        if system := fields.pop("system", ""):
+            history = [{"role": "developer", "content": system}, *history]
+        if fields.get("tools") is True:
+            tool = {**READ, "parameters": {"type": "object"}, "strict": False}
+            fields["tools"] = [self.declare(tool)]
+        if force := fields.pop("force", ""):
+            named = self.declare({"name": "read"})
+            fields["tool_choice"] = named if force == "named" else "required"
+        return {"model": "m", self.names["history"]: history, **fields}
 
     def connect(self, url: str, key: str) -> contextlib.AbstractAsyncContextManager[Any]:
         return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
@@ -106,23 +123,14 @@ class Chat(OpenAi):
 
     name = "chat"
     echoes = ("verbatim", "respaced")
+    names: Mapping[str, str] = {"limit": "max_completion_tokens", "history": "messages"}
 
     def parts(self, text: str) -> list[Any]:
         url = f"data:image/png;base64,{PIXEL}"
         return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
 
-    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-        names = {"stop": "stop", "limit": "max_completion_tokens"}
-        fields = {names.get(key, key): value for key, value in options.items()}
-        if system := fields.pop("system", ""):
-            history = [{"role": "developer", "content": system}, *history]
-        if fields.get("tools") is True:
-            tool = {**READ, "parameters": {"type": "object"}}
-            fields["tools"] = [{"type": "function", "function": tool}]
-        if force := fields.pop("force", ""):
-            named = {"type": "function", "function": {"name": "read"}}
-            fields["tool_choice"] = named if force == "named" else "required"
-        return {"model": "m", "messages": history, **fields}
+    def declare(self, function: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": function}
 
     def _read(self, answer: Any, reasoning: str | None = None, deltas: int = 0) -> Reply:
         (choice,) = answer.choices
@@ -139,10 +147,10 @@ class Chat(OpenAi):
         )  # fmt: skip
 
     async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        return self._read(await sdk.chat.completions.create(**self._fields(history, options)))
+        return self._read(await sdk.chat.completions.create(**self.fields(history, options)))
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        fields = self._fields(history, options)
+        fields = self.fields(history, options)
         state: Any = ChatCompletionStreamState()
         thoughts: list[str] = []
         async for chunk in await sdk.chat.completions.create(
@@ -159,7 +167,7 @@ class Chat(OpenAi):
         return self._read(answer, "".join(thoughts), len(thoughts))
 
     async def open_stream(self, sdk: Any) -> Any:
-        fields = self._fields(self.start("Mend it."), {})
+        fields = self.fields(self.start("Mend it."), {})
         stream = await sdk.chat.completions.create(**fields, stream=True)
         await anext(aiter(stream))
         return stream
@@ -183,22 +191,14 @@ class Responses(OpenAi):
 
     name = "responses"
     echoes = ("verbatim", "without ids", "sealed", "references", "some references", "as text")
+    names: Mapping[str, str] = {"limit": "max_output_tokens", "history": "input"}
 
     def parts(self, text: str) -> list[Any]:
         url = f"data:image/png;base64,{PIXEL}"
         return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
 
-    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-        fields = {{"limit": "max_output_tokens"}.get(key, key): v for key, v in options.items()}
-        if system := fields.pop("system", ""):
-            history = [{"role": "developer", "content": system}, *history]
-        if fields.get("tools") is True:
-            tool = {**READ, "parameters": {"type": "object"}, "strict": False}
-            fields["tools"] = [{"type": "function", **tool}]
-        if force := fields.pop("force", ""):
-            named = {"type": "function", "name": "read"}
-            fields["tool_choice"] = named if force == "named" else "required"
-        return {"model": "m", "input": history, **fields}
+    def declare(self, function: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", **function}
 
     def _read(self, answer: Any, deltas: int = 0) -> Reply:
         thoughts = "".join(i.summary[0].text for i in answer.output if i.type == "reasoning")
@@ -214,11 +214,11 @@ class Responses(OpenAi):
 
     async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         include = ["reasoning.encrypted_content"]
-        fields = self._fields(history, options)
+        fields = self.fields(history, options)
         return self._read(await sdk.responses.create(**fields, include=include))
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        async with sdk.responses.stream(**self._fields(history, options)) as stream:
+        async with sdk.responses.stream(**self.fields(history, options)) as stream:
             events = [event async for event in stream]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[0].type == "response.created"
@@ -275,7 +275,7 @@ class Anthropic(Api):
         source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
         return [{"type": "image", "source": source}, {"type": "text", "text": text}]
 
-    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         fields = {{"limit": "max_tokens"}.get(key, key): value for key, value in options.items()}
         if system := fields.pop("system", ""):
             billing = f"x-anthropic-billing-header: cc_version={len(history)};"
@@ -307,15 +307,15 @@ class Anthropic(Api):
         )  # fmt: skip
 
     async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        return self._read(await sdk.messages.create(**self._fields(history, options)))
+        return self._read(await sdk.messages.create(**self.fields(history, options)))
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        async with sdk.messages.stream(**self._fields(history, options)) as stream:
+        async with sdk.messages.stream(**self.fields(history, options)) as stream:
             kinds = [event.type async for event in stream]
             return self._read(await stream.get_final_message(), kinds.count("thinking"))
 
     async def open_stream(self, sdk: Any) -> Any:
-        stream = await sdk.messages.create(**self._fields(self.start("Hi"), {}), stream=True)
+        stream = await sdk.messages.create(**self.fields(self.start("Hi"), {}), stream=True)
         async for event in stream:
             if event.type == "content_block_delta":
                 return stream
@@ -360,7 +360,7 @@ class Google(Api):
             parts.append(types.Part.from_bytes(data=b"\x89PNG", mime_type="image/png"))
         return [types.Content(role="user", parts=parts)]
 
-    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
         names = {"limit": "max_output_tokens", "stop": "stop_sequences"}
         names["system"] = "system_instruction"
         config = {names.get(key, key): value for key, value in options.items()}
@@ -393,12 +393,12 @@ class Google(Api):
         )  # fmt: skip
 
     async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        answer = await sdk.models.generate_content(**self._fields(history, options))
+        answer = await sdk.models.generate_content(**self.fields(history, options))
         (candidate,) = answer.candidates
         return self._read(answer, candidate.content.parts, candidate.finish_reason)
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
-        stream = await sdk.models.generate_content_stream(**self._fields(history, options))
+        stream = await sdk.models.generate_content_stream(**self.fields(history, options))
         chunks = [chunk async for chunk in stream]
         ends = [chunk.candidates[0].finish_reason for chunk in chunks]
         assert not any(ends[:-1])

@@ -1,7 +1,5 @@
 """Run one session of a real harness against a scripted model, and record what happened."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

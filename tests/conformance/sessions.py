@@ -4,8 +4,6 @@ A plain session of four turns, the same with a fault at every turn, one whose bu
 some harnesses have one more for a feature of theirs.
 """
 
-from __future__ import annotations
-
 import re
 
 from conformance.session_run import Scenario

@@ -4,8 +4,6 @@ They are installed on first use, with everything that they need, into a folder o
 other program sees.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools
@@ -33,6 +31,10 @@ AI_SDK = (
     "@ai-sdk/anthropic@4.0.105",
     "@ai-sdk/google@4.0.121",
     "zod@4.6.7",
+)
+PIP = (
+    *(sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-compile", "--no-deps"),
+    *("--target", ".", "-r", REQUIREMENTS),
 )
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "1", "HF_HUB_OFFLINE": "1"}
 CHAT, RESPONSES, ANTHROPIC, GOOGLE = "openai_chat", "openai_responses", "anthropic", "google"
@@ -68,47 +70,18 @@ def calls(name: str, *arguments: dict[str, str]) -> str:
     )
 
 
-async def find_python_packages() -> Path:
-    """The folder with the frameworks of Python; installed on first use."""
-    lock = REQUIREMENTS.read_bytes()
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache_folder() / f"frameworks-{python}" / f"{hash_of(lock)}"
+async def install(kind: str, packages: bytes, *command: str | Path) -> Path:
+    """The folder into which a command has installed these packages; on first use."""
+    folder = cache_folder() / kind / hashlib.sha256(packages).hexdigest()[:12]
 
     async def fill(fresh: Path) -> None:
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-compile")
-        options = ("--no-deps", "--target", str(fresh), "-r", str(REQUIREMENTS))
-        say(f"installing {len(lock.splitlines())} packages of agent frameworks, once")
-        await run_installer("pip could not install", *pip, *options, cwd=fresh)
+        (fresh / "package.json").write_text("{}")  # where npm installs
+        print(f"installing {kind}, once ...", file=sys.__stderr__, flush=True)
+        await run_installer(f"{kind} could not be installed", *map(str, command), cwd=fresh)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     await install_once(folder, fill)
     return folder
-
-
-async def find_node_packages() -> tuple[Path, Path]:
-    """Node, and the folder with the AI SDK; installed on first use."""
-    node, npm = find_node()
-    folder = cache_folder() / "frameworks-npm" / hash_of(" ".join(AI_SDK).encode())
-
-    async def fill(fresh: Path) -> None:
-        (fresh / "package.json").write_text("{}")
-        options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
-        say("installing the AI SDK, once")
-        await run_installer("npm could not install", *npm, "install", *options, *AI_SDK, cwd=fresh)
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    await install_once(folder, fill)
-    return node, folder
-
-
-def hash_of(data: bytes) -> str:
-    """A short name for a set of packages."""
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
-def say(what: str) -> None:
-    """Progress."""
-    print(f"frameworks: {what} ...", file=sys.__stderr__, flush=True)
 
 
 async def play(framework: Framework, *arguments: str) -> dict[str, Any]:
@@ -117,10 +90,15 @@ async def play(framework: Framework, *arguments: str) -> dict[str, Any]:
     env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     try:
         if framework.script.endswith(".mjs"):
-            node, folder = await find_node_packages()
+            node, npm = find_node()
+            options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+            install_sdk = (*npm, "install", *options, *AI_SDK)
+            folder = await install("frameworks-npm", " ".join(AI_SDK).encode(), *install_sdk)
             argv = (str(node), script, str(folder))
         else:
-            env |= {"PYTHONPATH": str(await find_python_packages()), **QUIET}
+            kind = f"frameworks-{sys.version_info.major}.{sys.version_info.minor}"
+            folder = await install(kind, REQUIREMENTS.read_bytes(), *PIP)
+            env |= {"PYTHONPATH": f"{folder}{os.pathsep}{SCRIPTS / 'shared'}", **QUIET}
             argv = (sys.executable, "-S", "-P", script)
     except HarnessError as error:
         pytest.skip(f"the frameworks cannot be installed: {error}")

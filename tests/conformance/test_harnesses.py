@@ -1,7 +1,5 @@
 """Every real harness in every dialect it speaks, without internet: the long suite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

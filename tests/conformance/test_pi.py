@@ -1,7 +1,5 @@
 """The real pi against the real gateway, in all four dialects, without internet."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

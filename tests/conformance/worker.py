@@ -3,8 +3,6 @@
 Reads a `Job` from stdin and writes a `CheckResult` to ``result.json`` in the job's folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

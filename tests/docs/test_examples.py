@@ -4,8 +4,6 @@ Command lines are parsed by the command line itself, tasks and configurations ar
 first steps are run, and what they print is compared; test_tutorial.py runs a whole page.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

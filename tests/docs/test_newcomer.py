@@ -1,7 +1,5 @@
 """The record of a newcomer's path, which the README shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The Python that the pages show is run, page by page, in a folder of its own."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documentation site; test_house.py sees to it that every page has its place there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

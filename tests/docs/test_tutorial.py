@@ -1,7 +1,5 @@
 """The tutorial, followed to the letter: its files are written, its commands run in order."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """One engine at a time, serving the tiny model that calls tools."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

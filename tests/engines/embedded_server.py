@@ -3,12 +3,12 @@
 ``POST /swap`` does what a trainer in the same process does with `Engine.swap`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,25 +19,28 @@ from tugline.inference.load import load
 from tugline.inference.server import create_app
 from tugline.web.serve import serve
 
-WINDOW = 8192
 
-
-async def main(folder: Path, port: int) -> None:
-    """Serve until killed."""
-    model, _, eos_ids = load(folder)
-    async with Engine(model, eos_ids=eos_ids, max_model_len=WINDOW, threads=1) as engine:
-
-        async def swap(request: Request) -> Response:
-            asked = await request.json()
-            fresh, _, _ = load(Path(asked["folder"]))
-            await engine.swap(fresh.state_dict(), asked["version"], asked["running"])
-            return JSONResponse({})
-
-        own = Route("/swap", swap, methods=["POST"])
-        app = Starlette(routes=[own, Mount("/", create_app(engine, model_name="tiny"))])
-        async with serve(app, port=port):
+async def main(folder: Path, port: int, make_routes: Callable[[Engine], list[Route]]) -> None:
+    """Serve the model in `folder`, with more routes than the engine's own, until killed."""
+    model, _, eos_ids = load(folder, dtype=torch.float32)
+    window = model.config.max_position_embeddings
+    async with Engine(model, eos_ids=eos_ids, max_model_len=window, threads=1) as engine:
+        routes = [*make_routes(engine), Mount("/", create_app(engine, model_name="tiny"))]
+        async with serve(Starlette(routes=routes), port=port):
             await asyncio.Event().wait()
 
 
+def make_swap_route(engine: Engine) -> list[Route]:
+    """The route of a trainer."""
+
+    async def swap(request: Request) -> Response:
+        asked = await request.json()
+        fresh, _, _ = load(Path(asked["folder"]))
+        await engine.swap(fresh.state_dict(), asked["version"], asked["running"])
+        return JSONResponse({})
+
+    return [Route("/swap", swap, methods=["POST"])]
+
+
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), make_swap_route))

@@ -1,7 +1,5 @@
 """Real inference servers as child processes: started with a deadline, ended by their own id."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -18,7 +16,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from engines.embedded_server import WINDOW
+from engines.tool_model import WINDOW
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0

@@ -1,7 +1,5 @@
 """The gateway in front of real engines: the same sessions, judged by a plain forward pass."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -20,12 +18,10 @@ import pytest
 
 from engines import servers
 from engines.conftest import FURTHEST, Served
-from engines.embedded_server import WINDOW
-from engines.tool_model import RECITE, TOOLS
+from engines.tool_model import RECITE, TOOLS, WINDOW
 from inference.tiny_model import truth
 from recording.verify.recorded import read_in
 from tugline.chat.engines import ROUTES
-from tugline.chat.engines.base import EngineFormat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
@@ -34,18 +30,8 @@ from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.builders import PrefixMerging
-from tugline.types import (
-    Branch,
-    Call,
-    LogprobMeaning,
-    Logprobs,
-    Mode,
-    PluginSpec,
-    Sampling,
-    Session,
-    Task,
-)
+from tugline.traces.base import PrefixMerging
+from tugline.types import Call, LogprobMeaning, Logprobs, Mode, PluginSpec, Sampling, Session, Task
 from tugline.types import CallOutcome as End
 from tugline.web.engine_http import EngineHttp
 
@@ -75,6 +61,8 @@ class Bench:
         self.client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120
         )
+        self.usage: Any = None
+        """That of the last recital, once it is over."""
 
     async def ask(self, messages: list[Any], **options: Any) -> Any:
         """One chat completion."""
@@ -91,6 +79,26 @@ class Bench:
             found = f"stone {path.removesuffix('.txt')} quay"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
         return choice
+
+    async def recite(self) -> AsyncIterator[str]:
+        """What a long streamed answer adds, piece by piece."""
+        stream = await self.ask(
+            [{"role": "user", "content": RECITE}],
+            max_tokens=STREAMED,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            self.usage = chunk.usage or self.usage
+            for choice in chunk.choices:
+                # engines take an answer without </think> for one long thought
+                thought = getattr(choice.delta, "reasoning_content", None)
+                yield choice.delta.content or thought or ""
+
+    def decode(self, call: Call) -> str:
+        """The text of its answer."""
+        tokenizer = Tokenizer.load(self.served.folders.first)
+        return tokenizer.decode(call.sampled_ids.tolist()).strip()
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -119,13 +127,20 @@ class Bench:
 @asynccontextmanager
 async def bench(
     served: Served,
-    wire: EngineFormat,
+    route: str,
     folder: Path,
     sampling: Sampling = WARM,
     *more: str,
     name: str = "s1",
 ) -> AsyncIterator[Bench]:
-    """One session, open while the block lasts, on the engine and `more` replicas of it."""
+    """One session, open while the block lasts, on the engine and `more` replicas of it.
+
+    Its logprobs have the meaning that this engine was found to have.
+    """
+    meaning = (await served.examined()).logprob_meaning
+    if route not in ROUTES[served.name]:
+        pytest.skip(f"{served.name} has no route {route}")
+    wire = ROUTES[served.name][route](meaning or LogprobMeaning.PROCESSED)
     tokenizer = Tokenizer.load(served.folders.first)
     rendering = Rendering(tokenizer, "qwen3") if wire.mode is Mode.EXACT else None
     task = Task(
@@ -144,16 +159,6 @@ async def bench(
         it = Bench(served, gateway, opened.base_url, opened.key, name)
         async with it.client:
             yield it
-
-
-def route(served: Served, name: str) -> EngineFormat:
-    """The format of one route with the logprob meaning that this engine was found to have."""
-    assert served.report, "the doctor goes first"
-    found = ROUTES[served.name].get(name)
-    if found is None:
-        pytest.skip(f"{served.name} has no route {name}")
-    meaning = served.report[0].logprob_meaning
-    return found(meaning or LogprobMeaning.PROCESSED)
 
 
 def gaps(served: Served, call: Call, weights: int = 0) -> Logprobs:
@@ -208,9 +213,7 @@ async def test_a_tool_session_is_captured_token_by_token(
     served: Served, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Four turns with parallel tool calls: parsed, one sequence, logprobs as recomputed."""
-    await served.examined()
-    wire = route(served, name)
-    async with bench(served, wire, tmp_path, CALM) as it:
+    async with bench(served, name, tmp_path, CALM) as it:
         messages: list[Any] = [
             {"role": "system", "content": "You help with stone."},
             {"role": "user", "content": "Mend north wharf."},
@@ -228,63 +231,32 @@ async def test_a_tool_session_is_captured_token_by_token(
         await it.turn(messages)
         calls = it.calls
     assert len(calls) == 4
-    assert {call.mode for call in calls} == {wire.mode}
+    assert {call.mode for call in calls} == {Mode.OBSERVED if name == "chat" else Mode.EXACT}
     assert {span.version for call in calls for span in call.versions} == {served.version}
     request.node.user_properties.append((FURTHEST, check_logprobs(served, calls)))
     for before, after in itertools.pairwise(calls):
         whole = np.concatenate((before.prompt_ids, before.sampled_ids))
-        extends = np.array_equal(after.prompt_ids[: len(whole)], whole)
-        assert extends is (after.branch is None)
-        assert extends
-        assert after.branch in {None, Branch.ENGINE_RERENDERED}
+        assert np.array_equal(after.prompt_ids[: len(whole)], whole)
+        assert after.branch is None
     traces = PrefixMerging().build(calls).traces
     sampled = sum(len(call.sampled_ids) for call in calls)
     assert sum(int(trace.mask.sum()) for trace in traces) == sampled
 
 
-@pytest.mark.parametrize("sampling", [WARM, CALM], ids=["t1", "t0.5"])
-@pytest.mark.parametrize("name", ROUTE_NAMES)
-async def test_logprobs_mean_what_is_recorded(
-    served: Served, name: str, sampling: Sampling, tmp_path: Path
-) -> None:
-    """Raw ones are those of temperature 1, processed ones those of the temperature drawn at."""
-    await served.examined()
-    async with bench(served, route(served, name), tmp_path, sampling) as it:
-        await it.ask([{"role": "user", "content": RECITE}], max_tokens=60)
-        calls = it.calls
-    check_logprobs(served, calls)
-    right = LogprobMeaning.RAW if served.name == "vllm" else LogprobMeaning.PROCESSED
-    assert calls[0].logprob_meaning is right
-
-
 @pytest.mark.parametrize("name", ["generate", "chat"])
 async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> None:
     """The first words come while the engine is still sampling; streamed and recorded agree."""
-    await served.examined()
-    async with bench(served, route(served, name), tmp_path, CALM) as it:
+    async with bench(served, name, tmp_path, CALM) as it:
         text, early = "", False
-        stream = await it.ask(
-            [{"role": "user", "content": RECITE}],
-            max_tokens=STREAMED,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        usage = None
-        async for chunk in stream:
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                # engines take an answer without </think> for one long thought
-                thought = getattr(choice.delta, "reasoning_content", None)
-                words = choice.delta.content or thought or ""
-                if words and not text:
-                    early = not it.calls
-                text += words
+        async for words in it.recite():
+            if words and not text:
+                early = not it.calls
+            text += words
         (call,) = it.calls
     assert early, "the first words came when the last token was on disk already"
-    assert usage.completion_tokens == len(call.sampled_ids) == STREAMED
-    assert usage.prompt_tokens == len(call.prompt_ids)
-    told = Tokenizer.load(served.folders.first).decode(call.sampled_ids.tolist())
-    assert text.strip() == told.strip()
+    assert it.usage.completion_tokens == len(call.sampled_ids) == STREAMED
+    assert it.usage.prompt_tokens == len(call.prompt_ids)
+    assert text.strip() == it.decode(call)
     check_logprobs(served, (call,))
 
 
@@ -294,8 +266,7 @@ async def test_a_client_that_hangs_up_frees_the_engine(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
     """Nothing runs two seconds later, and the partial answer is recorded as what it is."""
-    await served.examined()
-    async with bench(served, route(served, name), tmp_path, CALM) as it:
+    async with bench(served, name, tmp_path, CALM) as it:
         body = {
             "messages": [{"role": "user", "content": RECITE}],
             "tools": TOOLS,
@@ -341,25 +312,17 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
     The second replica is a real one, too, with the same weights; every token on either side of
     the cut has the logprob of a plain forward pass over all ids before it.
     """
-    await served.examined()
-    wire = route(served, "generate")
     with servers.running(served.name, served.folders.first, tmp_path) as other:
         for number in range(20):  # until a session is at home on the other one
             name = f"s{number}"
-            async with bench(served, wire, tmp_path, CALM, other.url, name=name) as it:
+            async with bench(served, "generate", tmp_path, CALM, other.url, name=name) as it:
                 await it.ask([{"role": "user", "content": "Mend north wharf."}], max_tokens=1)
                 if it.calls[0].replicas != (other.url,):
                     continue
-                stream = await it.ask(
-                    [{"role": "user", "content": RECITE}], max_tokens=STREAMED, stream=True
-                )
-                text, pieces = "", 0
-                async for chunk in stream:
-                    for choice in chunk.choices:
-                        thought = getattr(choice.delta, "reasoning_content", None)
-                        text += choice.delta.content or thought or ""
-                        pieces += 1
-                    if pieces == 100:
+                pieces = []
+                async for words in it.recite():
+                    pieces.append(words)
+                    if len(pieces) == 100:
                         other.kill()
                 call = it.calls[-1]
                 break
@@ -367,8 +330,7 @@ async def test_another_replica_ends_the_answer_of_one_that_was_killed(
             pytest.fail("no session of 20 went to the other replica")
     assert call.replicas == (other.url, served.url)
     assert len(call.sampled_ids) == STREAMED
-    told = Tokenizer.load(served.folders.first).decode(call.sampled_ids.tolist())
-    assert text.strip() == told.strip()
+    assert "".join(pieces).strip() == it.decode(call)
     check_logprobs(served, (call,))
 
 
@@ -378,7 +340,6 @@ async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path
 
     The logprobs are those of the grammar's leftovers, not of the policy: the call says so.
     """
-    await served.examined()
     # no object: between its parts a tiny model may put blank space for ever
     schema = {"enum": ["read", "write"]}
     asked: Any = {
@@ -387,7 +348,7 @@ async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
         "max_tokens": 200,
     }
-    async with bench(served, route(served, name), tmp_path, CALM) as it:
+    async with bench(served, name, tmp_path, CALM) as it:
         if served.name == "embedded":
             with pytest.raises(openai.BadRequestError, match="structured output"):
                 await it.client.chat.completions.create(**asked)
@@ -417,15 +378,13 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
     served: Served, tmp_path: Path
 ) -> None:
     """Two spans; the tokens of each are those of their weights, and none of the other's."""
-    await served.examined()
     old, new = served.version, next(served.versions)
-    async with bench(served, route(served, "generate"), tmp_path, CALM) as it:
-        answer = await it.ask([{"role": "user", "content": RECITE}], max_tokens=1500, stream=True)
+    async with bench(served, "generate", tmp_path, CALM) as it:
         swapping: asyncio.Task[None] | None = None
         try:
             seen = 0
-            async for chunk in answer:
-                seen += bool(chunk.choices and chunk.choices[0].delta.content)
+            async for words in it.recite():
+                seen += bool(words)
                 if seen > 20 and swapping is None:
                     swapping = asyncio.create_task(swap(it, served.folders.second, new))
             assert swapping is not None
@@ -449,9 +408,8 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
     served: Served, name: str, tmp_path: Path
 ) -> None:
     """The turn after a swap is all of the new version, computed anew."""
-    await served.examined()
     old, new = served.version, next(served.versions)
-    async with bench(served, route(served, name), tmp_path, CALM) as it:
+    async with bench(served, name, tmp_path, CALM) as it:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         try:
             await it.turn(messages)
@@ -477,8 +435,7 @@ async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
     """A 400 with OpenAI's code, whoever finds out; the session goes on."""
-    await served.examined()
-    async with bench(served, route(served, name), tmp_path) as it:
+    async with bench(served, name, tmp_path) as it:
         long = [{"role": "user", "content": "stone " * WINDOW}]
         with pytest.raises(openai.BadRequestError) as caught:
             await it.ask(long, stream=stream)
@@ -495,8 +452,7 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
     served: Served, name: str, sampling: Sampling, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Captured while decoding, scored as a prompt: the same, where both mean the same."""
-    await served.examined()
-    async with bench(served, route(served, name), tmp_path, sampling) as it:
+    async with bench(served, name, tmp_path, sampling) as it:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         for _ in range(2):
             choice = await it.turn(messages, max_tokens=400)  # it may lose the thread for good

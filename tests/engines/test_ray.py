@@ -1,7 +1,5 @@
 """``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -197,6 +195,13 @@ def events(fleet: Fleet) -> list[dict[str, Any]]:
     return found
 
 
+def check_results(fleet: Fleet, count: int) -> None:
+    """So many sessions have ended, each committed once."""
+    results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
+    assert len(results) == count
+    assert set(results.values()) == {1}
+
+
 def test_sessions_outlive_machines_and_their_keeper(
     machines: Callable[[int], Machines], python: Path, store: str, tmp_path: Path
 ) -> None:
@@ -243,11 +248,8 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     next(iter(psutil.Process(placer.pid).children())).kill()
     until(lambda: "it starts again" in said.read_text(), "the end of what places nodes")
     until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
-    told = events(fleet)
-    again = [one["created"] for one in told if one["kind"] == "session.requeued"]
-    results = Counter(one["session"] for one in told if one["kind"] == "session.result")
-    assert len(results) == TASKS * SAMPLES
-    assert set(results.values()) == {1}
+    again = [one["created"] for one in events(fleet) if one["kind"] == "session.requeued"]
+    check_results(fleet, TASKS * SAMPLES)
     assert {name for name, state in nodes(fleet).items() if state == "live"} == {"n1", "n4", "n5"}
     log = said.read_text()
     assert "n3 is drained" in log
@@ -285,9 +287,8 @@ def test_sessions_outlive_the_cluster(
     ray.do("engine", str(fleet.ports["engine"]))
     place_nodes(fleet, python, ray.address)
     until(lambda: done(fleet) == 12 * SAMPLES, "every session", END_S)
-    results = Counter(one["session"] for one in events(fleet) if one["kind"] == "session.result")
-    assert set(results.values()) == {1}
-    assert len(results) == 12 * SAMPLES > before >= 3
+    check_results(fleet, 12 * SAMPLES)
+    assert 3 <= before < 12 * SAMPLES
 
 
 def test_a_cluster_grows_with_the_queue_and_shrinks(
@@ -308,10 +309,7 @@ def test_a_cluster_grows_with_the_queue_and_shrinks(
         until(lambda: done(fleet) == 10 * SAMPLES, "every session", END_S)
         until(lambda: "live" not in nodes(fleet).values(), "the nodes to be drained", 60)
         until(lambda: ray.ask("which") == "", "the machines to be removed", 120)
-        results = Counter(
-            one["session"] for one in events(fleet) if one["kind"] == "session.result"
-        )
-        assert set(results.values()) == {1}
+        check_results(fleet, 10 * SAMPLES)
         sys.stdout.write(f"grown after {grown:.0f} s, empty after {time.time() - began:.0f} s\n")
     finally:
         ray.close()

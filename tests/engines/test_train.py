@@ -1,7 +1,5 @@
 """`tugline train` with real engines: every version arrives, whatever happens to running calls."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recipes for verl and Tinker with the installed packages, in environments of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -7,8 +7,6 @@ probabilities are worth comparing. Input and output embeddings are untied: engin
 weights while running are exact only then.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -26,6 +24,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.sandbox.cache import cache_folder
+from tugline.trainers.grpo.batch import plain_sample
+from tugline.trainers.sft import Sft, SftConfig
+from tugline.types import Sample
 
 WINDOW = 8192
 STEPS = 300
@@ -61,44 +62,7 @@ TOOLS: list[dict[str, Any]] = [
         ("run", "Run a command.", "command"),
     )
 ]
-TEMPLATE = r"""
-{%- macro said(message) -%}
-{%- if message.reasoning_content -%}
-{{ '<think>\n' ~ message.reasoning_content.strip('\n') ~ '\n</think>\n\n' }}
-{%- endif -%}
-{{ (message.content or '').strip('\n') }}
-{%- for call in message.tool_calls or [] -%}
-{%- set given = call.function.arguments -%}
-{{ '\n<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
-{{- given if given is string else given | tojson }}
-{{- '}\n</tool_call>' }}
-{%- endfor %}
-{%- endmacro -%}
-{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
-{%- if tools -%}
-{{ '<|im_start|>system\n' ~ (system ~ '\n\n' if system else '') }}
-{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
-{{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
-{%- for tool in tools -%}{{ '\n' ~ (tool | tojson) }}{%- endfor -%}
-{{ '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
-{{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
-{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
-{%- elif system -%}
-{{ '<|im_start|>system\n' ~ system ~ '<|im_end|>\n' }}
-{%- endif -%}
-{%- for message in (messages[1:] if system else messages) -%}
-{%- if message.role == 'tool' -%}
-{{ '' if loop.previtem is defined and loop.previtem.role == 'tool' else '<|im_start|>user' }}
-{{- '\n<tool_response>\n' ~ message.content ~ '\n</tool_response>' }}
-{{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
-{%- else -%}
-{{ '<|im_start|>' ~ message.role ~ '\n' }}
-{{- said(message) if message.role == 'assistant' else message.content }}
-{{- '<|im_end|>\n' }}
-{%- endif -%}
-{%- endfor -%}
-{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"""
-"""Qwen3's chat format as an engine's own template, thoughts of earlier turns kept."""
+TEMPLATE = Path(__file__).with_suffix(".jinja").read_text()
 
 
 class Folders(NamedTuple):
@@ -110,7 +74,7 @@ class Folders(NamedTuple):
 
 def make() -> Folders:
     """Both model folders, trained once (about half a minute) and kept in the cache."""
-    recipe = Path(__file__).read_bytes()
+    recipe = Path(__file__).read_bytes() + TEMPLATE.encode()
     digest = hashlib.blake2b(recipe, digest_size=6).hexdigest()
     folder = cache_folder() / "engines" / f"tool-model-{digest}"
     folders = Folders(folder / "first", folder / "second")
@@ -137,11 +101,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------- what it learns
-class _Example(NamedTuple):
-    ids: list[int]
-    mask: list[bool]
-
-
 def _conversation(rng: random.Random, *, recite: bool) -> list[dict[str, Any]]:
     def words(most: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
@@ -191,7 +150,7 @@ def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, Any]]) -> _Example:
+def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, Any]]) -> Sample:
     """As the template says it; what the assistant says is to be learned."""
     rng = random.Random(json.dumps(conversation))
     tools = None if rng.random() < 0.1 else rng.sample(TOOLS, len(TOOLS))
@@ -214,10 +173,10 @@ def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, An
             said = text
             ids += new
             mask += [learned and not prompted] * len(new)
-    return _Example(ids[:LONGEST], mask[:LONGEST])
+    return plain_sample(np.array(ids[:LONGEST], np.int32), np.array(mask[:LONGEST], np.bool_))
 
 
-def _pool(tokenizer: Tokenizer, rng: random.Random) -> list[_Example]:
+def _pool(tokenizer: Tokenizer, rng: random.Random) -> list[Sample]:
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, chat_template=TEMPLATE)
     return [_example(made, _conversation(rng, recite=n % 4 == 0)) for n in range(POOL)]
 
@@ -248,29 +207,13 @@ def _trained(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
             bos_token_id=None,
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
     rng = random.Random(1)
     pool = _pool(tokenizer, rng)
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * min(1, (step + 1) / 10) * (1 - 0.95 * step / STEPS)
-        loss = _loss(model, rng.sample(pool, BATCH))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    config = SftConfig(lr=4e-3, final_lr=0.05, warmup_updates=10, decay_updates=STEPS)
+    trainer = Sft(model, config)
+    for _ in range(STEPS):
+        trainer.update(rng.sample(pool, BATCH))
     return model.eval()
-
-
-def _loss(model: Qwen3ForCausalLM, batch: list[_Example]) -> torch.Tensor:
-    longest = max(len(one.ids) for one in batch)
-    ids = np.full((len(batch), longest), PAD, np.int64)
-    mask = np.zeros((len(batch), longest), np.bool_)
-    for row, one in enumerate(batch):
-        ids[row, : len(one.ids)], mask[row, : len(one.mask)] = one.ids, one.mask
-    inputs, trained = torch.from_numpy(ids), torch.from_numpy(mask)[:, 1:]
-    states = model.model(input_ids=inputs, use_cache=False).last_hidden_state[:, :-1][trained]
-    return torch.nn.functional.cross_entropy(model.lm_head(states), inputs[:, 1:][trained])
 
 
 def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:

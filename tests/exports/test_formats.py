@@ -26,7 +26,7 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.demo.run import WARM_START
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import (
     Branch,
     Call,

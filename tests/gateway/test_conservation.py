@@ -22,7 +22,7 @@ from tugline.recording.file import Recording
 from tugline.recording.verify.session import VerifyVerdict, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.testing import Reply
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import CallOutcome, Ids
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(

@@ -34,7 +34,7 @@ from rig import ids, until
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.recording.file import Writer
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import CallOutcome, Limits, Reason
 
 # --------------------------------------------------------------------------- the client's faults

@@ -23,7 +23,7 @@ from tugline.recording.verify.text import TextVerifier
 from tugline.recording.view.html_page import pack_recording
 from tugline.replay.source import RecordedSource
 from tugline.testing import Reply
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import Branch, CallOutcome, Finish, Sampling, Status
 

@@ -24,7 +24,7 @@ from tugline.protocol import PauseMode
 from tugline.recording.file import read
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply, ScriptedEngine
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import CallOutcome, Ids, Limits, PluginSpec, Session, SpentLimit, Task
 from tugline.web.serve import serve
 

@@ -6,8 +6,6 @@ Prints a JSON list of [file, which conversation, how many calls were answered, w
 killed].
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

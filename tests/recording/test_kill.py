@@ -1,7 +1,5 @@
 """``kill -9`` of a writer at any moment loses no answered call and leaves no half a record."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from recording import killed_writer
 from tugline.recording.file import Recording, Writer, read
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import PrefixMerging
 from tugline.types import encode
 
 TESTS = Path(__file__).parents[1]

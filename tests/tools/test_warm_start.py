@@ -1,7 +1,5 @@
 """The tokenizer and the supervised phases: exact text, right masks, and learning that happens."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -15,7 +13,7 @@ import pytest
 import rebuild
 import torch
 from demo_tokenizer import END_OF_TURN, common_blocks, harness_phrases
-from scripted_turns import CLAUDE_CODE, CODEX, FIXED, PI, QWEN_CODE, Tools, ToolTurn, write_script
+from scripted_turns import CLAUDE_CODE, CODEX, FIXED, PI, Tools, ToolTurn, write_script
 from training_phases import (
     Example,
     Opening,
@@ -166,18 +164,6 @@ def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> N
     assert whole[-1] < 0.8 * whole[0]
 
 
-def test_a_batch_ignores_its_padding(rendering: Rendering) -> None:
-    """A short conversation beside a long one weighs by its own ids only."""
-    phase = Phase(steps=1, batch=2, matrix_lr=0.02, lr=3e-3)
-    model = tiny_model(rendering.tokenizer.size, seed=0)
-    short = Example(np.arange(10, 20, dtype=np.int32), np.arange(10) > 4)
-    long = Example(np.arange(10, 60, dtype=np.int32), np.zeros(50, np.bool_))
-    alone = tiny_model(rendering.tokenizer.size, seed=0)
-    (padded,) = learn(model, iter([short, long]), phase)
-    (bare,) = learn(alone, iter([short, short]), phase)
-    assert padded == pytest.approx(bare, rel=1e-5)
-
-
 def test_a_right_script_reads_edits_and_stops() -> None:
     """A script with probability 1 is the solution, call by call."""
     problem = next(generate("train", 3))
@@ -217,15 +203,6 @@ def test_a_change_by_shell_is_the_change_of_the_script(tools: Tools, tmp_path: P
             subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602
             expected = problem.files[problem.module].replace(edit.old, edit.new)
             assert module.read_text() == expected
-
-
-def test_each_harness_has_tools_of_its_own() -> None:
-    """A policy tells by the prompt which ones to use."""
-    problem = next(generate("train", 3))
-    names = [(one.read(problem).name, one.edit(problem, problem.solution).name) for one in
-             (PI, QWEN_CODE, CODEX, CLAUDE_CODE)]  # fmt: skip
-    shell = [("exec_command",) * 2, ("Bash",) * 2]
-    assert names == [("read", "edit"), ("read_file", "edit"), *shell]
 
 
 def test_what_two_sessions_share_becomes_few_tokens() -> None:

@@ -1,7 +1,5 @@
 """What holds for every builder on any session: drawn ones, in any order of arrival."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_sessions import SESSIONS, Drawn, whole
-from tugline.traces.base import Builder, count_calls, count_spans, sum_ledgers
-from tugline.traces.builders import PerRequest, PrefixMerging
+from tugline.traces.base import (
+    Builder,
+    PerRequest,
+    PrefixMerging,
+    count_calls,
+    count_spans,
+    sum_ledgers,
+)
 from tugline.types import (
     Call,
     CallOutcome,
@@ -182,22 +186,3 @@ def test_exact_continuations_of_an_open_trace_never_fork(drawn: Drawn) -> None:
                 for tip, seen, side in tips.values()
             )
         tips[home[one.number]] = (whole(one), drawn.images[one.number], aside)
-
-
-@MANY
-@given(SESSIONS, LIMITS)
-def test_the_published_rule_never_claims_to_be_exact(drawn: Drawn, limit: int | None) -> None:
-    """Its traces say so; what it lost is in the books under its own name."""
-    builder = Canonical(max_length=limit)
-    traces, ledger, _ = builder.build(drawn.calls)
-    booked(drawn.calls, traces, builder)
-    assert not any(trace.exact for trace in traces)
-    by_number = {one.number: one for one in drawn.calls}
-    for trace in traces:
-        for span in trace.spans:
-            ids = by_number[span.call].sampled_ids.tolist()
-            kept = trace.ids[span.start : span.end].tolist()
-            assert any(ids[i : i + len(kept)] == kept for i in range(len(ids)))
-    exact = PrefixMerging(max_length=limit).build(drawn.calls).ledger
-    assert Reason.UNMERGED not in exact.dropped
-    assert ledger.sampled == exact.sampled

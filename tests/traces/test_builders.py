@@ -1,31 +1,22 @@
 """The builders on sessions written by hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from calls import make_call as call
-from drawn_sessions import showing
-from tugline import plugins
-from tugline.errors import CaptureError, ConfigError, UnknownPlugin
-from tugline.rollout.parts import Parts
-from tugline.traces.base import Builder, count_calls, count_spans, make_builder, sum_ledgers
-from tugline.traces.builders import PerRequest, PrefixMerging
+from tugline.errors import CaptureError, ConfigError
+from tugline.traces.base import Builder, PerRequest, PrefixMerging, make_builder
 from tugline.types import (
     Branch,
     Call,
     CallOutcome,
     Finish,
-    Image,
     Ledger,
     Mode,
     PluginSpec,
     Reason,
-    Task,
     TraceKind,
     VersionSpan,
 )
@@ -52,21 +43,6 @@ ASIDE = [
 
 
 # --------------------------------------------------------------------------- by hand
-def test_exact_turns_become_one_trace() -> None:
-    """Two turns that continue exactly are one sequence, with tool output as context."""
-    (trace,), ledger, _ = PrefixMerging().build(TURNS)
-    assert trace.ids.tolist() == [1, 2, 3, 4, 9, 5]
-    assert trace.mask.tolist() == [False, False, True, True, False, True]
-    expected = np.array([0, 0, -0.01, -0.02, 0, -1.01], np.float32)
-    assert np.array_equal(trace.logprobs, expected)
-    assert [(s.call, s.start, s.end, s.version) for s in trace.spans] == [
-        (0, 2, 4, 3),
-        (1, 5, 6, 3),
-    ]
-    assert (trace.kind, trace.parent) == (TraceKind.MAIN, None)
-    assert (ledger.sampled, ledger.trained, ledger.masked, ledger.dropped) == (3, 3, {}, {})
-
-
 @pytest.mark.parametrize("builder", ALL)
 def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
     builder: type[PerRequest],
@@ -90,6 +66,7 @@ def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
 @pytest.mark.parametrize(
     ("builder", "calls", "expected"),
     [
+        (PrefixMerging(), TURNS, [([1, 2, 3, 4, 9, 5], "..xx.x", MAIN, None, 0)]),
         (
             PerRequest(),
             TURNS,
@@ -135,7 +112,8 @@ def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
         ),
     ],
     ids=[
-        *("a trace per call", "rewritten history forks", "twins keep both answers"),
+        *("exact turns are one trace", "a trace per call", "rewritten history forks"),
+        "twins keep both answers",
         *("another conversation stands aside", "ids overrule the recorded parent", "a compaction"),
         *("a cut trace ends with an answer", "or with a part of one", "or with its context"),
         *("a title takes no place", "a question aside forks nothing"),
@@ -192,97 +170,6 @@ def test_every_builder_trains_and_masks_the_same(
 ) -> None:
     """What is not trained has its reason in the ledger."""
     assert builder(**options).build(calls).ledger == ledger
-
-
-def test_versions_within_one_answer_stay_apart() -> None:
-    """A weight swap in the middle of an answer gives one span per version."""
-    swapped = call(0, [1], [2, 3, 4], versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 3)))
-    spans = PrefixMerging().build([swapped]).traces[0].spans
-    assert [(s.start, s.end, s.version) for s in spans] == [(1, 2, 3), (2, 4, 4)]
-
-
-@pytest.mark.parametrize("builder", ALL)
-def test_a_trace_names_the_pictures_in_its_context(builder: type[PerRequest]) -> None:
-    """In order, once each, by the digest under which a recording keeps them."""
-    calls = [
-        call(0, [1, 0], [2], messages=showing("data:a")),
-        call(1, [1, 0, 2, 0], [3], parent=0, messages=showing("data:b")),
-    ]
-    last = builder().build(calls).traces[-1]
-    assert last.images == (Image("data:a").digest, Image("data:b").digest)
-
-
-@pytest.mark.parametrize("builder", ALL)
-def test_another_picture_is_another_context(builder: type[PerRequest]) -> None:
-    """Equal ids do not make two prompts equal if their placeholders stand for other pictures."""
-    calls = [
-        call(0, [1, 0], [2], messages=showing("data:a")),
-        call(1, [1, 0, 2, 5], [3], messages=showing("data:b")),
-    ]
-    first, second = builder().build(calls).traces
-    assert (first.images, second.images) == ((Image("data:a").digest,), (Image("data:b").digest,))
-    assert second.mask.tolist() == [False] * 4 + [True]
-
-
-def test_ledgers_add_up() -> None:
-    """Per call, per trace and in sum; an empty sum is an empty ledger."""
-    calls = [call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE), call(1, [1], [5, 6, 7])]
-    traces, ledger, _ = PrefixMerging(max_length=3).build(calls)
-    assert count_calls([TEXT], [])[1] == Ledger(sampled=7, dropped={Reason.NO_TOKEN_IDS: 7})
-    assert count_calls(calls, traces) == {
-        0: Ledger(sampled=2, masked={Reason.CLIENT_GONE: 1}, dropped={Reason.OVER_LENGTH: 1}),
-        1: Ledger(sampled=3, trained=2, dropped={Reason.OVER_LENGTH: 1}),
-    }
-    assert [count_spans(trace.spans) for trace in traces] == [
-        Ledger(sampled=1, masked={Reason.CLIENT_GONE: 1}),
-        Ledger(sampled=2, trained=2),
-    ]
-    assert sum_ledgers([ledger, ledger]) == Ledger(
-        sampled=10, trained=4, masked={Reason.CLIENT_GONE: 2}, dropped={Reason.OVER_LENGTH: 4}
-    )
-    assert sum_ledgers([]) == Ledger()
-
-
-# --------------------------------------------------------------------------- chosen by a task
-def task(builder: PluginSpec) -> Task:
-    """A task that names this builder."""
-    part = PluginSpec("shell", {"command": "true"})
-    return Task(
-        id="t", instruction="", harness=part, evaluator=PluginSpec("tests", {}), builder=builder
-    )
-
-
-def test_a_task_chooses_its_builder_by_name_or_by_class(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built in, ``module:Class`` or an entry point of an installed package; options go along."""
-    made = Parts().builder(task(PluginSpec("per_request", {"max_length": 9})).builder)
-    assert isinstance(made, PerRequest)
-    assert made.max_length == 9
-    (tmp_path / "theirs.py").write_text(
-        "from tugline.traces.base import Builder\n"
-        "class Own(Builder):\n    def __init__(self, **options):\n        self.options = options\n"
-        "    def build(self, calls):\n        raise NotImplementedError\n"
-    )
-    info = tmp_path / "theirs-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[tugline.builder]\nown = theirs:Own\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("theirs:Own", "own"):
-        other = Parts().builder(task(PluginSpec(name, {"deep": 1})).builder)
-        assert type(other).__name__ == "Own"
-        assert other.options == {"deep": 1}  # type: ignore[attr-defined]
-    assert plugins.list_names("builder") == ["own", "per_request", "prefix_merging"]
-
-
-def test_a_wrong_builder_is_refused_at_the_door() -> None:
-    """Where a task comes in, not when its session is over."""
-    with pytest.raises(ConfigError, match=r"max_length"):
-        Parts().builder(PluginSpec("prefix_merging", {"max_length": 0}))
-    message = r"unknown builder 'per_requests'; did you mean 'per_request'"
-    with pytest.raises(UnknownPlugin, match=message):
-        Parts().builder(PluginSpec("per_requests"))
 
 
 # --------------------------------------------------------------------------- refusals

@@ -1,7 +1,9 @@
-"""What all builders share: the contract, traces of placed answers, and their ledgers.
+"""Builders: their contract, the two built-in ones, traces of placed answers, and their ledgers.
 
 A builder is a pure function from recorded calls to traces and a ledger. Builders differ only in
-how they cut sequences: each trains the same sampled tokens, each in the same context.
+how they cut sequences: each trains the same sampled tokens, each in the same context. `PerRequest`
+is the simplest reading of a session, and the reference for the other; it costs O(turns x tokens),
+`PrefixMerging` O(tokens) (I7).
 
 Every sampled token ends up trained, masked or dropped, with a reason (I2). All counts come from the
 spans of traces, so a ledger cannot disagree with its traces. The ledger of a session is the sum of
@@ -19,7 +21,7 @@ import numpy as np
 
 from tugline import plugins
 from tugline.schema import PositiveInt
-from tugline.traces.lineage import Answer
+from tugline.traces.lineage import Answer, build_chains
 from tugline.types import (
     Call,
     Distribution,
@@ -65,6 +67,55 @@ class Builder(ABC):
 def make_builder(spec: PluginSpec) -> Builder:
     """Make the builder that a task names. Raises `UsageError` for an unknown name or option."""
     return plugins.make("builder", spec, Builder)
+
+
+# --------------------------------------------------------------------------- built in
+class PerRequest(Builder):
+    """One trace per model call: its prompt as context, its answer to train on.
+
+    Traces are in the order of the calls; a trace's parent is that of the call before.
+    """
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Give every call a trace of its own."""
+        answers: list[tuple[Answer, TraceKind, int | None]] = []
+        for chain in build_chains(calls):
+            previous = chain.forked_after
+            for answer in chain.place_answers(train_side=self.train_side):
+                answers.append((answer, chain.kind, previous))
+                previous = answer.call.number
+        answers.sort(key=lambda numbered: numbered[0].call.number)
+        index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
+        traces: list[Trace] = []
+        for answer, kind, previous in answers:
+            ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
+            parent = None if previous is None else index.get(previous)
+            traces.append(make_trace(ids, [answer], kind, parent, self.max_length, traces))
+        return Built(tuple(traces), count_session(calls, traces))
+
+
+class PrefixMerging(Builder):
+    """One trace per exact chain of calls, in the order of their first calls.
+
+    The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the prompt and
+    answer before are one sequence. Here it is applied strictly: ids are compared, never text, and
+    a call that does not fit forks into a trace of its own with its whole context. The copied
+    context of a fork is not trained a second time: it has mask False, logprob 0 and no span.
+    """
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Give every chain of calls a trace."""
+        chains = build_chains(calls)
+        index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
+        traces: list[Trace] = []
+        for chain in chains:
+            last, after = chain.calls[-1], chain.forked_after
+            ids = np.concatenate([last.prompt_ids, last.sampled_ids])
+            parent = None if after is None else index.get(after)
+            answers = chain.place_answers(train_side=self.train_side)
+            trace = make_trace(ids, answers, chain.kind, parent, self.max_length, traces)
+            traces.append(trace)
+        return Built(tuple(traces), count_session(calls, traces))
 
 
 # --------------------------------------------------------------------------- a trace

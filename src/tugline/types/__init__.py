@@ -4,11 +4,9 @@ They import nothing of ours and are what processes exchange: each is a `msgspec.
 definition serves memory, msgpack on disk and JSON on the wire (`encode` and `decode`).
 """
 
-from tugline.types.arrays import *
 from tugline.types.call import *
 from tugline.types.session import *
 from tugline.types.task import *
-from tugline.types.trace import *
 
 __all__ = [
     "HANDLING", "STAGES", "TERMINAL", "Boundary", "Branch", "Call", "CallOutcome", "Callback",

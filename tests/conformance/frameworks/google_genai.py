@@ -1,20 +1,10 @@
 """google-genai: a chat that calls Python functions by itself."""
 
 import asyncio
-import json
-import sys
 
+from framework_script import HOW, KEY, URL, read, report
 from google import genai
 from google.genai import types
-
-URL, KEY, API, HOW = sys.argv[1:]
-read_paths: list[str] = []
-
-
-def read(path: str) -> str:
-    """Read a file."""
-    read_paths.append(path)
-    return f"{path} is there"
 
 
 async def main() -> str:
@@ -30,4 +20,4 @@ async def main() -> str:
     return text
 
 
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

@@ -1,24 +1,13 @@
 """LangGraph: LangChain's agent, over Chat Completions, Responses or Anthropic Messages."""
 
 import asyncio
-import json
-import sys
 from typing import Any
 
+from framework_script import API, HOW, KEY, URL, read, report
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-
-URL, KEY, API, HOW = sys.argv[1:]
-read_paths: list[str] = []
-
-
-@tool
-def read(path: str) -> str:
-    """Read a file."""
-    read_paths.append(path)
-    return f"{path} is there"
 
 
 def make_model() -> Any:
@@ -31,7 +20,7 @@ def make_model() -> Any:
 
 async def main() -> str:
     """What it says in the end."""
-    agent = create_agent(make_model(), [read], system_prompt="You read.")
+    agent = create_agent(make_model(), [tool(read)], system_prompt="You read.")
     start = {"messages": [{"role": "user", "content": "Mend it."}]}
     if HOW == "whole":
         return (await agent.ainvoke(start))["messages"][-1].text
@@ -44,4 +33,4 @@ async def main() -> str:
     return "".join(parts)
 
 
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import sys
 
 import litellm
+from framework_script import API, HOW, KEY, URL, read, report
 
-URL, KEY, API, HOW = sys.argv[1:]
 MODELS = {"openai_chat": ("openai/m", f"{URL}/v1"), "anthropic": ("anthropic/m", URL)}
 MODELS["google"] = ("gemini/m", f"{URL}/v1beta/models/m")
 TOOL = {
@@ -17,7 +16,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
     },
 }
-read_paths: list[str] = []
 
 
 async def main() -> str:
@@ -35,10 +33,8 @@ async def main() -> str:
         if not message.tool_calls:
             return message.content
         for call in message.tool_calls:
-            path = json.loads(call.function.arguments)["path"]
-            read_paths.append(path)
-            result = {"role": "tool", "tool_call_id": call.id, "content": f"{path} is there"}
-            messages.append(result)
+            content = read(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

@@ -1,20 +1,10 @@
 """LlamaIndex: its agent for models that call functions, over Chat Completions or Responses."""
 
 import asyncio
-import json
-import sys
 
+from framework_script import API, HOW, KEY, URL, read, report
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.llms.openai import OpenAI, OpenAIResponses
-
-URL, KEY, API, HOW = sys.argv[1:]
-read_paths: list[str] = []
-
-
-async def read(path: str) -> str:
-    """Read a file."""
-    read_paths.append(path)
-    return f"{path} is there"
 
 
 async def main() -> str:
@@ -27,4 +17,4 @@ async def main() -> str:
     return str(await agent.run("Mend it."))
 
 
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

@@ -1,8 +1,6 @@
 """OpenAI Agents SDK: an agent with a tool, over Responses (its default) or Chat Completions."""
 
 import asyncio
-import json
-import sys
 
 from agents import (
     Agent,
@@ -12,17 +10,8 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from framework_script import API, HOW, KEY, URL, read, report
 from openai import AsyncOpenAI
-
-URL, KEY, API, HOW = sys.argv[1:]
-read_paths: list[str] = []
-
-
-@function_tool
-def read(path: str) -> str:
-    """Read a file."""
-    read_paths.append(path)
-    return f"{path} is there"
 
 
 async def main() -> str:
@@ -30,7 +19,7 @@ async def main() -> str:
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
     make = OpenAIResponsesModel if API == "openai_responses" else OpenAIChatCompletionsModel
     model = make("m", openai_client=client)
-    agent = Agent(name="Reader", instructions="You read.", tools=[read], model=model)
+    agent = Agent(name="Reader", instructions="You read.", tools=[function_tool(read)], model=model)
     if HOW == "whole":
         return str((await Runner.run(agent, "Mend it.")).final_output)
     result = Runner.run_streamed(agent, "Mend it.")
@@ -40,4 +29,4 @@ async def main() -> str:
 
 
 set_tracing_disabled(disabled=True)
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

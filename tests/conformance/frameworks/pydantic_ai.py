@@ -1,10 +1,9 @@
 """pydantic-ai: an agent with a tool, over each of the four APIs."""
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterable
 
+from framework_script import API, HOW, KEY, URL, read, report
 from pydantic_ai import Agent
 from pydantic_ai.models import Model
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -13,9 +12,6 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.google import GoogleProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-URL, KEY, API, HOW = sys.argv[1:]
-read_paths: list[str] = []
 
 
 def make_model() -> Model:
@@ -28,14 +24,7 @@ def make_model() -> Model:
     return make("m", provider=OpenAIProvider(base_url=f"{URL}/v1", api_key=KEY))
 
 
-agent = Agent(make_model(), system_prompt="You read.")
-
-
-@agent.tool_plain
-def read(path: str) -> str:
-    """Read a file."""
-    read_paths.append(path)
-    return f"{path} is there"
+agent = Agent(make_model(), system_prompt="You read.", tools=[read])
 
 
 async def listen(_: object, events: AsyncIterable[object]) -> None:
@@ -51,4 +40,4 @@ async def main() -> str:
     return (await agent.run("Mend it.", event_stream_handler=listen)).output
 
 
-print(json.dumps({"text": asyncio.run(main()), "read": read_paths}))
+report(asyncio.run(main()))

@@ -5,8 +5,6 @@ its machines. Ray's provider for such machines gives all of them this machine's 
 this file, which the autoscaler's process imports, names them apart. ``ray start`` wants a token.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ cluster's address. ``engine PORT`` makes an actor that names the engine there, a
 ``gcs restart`` kills the head's control service, which has no Redis, and starts it again.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sessions as a gateway records them, for verifying: of a scripted engine, or of a tiny model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
+from calls import write_calls
 from inference.tiny_model import tiny
 from rig import ASK, RENDERING, TOOLS, in_turn, rig
 from tugline.chat.engines.generate import Embedded
@@ -19,7 +18,7 @@ from tugline.gateway.replicas import Upstream
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
-from tugline.recording.file import Recording, Writer
+from tugline.recording.file import Recording, write_result
 from tugline.recording.verify.session import SessionReport, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import Call, PluginSpec, Sampling, Session, Task
@@ -65,16 +64,27 @@ async def work(folder: Path) -> None:
 def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:
     """Write the recording anew with changed calls."""
     path.unlink()
-    with Writer(path, recording.header) as writer:
-        for call in recording.calls:
-            writer.append(change(call))
-        if recording.result is not None:
-            writer.append_record(recording.result)
+    write_calls(path, map(change, recording.calls), recording.header)
+    if recording.result is not None:
+        write_result(path, recording.result)
 
 
 def changed(number: int, **fields: Any) -> Callable[[Call], Call]:
     """A change of one call."""
     return lambda call: replace(call, **fields) if call.number == number else call
+
+
+def one_changed(
+    number: int, field: str, place: int | slice, value: float
+) -> Callable[[Call], Call]:
+    """A change in an array of one call."""
+
+    def change(call: Call) -> Call:
+        array = getattr(call, field).copy()
+        array[place] = value
+        return replace(call, **{field: array})
+
+    return lambda call: change(call) if call.number == number else call
 
 
 @dataclass

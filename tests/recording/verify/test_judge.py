@@ -1,7 +1,5 @@
 """A recorded session passes as it is, and every kind of falsehood in it is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from calls import make_call, make_header
-from recording.verify.recorded import LOOK, changed, read_in, rewritten, verify, work
+from calls import make_call, make_header, write_calls
+from recording.verify.recorded import LOOK, changed, one_changed, read_in, rewritten, verify, work
 from rig import RENDERING, ids, rig, says, until
 from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.gateway.policy import CallSettings
-from tugline.recording.file import Recording, Writer, write_result
+from tugline.recording.file import Recording, write_result
 from tugline.recording.records import RecordedResult
 from tugline.recording.verify.session import VerifyVerdict, summarize, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.base import Built
-from tugline.traces.builders import PrefixMerging
+from tugline.traces.base import Built, PrefixMerging
 from tugline.traces.lineage import Continuation
 from tugline.types import (
     Call,
@@ -62,39 +59,18 @@ async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -
     assert (sums.sessions, sums.failed, sums.turns["exact"]) == (1, 0, 1)
 
 
-def _flip(call: Call) -> Call:
-    sampled = call.sampled_ids.copy()
-    sampled[3] = RENDERING.tokenizer.encode("Z")[0]
-    return replace(call, sampled_ids=sampled) if call.number == 0 else call
-
-
-def _other_prompt(call: Call) -> Call:
-    prompt = call.prompt_ids.copy()
-    prompt[5] += 1
-    return replace(call, prompt_ids=prompt) if call.number == 1 else call
-
-
-def _negative(call: Call) -> Call:
-    return replace(call, sampled_ids=call.sampled_ids - 999) if call.number == 3 else call
-
-
-def _likelier(value: float) -> Callable[[Call], Call]:
-    def change(call: Call) -> Call:
-        logprobs = call.logprobs.copy()
-        logprobs[2] = value
-        return replace(call, logprobs=logprobs) if call.number == 2 else call
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "wrong", "expected"),
     [
-        (_flip, {"lineage", "text"}, "call 0 was answered with text 'Let me look.'"),
-        (_other_prompt, {"lineage"}, "call 1 has only 5 of the"),
-        (_negative, {"text", "numbers"}, "call 3 has an id below 0"),
-        (_likelier(0.5), {"numbers"}, "call 2 has the logprob 0.5 at sampled token 2"),
-        (_likelier(np.nan), {"numbers", "traces"}, "call 2 has the logprob nan at sampled token 2"),
+        (
+            one_changed(0, "sampled_ids", 3, ids("Z")[0]),
+            {"lineage", "text"},
+            "call 0 was answered with text 'Let me look.'",
+        ),
+        (one_changed(1, "prompt_ids", 5, 0), {"lineage"}, "call 1 has only 5 of the"),
+        (one_changed(3, "sampled_ids", 2, -1), {"text", "numbers"}, "call 3 has an id below 0"),
+        (one_changed(2, "logprobs", 2, 0.5), {"numbers"}, "call 2 has the logprob 0.5 at sampled"),
+        (one_changed(2, "logprobs", 2, np.nan), {"numbers", "traces"}, "logprob nan at sampled"),
         (changed(2, versions=()), {"numbers", "ledger", "traces"}, "versions for none of 7"),
         (
             changed(2, versions=(VersionSpan(0, 0, 9),)),
@@ -128,18 +104,14 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     """A result with the same books passes, one with others fails."""
     await work(tmp_path)
     path, recording = read_in(tmp_path)
-    ledger = PrefixMerging().build(recording.calls).ledger
-    write_result(
-        path, RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger)
-    )
-    found = verify(tmp_path)
-    assert found.checks["ledger"].verdict is VerifyVerdict.PASS
-    assert found.notes == []
-    wrong = replace(ledger, trained=ledger.trained - 1, masked={})
-    write_result(
-        path, RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong)
-    )
-    assert verify(tmp_path).checks["ledger"].verdict is VerifyVerdict.FAIL
+    right = PrefixMerging().build(recording.calls).ledger
+    wrong = replace(right, trained=right.trained - 1, masked={})
+    for ledger, verdict in ((right, VerifyVerdict.PASS), (wrong, VerifyVerdict.FAIL)):
+        result = RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger)
+        write_result(path, result)
+        found = verify(tmp_path)
+        assert found.checks["ledger"].verdict is verdict
+        assert found.notes == []
 
 
 class Careless(PrefixMerging):
@@ -295,18 +267,10 @@ def test_whatever_is_sampled_reads_the_same_again(
 
 
 # --------------------------------------------------------------------------- other modes
-def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Recording]:
+def _observed(tmp_path: Path, mode: Mode, **fields: Any) -> tuple[Path, Recording]:
+    call = _call(ids("Hi. "), Message(Role.ASSISTANT, "Hi."), CallOutcome.COMPLETE, "", mode=mode)
     path = tmp_path / "s.0.rec"
-    call = replace(
-        _call(ids("Hi. "), Message(Role.ASSISTANT, content), CallOutcome.COMPLETE, ""), mode=mode
-    )
-    if mode is Mode.TEXT:
-        none = np.empty(0, np.int32)
-        empty = np.empty(0, np.float32)
-        call = replace(call, prompt_ids=none, sampled_ids=none, logprobs=empty, versions=())
-        call = replace(call, unreported_tokens=4)
-    with Writer(path, replace(HEADER, template="", mode=mode)) as writer:
-        writer.append(call)
+    write_calls(path, [replace(call, **fields)], replace(HEADER, template="", mode=mode))
     return read_in(tmp_path)
 
 
@@ -316,24 +280,21 @@ def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_pa
     check = verify_session(path, recording, TextVerifier()).checks["text"]
     assert check.verdict is VerifyVerdict.UNCHECKED
     assert "give --tokenizer" in check.detail
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    RENDERING.tokenizer.save(folder)
-    assert (
-        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict
-        is VerifyVerdict.PASS
-    )
-    lie = replace(recording.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
-    recording.calls = (lie,)
-    assert (
-        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict
-        is VerifyVerdict.FAIL
-    )
+    (tmp_path / "tokenizer").mkdir()
+    RENDERING.tokenizer.save(tmp_path / "tokenizer")
+    texts = TextVerifier(tmp_path / "tokenizer")
+    for words, verdict in (("Hi.", VerifyVerdict.PASS), ("Ho.", VerifyVerdict.FAIL)):
+        answer = Message(Role.ASSISTANT, words)
+        recording.calls = (replace(recording.calls[0], answer=answer),)
+        assert verify_session(path, recording, texts).checks["text"].verdict is verdict
 
 
 def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path: Path) -> None:
     """Text mode is neither exact nor broken."""
-    found = verify_session(*_observed(tmp_path, Mode.TEXT), TextVerifier())
+    none = np.empty(0, np.int32)
+    nothing = {"prompt_ids": none, "sampled_ids": none, "logprobs": np.empty(0, np.float32)}
+    recorded = _observed(tmp_path, Mode.TEXT, versions=(), unreported_tokens=4, **nothing)
+    found = verify_session(*recorded, TextVerifier())
     assert [turn.continuation for turn in found.turns] == [Continuation.NO_TOKEN_IDS]
     assert found.turns[0].sampled == 4
     assert found.checks["ledger"].verdict is VerifyVerdict.PASS

@@ -1,7 +1,6 @@
 """Captured log probabilities are compared with the engine's own, where they mean the same."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from inference.tiny_model import tiny
-from recording.verify.recorded import Modelled, changed, modelled, read_in, rewritten
+from recording.verify.recorded import Modelled, changed, modelled, one_changed, read_in, rewritten
 from rig import rig, says
 from tugline.errors import EngineError
 from tugline.recording.verify.engine import connect_scorer
@@ -21,7 +20,7 @@ from tugline.recording.verify.session import (
     verify_session,
 )
 from tugline.recording.verify.text import TextVerifier
-from tugline.types import LogprobMeaning, Sampling
+from tugline.types import Call, LogprobMeaning, Sampling
 
 CLOSE = 1e-4
 
@@ -39,6 +38,16 @@ async def scored(folder: Path, it: Modelled) -> SessionReport:
     async with connect_scorer(it.url) as scorer:
         await verify_logprobs(found, recording, scorer)
     return found
+
+
+async def changed_and_scored(
+    folder: Path, change: Callable[[Call], Call], turns: int = 1
+) -> SessionReport:
+    """All checks of a session whose recording is changed when it is over."""
+    async with modelled(folder) as it:
+        await it.talk(turns)
+        rewritten(*read_in(folder), change)
+        return await scored(folder, it)
 
 
 @pytest.mark.engine
@@ -62,14 +71,8 @@ async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: P
 @pytest.mark.engine
 async def test_a_wrong_context_shows(tmp_path: Path) -> None:
     """Some changed prompt ids put that turn, and no other, nats away."""
-    async with modelled(tmp_path) as it:
-        await it.talk(2)
-        path, recording = read_in(tmp_path)
-        call = recording.calls[1]
-        prompt = call.prompt_ids.copy()
-        prompt[-20:] = 65
-        rewritten(path, recording, changed(1, prompt_ids=prompt))
-        found = await scored(tmp_path, it)
+    change = one_changed(1, "prompt_ids", slice(-20, None), 65)
+    found = await changed_and_scored(tmp_path, change, turns=2)
     first, second = found.turns
     assert first.max_dlogprob is not None
     assert first.max_dlogprob < CLOSE
@@ -97,41 +100,38 @@ async def test_other_weights_are_told_and_not_judged(tmp_path: Path) -> None:
     assert any(reason in note for note in both.notes)
 
 
+TRUNCATED = {"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}, "top_p or top_k"),
-        ({"constrained": True}, "a grammar or a ban"),
+        (changed(0, **TRUNCATED), "top_p or top_k"),
+        (changed(0, constrained=True), "a grammar or a ban"),
+        (changed(0, replayed=True), "another session"),
+        (one_changed(0, "logprobs", 0, np.inf), "the recorded numbers are not valid"),
     ],
+    ids=["truncated", "constrained", "replayed", "broken"],
 )
 async def test_what_means_something_else_is_not_judged(
-    change: dict[str, object], reason: str, tmp_path: Path
+    change: Callable[[Call], Call], reason: str, tmp_path: Path
 ) -> None:
-    """Truncated and constrained draws have no counterpart; raw ones have, whatever was drawn."""
-    async with modelled(tmp_path) as it:
-        await it.talk(1)
-        path, recording = read_in(tmp_path)
-        rewritten(path, recording, changed(0, **change))
-        found = await scored(tmp_path, it)
-        assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
-        assert reason in found.checks["engine"].detail
-        raw = {**change, "logprob_meaning": LogprobMeaning.RAW}
-        rewritten(path, recording, changed(0, **raw))
-        found = await scored(tmp_path, it)
-        assert found.checks["engine"].verdict is VerifyVerdict.PASS
+    """The reason is told, and the check neither passes nor fails."""
+    check = (await changed_and_scored(tmp_path, change)).checks["engine"]
+    assert check.verdict is VerifyVerdict.UNCHECKED
+    assert reason in check.detail
 
 
 @pytest.mark.engine
-async def test_what_was_replayed_is_judged_where_it_was_sampled(tmp_path: Path) -> None:
-    """A fork's prompts may differ from those that its replayed answers were sampled after."""
-    async with modelled(tmp_path) as it:
-        await it.talk(1)
-        path, recording = read_in(tmp_path)
-        rewritten(path, recording, changed(0, replayed=True))
-        found = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
-    assert "another session" in found.checks["engine"].detail
+@pytest.mark.parametrize("fields", [TRUNCATED, {"constrained": True}], ids=["truncated", "bound"])
+async def test_raw_logprobs_have_a_counterpart_whatever_was_drawn(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    """They are the model's own, before any truncation or constraint."""
+    change = changed(0, logprob_meaning=LogprobMeaning.RAW, **fields)
+    check = (await changed_and_scored(tmp_path, change)).checks["engine"]
+    assert check.verdict is VerifyVerdict.PASS
 
 
 @pytest.mark.engine
@@ -144,19 +144,6 @@ async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
     assert turn.prompt + turn.sampled == 530
     assert turn.scored == turn.sampled - 1
     assert found.checks["engine"].verdict is VerifyVerdict.PASS
-
-
-@pytest.mark.engine
-async def test_broken_numbers_are_not_compared(tmp_path: Path) -> None:
-    """A logprob that is none fails by itself; the engine is not asked."""
-    async with modelled(tmp_path) as it:
-        await it.talk(1)
-        path, recording = read_in(tmp_path)
-        logprobs = np.full_like(recording.calls[0].logprobs, np.inf)
-        rewritten(path, recording, changed(0, logprobs=logprobs))
-        found = await scored(tmp_path, it)
-    assert found.checks["numbers"].verdict is VerifyVerdict.FAIL
-    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
 
 
 async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Sessions with everything there is to see: forks, a sub-agent, swaps of weights, hostile text."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

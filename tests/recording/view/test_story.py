@@ -1,7 +1,5 @@
 """What is told of a session: turns by their ids, ledgers that add up, and its JSON."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from recording.view.synthetic import START, Script, encode, small, whole
-from tugline.errors import ConfigError, UsageError
 from tugline.recording.file import read
 from tugline.recording.records import RecordedEvent
 from tugline.recording.view.session_view import (
@@ -59,6 +56,8 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     gone = script.call(encode("one two"), "a b c", parent=None, outcome=CallOutcome.CLIENT_GONE)
     script.call(whole(gone)[:-1], "d", parent=3)
     script.call([], "seven", mode=Mode.TEXT, parent=None)
+    last = script.call(encode("one"), "two", parent=None)
+    script.call([*whole(last), *encode("three")], "four", branch=Branch.NEW_THREAD)
     script.writer.close()
     turns = view_of(script.path).view.turns
     assert [(turn.continuation, turn.reasons) for turn in turns[1:]] == [
@@ -67,7 +66,10 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
         (Continuation.FIRST, ()),
         (Continuation.FORKED, ("client_gone",)),
         (Continuation.NO_TOKEN_IDS, ()),
+        (Continuation.FIRST, ()),
+        (Continuation.FORKED, ("new_thread",)),
     ]
+    assert turns[-1].shared == len(whole(last)), "it keeps the ids and is another thread's"
 
 
 @pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
@@ -81,21 +83,13 @@ def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
     assert story.builder == builder
 
 
-def test_events_stand_between_the_turns(tmp_path: Path) -> None:
-    """In seconds since the session began, with the call they happened to."""
-    events = view_of(small(tmp_path)).view.events
-    assert [(event.kind.value, round(event.at, 2), event.call) for event in events] == [
-        ("weights", 3.9, None),
-        ("engine_fault", 5.2, 2),
-    ]
-
-
 def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
     """Messages only of the turn that is asked for, as they are in the recording."""
     session = view_of(small(tmp_path))
     brief = msgspec.json.decode(encode_json(session, None))
     assert set(brief) == set(session.view.__struct_fields__)
     assert "detail" not in brief["turns"][0]
+    assert [event["kind"] for event in brief["events"]] == ["weights", "engine_fault"]
     assert (brief["result"]["status"], brief["started"]) == ("completed", START)
     assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
     one = msgspec.json.decode(encode_json(session, 3))
@@ -124,34 +118,6 @@ def test_a_recording_without_its_header_is_told(tmp_path: Path) -> None:
     story = view_session(tmp_path, recording).view
     assert (story.header, story.result, story.builder) == (None, None, "prefix_merging")
     assert len(story.turns) == 6
-
-
-def test_a_wrong_builder_is_named(tmp_path: Path) -> None:
-    """The unknown one with the known ones; the known one with options it lacks."""
-    path = small(tmp_path)
-    with pytest.raises(UsageError, match="per_request"):
-        view_of(path, "per_requests")
-    recording = read(path)
-    assert recording.header
-    part = msgspec.structs.replace(recording.header.task.builder, options={"no_such": 1})
-    task = msgspec.structs.replace(recording.header.task, builder=part)
-    recording.header = msgspec.structs.replace(recording.header, task=task)
-    with pytest.raises(ConfigError, match="no_such"):
-        view_session(path, recording)
-
-
-def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
-    """A new thread may begin with the same words: the record says that it is another one."""
-    script = Script(tmp_path)
-    first = script.call(encode("one"), "two")
-    script.call([*whole(first), *encode("three")], "four", branch=Branch.NEW_THREAD)
-    script.writer.close()
-    turn = view_of(script.path).view.turns[1]
-    assert (turn.continuation, turn.reasons, turn.shared) == (
-        Continuation.FORKED,
-        ("new_thread",),
-        len(whole(first)),
-    )
 
 
 def test_every_field_of_the_json_is_documented() -> None:

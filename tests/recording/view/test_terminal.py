@@ -1,7 +1,5 @@
 """A session on a terminal: readable without colour, short when it is long, never obeyed."""
 
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -25,16 +23,14 @@ def render(
     *,
     texts: TokenText | None = None,
     turn: int | None = None,
-    **how: object,
+    colour: bool = False,
 ) -> str:
     """What is printed; with `colour` as a terminal gets it."""
-    file = io.StringIO()
-    colour = bool(how.pop("colour", False))
-    system = "truecolor" if colour else None
+    file, system = io.StringIO(), "truecolor" if colour else None
     console = Console(
         file=file, force_terminal=colour, color_system=system, width=140, highlight=False
     )
-    view = Terminal(console, session, texts or TokenText(tokenizer()), **how)  # type: ignore[arg-type]
+    view = Terminal(console, session, texts or TokenText(tokenizer()))
     view.print_session() if turn is None else view.print_turn(turn)
     return file.getvalue()
 
@@ -55,9 +51,8 @@ def test_all_is_said_in_words(session: ViewedSession) -> None:
     assert re.search(r"3 +main a +forked\(history_edited\) 0 +1,078\+9 +5 ", text)
     assert re.search(r"2 +main a +exact +1,195\+1 +6 .* client_gone +5 ", text)
     assert re.search(r"~ +engine_fault +in call 2 +5\.20 +replica \\x1b\[2J b died", text)
-    assert (
-        "trace 1  branch  1,092 tokens, 5 trained, 1 answer  forks from trace 0, 1,078 ids" in text
-    )
+    branch = "trace 1  branch  1,092 tokens, 5 trained, 1 answer  forks from trace 0, 1,078 ids"
+    assert branch in text
     assert "call 2         6 (client_gone) never heard" in text
     assert "sampled 87 = trained 81 + masked(client_gone) 6" in lines["ledger"]
     assert "… 1,054 tokens …" in text
@@ -113,11 +108,8 @@ def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_ids_are_shown(session: ViewedSession) -> None:
     """Numbers instead of words, as many as there are tokens."""
-    line = next(
-        line
-        for line in render(session, texts=TokenText(None)).splitlines()
-        if line.startswith("  call 0 ")
-    )
+    lines = render(session, texts=TokenText(None)).splitlines()
+    (line,) = (line for line in lines if line.startswith("  call 0 "))
     assert line.split()[3:] == [str(token) for token in session.calls[0].sampled_ids]
 
 
