@@ -22,18 +22,6 @@ from tugline.sandbox.container import DIRECTORY, Container
 from tugline.sandbox.container_engine import ContainerEngine, Docker
 from tugline.sandbox.container_images import find_image
 
-__all__ = [
-    "BUSYBOX",
-    "DEBIAN",
-    "container",
-    "exists",
-    "host_programs",
-    "left",
-    "podman",
-    "serving",
-    "unbuilt",
-]
-
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,14 +15,14 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from sandboxes import running, unique_sleep
+from sandboxes import kill_node, running, unique_sleep
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
 from tugline.sandbox.container_engine import ContainerEngine
 from tugline.sandbox.container_images import build_name
-from tugline.types import Cause, Workspace
+from tugline.types import Workspace
 
 pytestmark = pytest.mark.podman
 
@@ -31,96 +30,6 @@ pytestmark = pytest.mark.podman
 def said(sandbox: object, name: str = "agent") -> str:
     """What a program wrote."""
     return (sandbox.logs / f"{name}.log").read_text()  # type: ignore[attr-defined]
-
-
-async def test_cancelled_run_leaves_nothing(
-    container: Container, podman: str, tmp_path: Path
-) -> None:
-    """A sandbox whose session is cancelled is gone, container and all."""
-
-    async def session() -> None:
-        async with container.open(tmp_path / "sandbox") as sandbox:
-            opened.set()
-            await sandbox.run(["sleep", "300"], env={}, timeout_s=300)
-
-    opened = asyncio.Event()
-    task = asyncio.create_task(session())
-    await asyncio.wait_for(opened.wait(), 30)
-    await asyncio.sleep(0.2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 30)
-    assert left(podman, tmp_path) == []
-
-
-@pytest.mark.parametrize("after_s", [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3])
-async def test_cancelled_start_leaves_nothing(
-    container: Container, podman: str, tmp_path: Path, after_s: float
-) -> None:
-    """However far the making of a sandbox has come when its session is cancelled."""
-    await asyncio.to_thread(container.inspect)
-    (tmp_path / "base").mkdir()
-    place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(after_s), container.open(tmp_path / "sandbox", place):
-            await asyncio.sleep(60)
-    assert left(podman, tmp_path) == []
-
-
-async def test_many_at_once_leave_nothing(
-    container: Container, podman: str, tmp_path: Path
-) -> None:
-    """Eight at a time open, run and close; no container, mount or record is left."""
-
-    async def session(number: int) -> int:
-        async with container.open(
-            tmp_path / str(number), SandboxSpec(files={"n": str(number)})
-        ) as sandbox:
-            await sandbox.run(["cat", "n"], env={}, timeout_s=60)
-            return int(said(sandbox))
-
-    assert await asyncio.gather(*map(session, range(8))) == list(range(8))
-    assert left(podman, tmp_path) == []
-    assert not any((tmp_path / f"{n}" / "container.json").exists() for n in range(8))
-
-
-async def killed_node(podman: str, folder: Path, *program: str) -> None:
-    """Run a program in a container by another process, and kill that when it says "held"."""
-    (folder / "base").mkdir()
-    (folder / "base" / "f").touch()
-    script = f"""
-import asyncio
-from pathlib import Path
-from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.container_images import build_name
-from tugline.sandbox.container import Container
-from tugline.types import Workspace
-async def main():
-    container = Container(engine={podman!r}, image={DEBIAN!r})
-    place = SandboxSpec(workspace=Workspace(folder={str(folder / "base")!r}))
-    async with container.open(Path({str(folder / "s" / "agent")!r}), place) as sandbox:
-        await sandbox.run({program!r}, env={{}}, timeout_s=300)
-asyncio.run(main())
-"""
-    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    log = folder / "s" / "agent" / "logs" / "agent.log"
-    try:
-        async with asyncio.timeout(60):
-            while not (log.exists() and "held" in log.read_text()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-    finally:
-        node.kill()
-        await node.wait()
-
-
-async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> None:
-    """After kill -9 of this process `reap` removes the container and the mount, once."""
-    await killed_node(podman, tmp_path, "sh", "-c", "echo held; exec sleep 300")
-    assert len(left(podman, tmp_path)) == 2
-    runtime = Container()  # with nobody's options, as a node reaps
-    assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 2
-    assert left(podman, tmp_path) == []
-    assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 0
 
 
 HOLD = """
@@ -145,15 +54,18 @@ async def test_programs_end_with_a_killed_node(
     """After kill -9 of this process they are gone without `reap`, whatever they have open."""
     number = unique_sleep().split()[1]
     quiet = ("sh", "-c", 'echo held; exec sleep "$0"', number)
+    argv = ("python3", "-c", HOLD, number) if holds else quiet
+    log = tmp_path / "agent" / "logs" / "agent.log"
+    options = {"engine": podman, "image": DEBIAN}
+    begun = lambda: log.exists() and "held" in log.read_text()  # noqa: E731
     try:
-        await killed_node(podman, tmp_path, *(("python3", "-c", HOLD, number) if holds else quiet))
-        log = (tmp_path / "s" / "agent" / "logs" / "agent.log").read_text()
-        assert "held 0" not in log
+        await kill_node("container", options, tmp_path / "agent", SandboxSpec(), argv, begun)
+        assert "held 0" not in log.read_text()
         async with asyncio.timeout(20):
             while running(number):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     finally:
-        await asyncio.to_thread(Container().reap, tmp_path / "s")
+        await asyncio.to_thread(Container().reap, tmp_path)
 
 
 async def test_record_of_another_container_removes_nothing(
@@ -167,27 +79,6 @@ async def test_record_of_another_container_removes_nothing(
         (forged / "container.json").write_bytes(record)
         assert await asyncio.to_thread(container.reap, tmp_path / "b") == 0
         assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
-
-
-async def test_full_disk_is_told(podman: str, tmp_path: Path) -> None:
-    """Also of what is written to the image's own folders."""
-    runtime = Container(engine=podman, image=DEBIAN, disk_mb=20)
-    async with runtime.open(tmp_path / "sandbox") as sandbox:
-        fill = "mkdir -p /var/x; dd if=/dev/zero of=/var/x/full bs=1M count=60; sleep 60"
-        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=40)
-        assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
-
-
-async def test_a_full_disk_is_told_of_a_quick_program(podman: str, tmp_path: Path) -> None:
-    """One that has ended before anybody looked took no less."""
-    async with Container(engine=podman, image=DEBIAN, disk_mb=20).open(
-        tmp_path / "sandbox"
-    ) as sandbox:
-        end = await sandbox.run(["head", "-c", "1", "/etc/hostname"], env={}, timeout_s=20)
-        assert end.cause is None
-        fill = "head -c 60000000 /dev/zero >full"
-        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=20)
-        assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
 
 
 async def test_programs_have_few_rights_and_no_network(
@@ -235,17 +126,6 @@ async def test_two_at_once_in_a_killed_container(container: Container, tmp_path:
         assert url == "http://127.0.0.1:10040"
         assert (await sandbox.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
         assert await sandbox.expose(f"http://127.0.0.1:{port}") == url
-
-
-async def test_memory_that_a_program_left_behind(podman: str, tmp_path: Path) -> None:
-    """What lies in /dev/shm goes with the program that took too much, or it would end all next."""
-    runtime = Container(engine=podman, image=DEBIAN, memory_mb=70)
-    async with runtime.open(tmp_path / "sandbox") as sandbox:
-        fill = "head -c 64000000 /dev/zero >/dev/shm/x; python3 -c 'bytearray(30 << 20)'"
-        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=20)
-        assert end.cause is Cause.AGENT_MEMORY
-        end = await sandbox.run(["python3", "-c", "bytearray(8 << 20)"], env={}, timeout_s=20)
-        assert (end.code, end.cause) == (0, None)
 
 
 async def test_cancelled_while_mounting(
@@ -321,14 +201,10 @@ async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
     assert left(podman, tmp_path) == []
 
 
-async def test_workspace_that_cannot_be(podman: str, tmp_path: Path) -> None:
-    """A workspace without image, or in a place that is taken, is the task's mistake."""
+async def test_a_task_without_an_image_is_told(podman: str, tmp_path: Path) -> None:
+    """Neither it nor the runtime names one."""
     with pytest.raises(UsageError, match="nor the runtime has an image"):
-        async with Container(engine=podman).open(tmp_path / "a"):
-            pass
-    place = SandboxSpec(workspace=Workspace(image=DEBIAN, path="/home"))
-    with pytest.raises(UsageError, match=r"workspace.path is '/home'"):
-        async with Container(engine=podman).open(tmp_path / "b", place):
+        async with Container(engine=podman).open(tmp_path):
             pass
 
 
