@@ -27,6 +27,7 @@ from tugline.plugins import find
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 DRIVERS = [
@@ -238,6 +239,20 @@ async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **en
     return await sandbox.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
 
 
+async def run_session(sandbox: Sandbox) -> None:
+    """What every provider must do, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
+    await sandbox.put(sandbox.home, {"settings.json": "{}"})
+    script = (
+        'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
+    )
+    end = await run_shell(sandbox, script, A="it's\n$HOME")
+    assert (end.code, end.timed_out) == (7, False)
+    assert read_log(sandbox) == "{}it's\n$HOME\n"
+    link = FileChange(b"/etc", link=True)
+    changed = {"a.py": None, "pkg/b.py": FileChange(b"new"), "out": link}
+    assert await sandbox.diff() == Patch(changed)
+
+
 def read_log(sandbox: Sandbox) -> str:
     """What programs have written so far."""
     return (sandbox.logs / "agent.log").read_text()
@@ -281,6 +296,13 @@ async def wait_until_running(command: str) -> None:
     async with asyncio.timeout(20):
         while not running(command):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def wait_until_gone(command: str) -> None:
+    """Wait until nothing of a program is left; the kernel may be slow to bury what was killed."""
+    async with asyncio.timeout(20):
+        while running(command):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def mount_table() -> str:

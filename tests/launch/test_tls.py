@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from certificates import make_certificate
 from commands import TUGLINE
-from launch.processes import World, task, write
-
-DATA = "tugline-data"
-EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """Nothing runs yet."""
-    world = World(tmp_path)
-    yield world
-    world.close()
+from launch.processes import EXACT, World, task, write
 
 
 def _start(world: World, **settings: str) -> None:
@@ -52,13 +39,13 @@ def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) 
     make_certificate(world.folder)
     _start(world)
     world.up("server", "the server is up at https://127.0.0.1:")
-    url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
+    url = world.read_data("server.json", "url")
     refused = _call(world, "status")
     assert refused.returncode != 0
     assert "certificate verify failed" in refused.stderr
 
     monkeypatch.setenv("SSL_CERT_FILE", str(world.folder / "cert.pem"))
-    join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
+    join = world.read_data("tokens.json", "join")
     options = ("--server", url, "--slots", "2", "--engine", world.engine(), *EXACT)
     world.tugline("a", "node", "--name", "a", *options, TUGLINE_JOIN_TOKEN=join)
     world.up("a", "is up: 2 slots")

@@ -25,6 +25,7 @@ from sandboxes import (
     run_shell,
     running,
     unique_sleep,
+    wait_until_gone,
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
@@ -480,9 +481,7 @@ async def test_what_a_killed_node_left_is_ended(driver: Driver, tmp_path: Path) 
     has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
     assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
     if driver.isolated:
-        async with asyncio.timeout(20):
-            while running(sleep):  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.02)
+        await wait_until_gone(sleep)
     left = [*groups, *running(sleep), *driver.left(folder)]
     reap = type(driver.runtime)().reap  # with nobody's options, as a node reaps
     ended = await asyncio.to_thread(reap, tmp_path / "s")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from sandboxes import kill_node, running, unique_sleep
+from sandboxes import kill_node, unique_sleep, wait_until_gone
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec
@@ -61,9 +61,7 @@ async def test_programs_end_with_a_killed_node(
     try:
         await kill_node("container", options, tmp_path / "agent", SandboxSpec(), argv, begun)
         assert "held 0" not in log.read_text()
-        async with asyncio.timeout(20):
-            while running(number):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await wait_until_gone(number)
     finally:
         await asyncio.to_thread(Container().reap, tmp_path)
 
