@@ -17,8 +17,7 @@ from structlog.testing import capture_logs
 from sandboxes import read_log, run_shell, users
 from tugline.errors import SandboxError
 from tugline.sandbox.base import Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap import Bubblewrap
-from tugline.sandbox.bubblewrap_view import python_folders
+from tugline.sandbox.bubblewrap import Bubblewrap, python_folders
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
