@@ -24,7 +24,6 @@ import pytest
 
 from containers import DEBIAN, host_programs, left
 from tugline.plugins import find
-from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
 from tugline.sandbox.patch import FileChange, Patch
@@ -89,22 +88,6 @@ for name in os.listdir(image):
 out += ["--setenv", "PATH", "/bin", "--proc", "/proc", "--dev", "/dev"]
 os.execvp("bwrap", [*out, *binds, *chdir, *argv])
 """
-
-
-def make_apptainer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Apptainer:
-    """Apptainer itself or its stand-in, with a cache of its own; skip where there is none."""
-    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
-    if kind == "stand-in":
-        if shutil.which("bwrap") is None:
-            pytest.skip("there is no bwrap for the stand-in")
-        program = tmp_path / "bin" / "apptainer"
-        program.parent.mkdir()
-        program.write_text(STAND_IN)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    elif reason := Apptainer().check_available():
-        pytest.skip(reason)
-    return Apptainer(disk_mb=64)
 
 
 @pytest.fixture
@@ -177,20 +160,26 @@ def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Driver:
     """Each driver that works here."""
-    if request.param == "local":
-        return Driver("local")
-    if request.param == "bubblewrap":
-        found = Driver("bubblewrap")
-        if problem := found.runtime.check_available():
-            pytest.skip(problem)
-        return found
-    if request.param == "container":
+    name = request.param
+    if name == "container":
         engine = request.getfixturevalue("podman")
         options = {"engine": engine, "image": DEBIAN, "memory_mb": 512, "processes": 200}
-        return Driver("container", options=options)
-    make_apptainer(request.param, tmp_path, monkeypatch)
-    workspace = Workspace(image=str(request.getfixturevalue("image")))
-    return Driver(request.param, workspace, {"disk_mb": 64})
+        return Driver(name, options=options)
+    if name in {"stand-in", "apptainer"}:
+        monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+        workspace = Workspace(image=str(request.getfixturevalue("image")))
+        found = Driver(name, workspace, {"disk_mb": 64})
+    else:
+        found = Driver(name)
+    if name == "stand-in" and shutil.which("bwrap") is not None:
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text(STAND_IN)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    if problem := found.runtime.check_available():
+        pytest.skip(problem)
+    return found
 
 
 _NODE = """
