@@ -211,7 +211,6 @@ async def kill_node(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=asyncio.subprocess.PIPE,
     )
-    assert node.stdin is not None
     node.stdin.write(msgspec.json.encode((runtime, options, str(folder), spec, argv)))
     node.stdin.close()
     try:

@@ -70,7 +70,6 @@ async def test_several_tasks_in_their_order(config: Path, monkeypatch: pytest.Mo
         results = await tugline.run_async(tasks, engine=url, slots=1, config=config)
     assert [result.view.session for result in results] == ["b-0", "a-0"]
     for result in results:
-        assert result.trajectory is not None
         (trace,) = result.trajectory.traces
         assert TOKENIZER.decode(trace.ids[trace.mask].tolist()) == "so be it<|im_end|>"
     assert not list(config.parent.glob("tugline-*"))

@@ -145,7 +145,6 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
         with subprocess.Popen(
             [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
         ) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "go\n"
             time.sleep(wait_s)
             process.kill()

@@ -72,7 +72,6 @@ async def test_a_commit_is_what_it_is_named_by(
     where = f"{prefix}{repo}"
     asked = commit_of(repo, "v2") if name == "hash" else name
     async with bases.open(Workspace(repo=where, commit=asked)) as base:
-        assert base is not None
         text = "x = 2\n" if name in {"v2", "hash"} else "x = 3\n"
         assert (base / "a.py").read_text() == text
         assert os.access(base / "run.sh", os.X_OK)
@@ -84,7 +83,6 @@ async def test_nothing_that_came_later_can_be_found(repo: Path, bases: Workspace
     """History ends at the commit: no fix, no branch, no tag, no remote, no reflog, no object."""
     fix = commit_of(repo, "trunk")
     async with bases.open(Workspace(repo=f"file://{repo}", commit="v2")) as base:
-        assert base is not None
         assert git(base, "log", "--all", "--format=%s").splitlines() == ["commit 2", "commit 1"]
         assert git(base, "for-each-ref", "--format=%(refname)") == "refs/heads/main"
         assert git(base, "remote") == git(base, "reflog") == ""
@@ -109,7 +107,6 @@ async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
 
     async def one() -> str:
         async with bases.open(Workspace(repo=f"file://{repo}")) as base:
-            assert base is not None
             return str(base.stat().st_ino)
 
     mine = set(await asyncio.gather(*(one() for _ in range(8))))
@@ -270,7 +267,6 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
     )
     other = python(script, str(tmp_path / "cache"))
     try:
-        assert other.stdout is not None
         assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
         bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
         bases.evict()

@@ -122,7 +122,6 @@ def test_a_group_counts_what_has_ended(parent: Cgroup, tmp_path: Path) -> None:
 
 def test_groups_of_a_killed_trial_are_removed(parent: Cgroup) -> None:
     """An empty group has no record; one of a trial that may still be going on is left alone."""
-    assert parent.memory is not None
     old, new = (parent.memory / f"{TRIAL}{age}{os.getpid()}" for age in ("old", "new"))
     for folder in (old, new):
         folder.mkdir()
@@ -199,7 +198,6 @@ async def test_a_node_out_of_memory_is_not_the_sandboxs_doing(
     parent: Cgroup, tmp_path: Path
 ) -> None:
     """Killed by what the node runs in, within its own limit: no cause of the agent's."""
-    assert parent.memory is not None
     if parent.unified:
         pytest.skip("a group below another one needs its controllers there")
     node = parent.memory / f"tugline-node-{tmp_path.name}"

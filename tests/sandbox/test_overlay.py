@@ -86,14 +86,31 @@ def way(request: pytest.FixtureRequest) -> Way:
     return found
 
 
+Make = Callable[..., OverlayWorkspace]
+
+
 @pytest.fixture
-def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
-    """A layer with initial files, gone at the end."""
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, FILES)
-    layer.make()
-    yield layer
-    layer.unmount()
-    assert not layer.work.is_mount()
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make layers over a base, which are gone at the end."""
+    made: list[OverlayWorkspace] = []
+
+    def make(
+        base: Path | None, files: dict[str, str] | None = None, name: str = "sandbox"
+    ) -> OverlayWorkspace:
+        made.append(OverlayWorkspace(tmp_path / name, base, files or {}))
+        made[-1].make()
+        return made[-1]
+
+    yield make
+    for layer in made:
+        layer.unmount()
+        assert not layer.work.is_mount()
+
+
+@pytest.fixture
+def layer(base: Path, make: Make) -> OverlayWorkspace:
+    """One with initial files."""
+    return make(base, FILES)
 
 
 def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: Way) -> None:
@@ -168,27 +185,21 @@ def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: Way) -> None:
     assert notes == ["'\\udcff'", "'a\\nb'", "a.py", "blob", "node_modules", "pipe", "x\\y"]
 
 
-def test_a_large_file_in_a_folder_made_anew_is_unchanged(
-    base: Path, tmp_path: Path, way: Way
-) -> None:
+def test_a_large_file_in_a_folder_made_anew_is_unchanged(make: Make, base: Path, way: Way) -> None:
     """Larger than a change may be, but equal to the old one."""
     (base / "data").mkdir()
     (base / "data" / "blob").write_bytes(b"\0" * 2_000_000)
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, {})
-    layer.make()
+    layer = make(base)
     way(layer, "cp -p data/blob t; rm -r data; mkdir data; mv t data/blob")
     assert layer.diff() == Patch()
-    layer.unmount()
 
 
-def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
+def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Path) -> None:
     """What the agent makes in place of a link is not compared with where the link leads."""
     (base / "out").symlink_to(tmp_path)
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, {})
-    layer.make()
+    layer = make(base)
     by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
     assert layer.diff() == Patch({"out": None, "out/secret": FileChange(b"secret")})
-    layer.unmount()
     assert (tmp_path / "secret").read_text() == "secret"
 
 
@@ -222,25 +233,20 @@ def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWo
     assert small.notes == tuple(f"f{number}: {past}" for number in (3, 4, 5, 6))
 
 
-def test_sandboxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+def test_sandboxes_of_one_base_do_not_see_each_other(make: Make, base: Path) -> None:
     """The base stays as it was, too."""
-    sandboxes = [OverlayWorkspace(tmp_path / name, base, {}) for name in ("one", "two")]
-    for sandbox in sandboxes:
-        sandbox.make()
+    sandboxes = [make(base, name=name) for name in ("one", "two")]
     by_kernel(sandboxes[0], "echo mine > a.py; rm -r docs")
     by_kernel(sandboxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
     assert (base / "a.py").read_text() == "x = 1\n"
     assert sandboxes[1].diff() == Patch()
-    for sandbox in sandboxes:
-        sandbox.unmount()
 
 
-def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path) -> None:
+def test_initial_files_lie_over_whatever_the_base_has(make: Make, base: Path) -> None:
     """Also where it has a folder or a file in their way; folders keep the base's mode."""
     (base / "docs").chmod(0o750)
     files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, files)
-    layer.make()
+    layer = make(base, files)
     check = 'test "$(cat docs/one.md a.py/x pkg docs/deep/two.md | tr "\\n" .)" = '
     by_kernel(layer, check + '"mine.below a file.over a folder.2."')
     assert (layer.work / "docs").stat().st_mode & 0o777 == 0o750
@@ -248,20 +254,13 @@ def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path
     _run("rm -r a.py; rm pkg; echo new > a.py", layer.work)
     changed = {"a.py/x": None, "pkg": None, "a.py": FileChange(b"new\n")}
     assert layer.diff() == Patch(changed)
-    layer.unmount()
 
 
-def test_an_initial_file_can_be_run_where_the_bases_can(
-    base: Path, tmp_path: Path, way: Way
-) -> None:
+def test_an_initial_file_can_be_run_where_the_bases_can(make: Make, base: Path, way: Way) -> None:
     """As a sandbox that it is put into later would have it; that alone is no change."""
-    layer = OverlayWorkspace(
-        tmp_path / "sandbox", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"}
-    )
-    layer.make()
+    layer = make(base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"})
     way(layer, "./run.sh; test ! -x a.py; echo y > new")
     assert layer.diff() == Patch({"new": FileChange(b"y\n")})
-    layer.unmount()
 
 
 def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -> None:
@@ -275,10 +274,9 @@ def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -
     assert layer.diff() == Patch(changed)
 
 
-def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
+def test_without_a_base_it_is_a_plain_folder(make: Make) -> None:
     """Compared with what it began with; what is no file is noted, and a flood left out."""
-    layer = OverlayWorkspace(tmp_path / "sandbox", None, FILES)
-    layer.make()
+    layer = make(None, FILES)
     layer.mount()
     assert layer.own == layer.work
     assert layer.diff() == Patch()
@@ -311,10 +309,9 @@ def test_a_removal_that_no_sandbox_can_be_given_is_noted() -> None:
     ]
 
 
-def test_a_patch_can_be_applied_in_order(tmp_path: Path) -> None:
+def test_a_patch_can_be_applied_in_order(make: Make, tmp_path: Path) -> None:
     """What is gone comes first, so that it takes nothing away that came in its place."""
-    layer = OverlayWorkspace(tmp_path / "sandbox", None, {"a": "x"})
-    layer.make()
+    layer = make(None, {"a": "x"})
     _run("rm a; mkdir a; printf new > a/b", layer.work)
     then = tmp_path / "then"
     then.mkdir()
@@ -354,12 +351,11 @@ def test_it_can_be_mounted_again_after_its_sandbox_died(layer: OverlayWorkspace)
     assert layer.diff() == Patch()
 
 
-def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path: Path) -> None:
+def test_paths_with_signs_of_the_option_list_can_be_mounted(
+    make: Make, base: Path, tmp_path: Path
+) -> None:
     """Colons, commas, backslashes and spaces in folder names."""
     strange = base.rename(tmp_path / "b:a,s\\e d")
-    layer = OverlayWorkspace(tmp_path / "b:o,x\\ d", strange, {})
-    layer.make()
+    layer = make(strange, name="b:o,x\\ d")
     by_kernel(layer, "rm a.py")
     assert layer.diff() == Patch({"a.py": None})
-    layer.unmount()
-    assert not layer.work.is_mount()
