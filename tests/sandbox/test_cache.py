@@ -185,8 +185,8 @@ async def test_who_stops_waiting_does_not_stop_the_making(bases: WorkspaceCache)
     made = []
 
     async def fill(into: Path) -> None:
-        await asyncio.sleep(0.2)
         made.append(into)
+        await asyncio.sleep(0.2)
         (into / "x").touch()
 
     with pytest.raises(TimeoutError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 import pytest
+import uvloop
 
 from sandboxes import (
     DRIVERS,
@@ -29,7 +31,7 @@ from sandboxes import (
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Mount, PausableTimeout, Sandbox
+from tugline.sandbox.base import Exit, Mount, PausableTimeout, Sandbox
 from tugline.sandbox.limits import RECORD, Cgroup, ProgramLimits, SandboxCgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause
@@ -289,19 +291,31 @@ async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sa
 
 
 @ISOLATED
-async def test_an_end_is_believed_over_a_timer_that_is_late(sandbox: Sandbox) -> None:
-    """After a stall of this process both are there, and the program had ended before."""
-    timeout = PausableTimeout(0.6)
-    timeout.pause()
-    script = "touch began; until [ -e go ]; do sleep 0.01; done; sleep 0.3"
-    argv = ("sh", "-c", script)
-    run = asyncio.create_task(sandbox.run(argv, env={}, timeout_s=timeout))
-    while await sandbox.get(sandbox.workdir / "began") is None:  # noqa: ASYNC110 - a file
-        await asyncio.sleep(0.01)
-    await sandbox.put(sandbox.workdir, {"go": ""})
-    timeout.resume()
-    time.sleep(1.5)  # noqa: ASYNC251 - the stall
-    end = await run
+def test_an_end_is_believed_over_a_timer_that_is_late(driver: Driver, tmp_path: Path) -> None:
+    """After a stall of this process both are there, and the program had ended before.
+
+    After it has read something, the loop of a node looks at its timers first.
+    """
+
+    async def run_and_stall() -> Exit:
+        timeout = PausableTimeout(0.6)
+        timeout.pause()
+        script = "touch began; until [ -e go ]; do sleep 0.01; done; sleep 0.3"
+        async with driver.runtime.open(tmp_path / "s", driver.spec()) as sandbox:
+            argv = ("sh", "-c", script)
+            run = asyncio.create_task(sandbox.run(argv, env={}, timeout_s=timeout))
+            while await sandbox.get(sandbox.workdir / "began") is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await sandbox.put(sandbox.workdir, {"go": ""})
+            timeout.resume()
+            own, other = socket.socketpair()
+            with own, other:
+                loop = asyncio.get_running_loop()
+                loop.add_reader(own, lambda: (loop.remove_reader(own), time.sleep(1.5)))
+                other.send(b"!")
+                return await run
+
+    end = uvloop.run(run_and_stall())
     assert (end.code, end.timed_out) == (0, False)
 
 
