@@ -462,6 +462,7 @@ async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> No
         assert set(os.listdir(tmp_path / "7")) == {"home", "logs", "work"}  # noqa: PTH208
 
 
+@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
 async def test_a_session_that_is_given_up_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
     """However far the making of its sandbox has come, and while a program runs in it."""
     (tmp_path / "base").mkdir()
