@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -462,7 +463,7 @@ async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> No
         assert set(os.listdir(tmp_path / "7")) == {"home", "logs", "work"}  # noqa: PTH208
 
 
-@pytest.mark.parametrize("driver", WITH_PYTHON, indirect=True)
+@BOUNDED
 async def test_a_session_that_is_given_up_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
     """However far the making of its sandbox has come, and while a program runs in it."""
     (tmp_path / "base").mkdir()
@@ -489,17 +490,21 @@ async def test_what_a_killed_node_left_is_ended(driver: Driver, tmp_path: Path) 
     log = folder / "logs" / "agent.log"
     script = ("sh", "-c", f"setsid {sleep} & echo held; {sleep}")
     begun = lambda: log.exists() and "held" in log.read_text()  # noqa: E731
-    spec = driver.spec(base)
-    await kill_node(driver.plugin, driver.options, folder, spec, script, begun)
-    records = [msgspec.json.decode(one.read_bytes()) for one in folder.glob(f"*{RECORD}")]
-    groups = [Path(path) for paths in records for path in paths]
-    has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
-    assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
-    if driver.isolated:
-        await wait_until_gone(sleep)
-    left = [*groups, *running(sleep), *driver.left(folder)]
-    reap = type(driver.runtime)().reap  # with nobody's options, as a node reaps
-    ended = await asyncio.to_thread(reap, tmp_path / "s")
-    assert (ended > 0) is bool(left), (ended, left)
-    assert await asyncio.to_thread(reap, tmp_path / "s") == 0
-    assert [*filter(Path.exists, groups), *running(sleep), *driver.left(folder)] == []
+    # with nobody's options, as a node reaps
+    reap = partial(asyncio.to_thread, type(driver.runtime)().reap, tmp_path / "s")
+    try:
+        spec = driver.spec(base)
+        await kill_node(driver.plugin, driver.options, folder, spec, script, begun)
+        records = [msgspec.json.decode(one.read_bytes()) for one in folder.glob(f"*{RECORD}")]
+        groups = [Path(path) for paths in records for path in paths]
+        has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
+        assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
+        if driver.isolated:
+            await wait_until_gone(sleep)
+        left = [*groups, *running(sleep), *driver.left(folder)]
+        ended = await reap()
+        assert (ended > 0) is bool(left), (ended, left)
+        assert await reap() == 0
+        assert [*filter(Path.exists, groups), *running(sleep), *driver.left(folder)] == []
+    finally:
+        await reap()
