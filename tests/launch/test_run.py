@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import pytest
 import structlog
 
 import tugline
+from launch.engine import create_engine
 from launch.processes import task
 from tiny import rendering
 from tugline.client.streams import Result
-from tugline.inference.server import create_app
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import read_folder
-from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Boundary, Failure, Status, Task
 from tugline.web.serve import serve
 
@@ -47,22 +45,13 @@ def config(tmp_path: Path) -> Iterator[Path]:
     structlog.reset_defaults()
 
 
-@contextlib.asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    """The URL of one that always says the same."""
-    reply = Reply(TOKENIZER.encode("so be it<|im_end|>"))
-    scripted = ScriptedEngine(lambda _prompt, _request: reply, vocab_size=TOKENIZER.size)
-    async with serve(create_app(scripted, model_name="m")) as url:
-        yield url
-
-
 async def test_the_example_of_the_docs_runs(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From any thread, with results by sample and the run in its folder, where it resumes."""
     (block,) = re.findall(r"```python\n(import tugline\n.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(config.parent)
-    async with engine() as url:
+    async with serve(create_engine()) as url:
         ours = f'"{url}", config="{config.name}"'
         code = compile(block.replace('"http://localhost:8000"', ours), str(PAGE), "exec")
         for _ in range(2):
@@ -77,11 +66,10 @@ async def test_several_tasks_in_their_order(config: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(config.parent)
     monkeypatch.setattr("tempfile.tempdir", str(config.parent))
     tasks = [make(name, samples=1) for name in ("b", "a")]
-    async with engine() as url:
+    async with serve(create_engine()) as url:
         results = await tugline.run_async(tasks, engine=url, slots=1, config=config)
     assert [result.view.session for result in results] == ["b-0", "a-0"]
     for result in results:
-        assert result.trajectory is not None
         (trace,) = result.trajectory.traces
         assert TOKENIZER.decode(trace.ids[trace.mask].tolist()) == "so be it<|im_end|>"
     assert not list(config.parent.glob("tugline-*"))

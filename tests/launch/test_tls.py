@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import ipaddress
 import json
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 
+from certificates import make_certificate
 from commands import TUGLINE
-from launch.processes import World, task, write
-
-DATA = "tugline-data"
-EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """Nothing runs yet."""
-    world = World(tmp_path)
-    yield world
-    world.close()
-
-
-def _make_certificate(folder: Path) -> None:
-    """``cert.pem`` and ``key.pem`` for 127.0.0.1, signed by themselves."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tugline")])
-    begin = dt.datetime.now(dt.UTC) - dt.timedelta(hours=1)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(begin)
-        .not_valid_after(begin + dt.timedelta(days=2))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (folder / "key.pem").write_bytes(pem)
+from launch.processes import EXACT, World, task, write
 
 
 def _start(world: World, **settings: str) -> None:
@@ -78,16 +36,16 @@ def _run(world: World, name: str) -> None:
 @pytest.mark.slow
 def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not know the certificate is told so; node and clients that do work."""
-    _make_certificate(world.folder)
+    make_certificate(world.folder)
     _start(world)
     world.up("server", "the server is up at https://127.0.0.1:")
-    url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
+    url = world.read_data("server.json", "url")
     refused = _call(world, "status")
     assert refused.returncode != 0
     assert "certificate verify failed" in refused.stderr
 
     monkeypatch.setenv("SSL_CERT_FILE", str(world.folder / "cert.pem"))
-    join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
+    join = world.read_data("tokens.json", "join")
     options = ("--server", url, "--slots", "2", "--engine", world.engine(), *EXACT)
     world.tugline("a", "node", "--name", "a", *options, TUGLINE_JOIN_TOKEN=join)
     world.up("a", "is up: 2 slots")
@@ -98,7 +56,7 @@ def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_key_that_does_not_fit_is_refused_by_name(world: World) -> None:
     """The start ends with the names of both files."""
-    _make_certificate(world.folder)
+    make_certificate(world.folder)
     (world.folder / "key.pem").write_text("nothing")
     _start(world)
     assert world.running.pop("server").wait(20) != 0

@@ -6,25 +6,12 @@ import json
 import signal
 import stat
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from launch.processes import AGENT, World, task, until, write
+from launch.processes import AGENT, DATA, EXACT, World, task, until, write
 from tugline.recording import file as recordings
 from tugline.recording.trajectories import read_folder
-
-EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-DATA = "tugline-data"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A folder, and whatever is started in it."""
-    made = World(tmp_path)
-    yield made
-    made.close()
 
 
 def test_everything_in_one_process_outlives_its_death(world: World) -> None:
@@ -111,8 +98,8 @@ def test_nodes_are_processes_that_come_and_go(
     (world.folder / "server.yaml").write_text(json.dumps({"server": settings}))
     world.tugline("server", "up", "--no-node", "--port", "0", "--config", "server.yaml")
     world.up("server", "the server is up at")
-    url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
-    join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
+    url = world.read_data("server.json", "url")
+    join = world.read_data("tokens.json", "join")
     engine = world.engine()
     for name in ("a", "b"):
         options = ("--server", url, "--name", name, "--slots", "2", "--engine", engine, *EXACT)

@@ -2,181 +2,77 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sandboxes import image, make_apptainer
-from tugline.errors import ImageError, SandboxError, UsageError
+from sandboxes import Driver, read_log, run_shell
+from tugline.errors import ImageError, SandboxError
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.overlay import unmount_all
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
-__all__ = ["image"]
+EACH = pytest.mark.parametrize("driver", ["stand-in", "apptainer"], indirect=True)
+STAND_IN = pytest.mark.parametrize("driver", ["stand-in"], indirect=True)
+"""For what no test can have of Apptainer itself: other builds of it, and registries."""
 
 
-@pytest.fixture(params=["stand-in", "apptainer"])
-def runtime(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Apptainer:
-    """With a cache of its own."""
-    return make_apptainer(request.param, tmp_path, monkeypatch)
-
-
-def running(argument: str) -> list[str]:
-    """Programs of this machine with that argument."""
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    return [line for line in listed.stdout.splitlines() if argument in line.split()]
-
-
+@EACH
 async def test_the_images_own_folder_is_the_workspace(
-    runtime: Apptainer, image: Path, tmp_path: Path
+    driver: Driver, image: Path, tmp_path: Path
 ) -> None:
     """Seen copy-on-write, so the image stays as it was."""
     place = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
-    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
-        end = await sandbox.run(["sh", "-c", "cat a.txt; echo new > a.txt"], env={}, timeout_s=20)
-        assert end.code == 0
+    async with driver.runtime.open(tmp_path / "sandbox", place) as sandbox:
+        assert (await run_shell(sandbox, "cat a.txt; echo new > a.txt")).code == 0
         assert await sandbox.diff() == Patch({"a.txt": FileChange(b"new\n")})
     assert (image / "task" / "a.txt").read_text() == "from the image\n"
     assert unmount_all(tmp_path / "sandbox") == 0
 
 
-async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
-    runtime: Apptainer, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No environment, no home, no processes, no network but the door that was asked for."""
-    monkeypatch.setenv("SECRET", "word")
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nmodel")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with (
-        server,
-        runtime.open(
-            tmp_path / "sandbox", SandboxSpec(workspace=Workspace(image=str(image)))
-        ) as sandbox,
-    ):
-        url = await sandbox.expose(f"http://127.0.0.1:{port}")
-        script = f"""env; ls {tmp_path} /root; test -e /proc/{os.getpid()}/root && echo seen
-        wget -q -O- {url}/; wget -q -T 2 -O- http://127.0.0.1:{port}/ && echo reached"""
-        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
-        log = (sandbox.logs / "agent.log").read_text()
-    assert "word" not in log
-    assert "HOME=/home/agent" in log
-    assert "model" in log
-    assert "reached" not in log
-
-
+@EACH
 async def test_the_shell_that_runs_programs_is_out_of_their_reach(
-    runtime: Apptainer, image: Path, tmp_path: Path, request: pytest.FixtureRequest
+    driver: Driver, tmp_path: Path
 ) -> None:
     """Its memory is covered; with Apptainer itself a filter of system calls is in force."""
-    place = SandboxSpec(workspace=Workspace(image=str(image)))
-    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
-        script = "ls /proc/1/task; test -c /proc/1/mem; echo $?; "
-        script += (
-            'while read -r name n; do [ $name != Seccomp: ] || echo "$n"; done </proc/1/status'
-        )
-        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
-        words = (sandbox.logs / "agent.log").read_text().split()
-    assert words == ["0", "0" if "stand-in" in request.node.name else "2"]
-    assert not any("shell" in line for line in runtime.list_weaknesses())
+    look = "ls /proc/1/task; test -c /proc/1/mem; echo $?; grep Seccomp: /proc/1/status"
+    async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
+        await run_shell(sandbox, look)
+        words = read_log(sandbox).split()
+    assert words == ["0", "Seccomp:", "0" if driver.name == "stand-in" else "2"]
+    assert not any("shell" in line for line in driver.runtime.list_weaknesses())
 
 
+@STAND_IN
 async def test_an_apptainer_without_seccomp_is_told(
-    runtime: Apptainer,
-    image: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sandboxes open all the same, and it is a weakness that they have no filter."""
-    if "stand-in" not in request.node.name:
-        pytest.skip("Apptainer has seccomp here")
     monkeypatch.setenv("NO_SECCOMP", "1")
-    place = SandboxSpec(workspace=Workspace(image=str(image)))
-    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
-        assert (await sandbox.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+    async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
+        assert (await run_shell(sandbox, "exit 3")).code == 3
     told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
-    assert any(told in line for line in runtime.list_weaknesses())
+    assert any(told in line for line in driver.runtime.list_weaknesses())
 
 
-async def test_what_a_killed_node_left_is_ended(
-    runtime: Apptainer, image: Path, tmp_path: Path
-) -> None:
-    """Its programs end by themselves; the next one leaves no mount."""
-    script = f"""if True:
-        import asyncio
-        from pathlib import Path
-        from tugline.sandbox.apptainer import Apptainer
-        from tugline.sandbox.base import SandboxSpec
-        from tugline.types import Workspace
-        async def main():
-            place = SandboxSpec(workspace=Workspace(image={str(image)!r}, path="/task"))
-            async with Apptainer().open(Path({str(tmp_path / "sandbox")!r}), place) as sandbox:
-                await sandbox.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
-        asyncio.run(main())"""
-    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    async with asyncio.timeout(20):
-        while not running("5432"):  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.05)
-    node.kill()
-    await node.wait()
-    async with asyncio.timeout(10):
-        while running("5432"):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    runtime.reap(tmp_path)
-    assert runtime.reap(tmp_path) == 0
-    assert unmount_all(tmp_path) == 0
-
-
+@STAND_IN
 async def test_an_archive_is_made_a_sandbox_directory_once(
-    request: pytest.FixtureRequest, runtime: Apptainer, image: Path, tmp_path: Path
+    driver: Driver, image: Path, tmp_path: Path
 ) -> None:
     """Kept with the other bases; what cannot be had says why."""
-    if "stand-in" not in request.node.name:
-        pytest.skip("Apptainer builds from registries, none of which can be reached in tests")
     archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
     place = SandboxSpec(workspace=Workspace(image=archive))
     for name in ("one", "two"):
-        async with runtime.open(tmp_path / name, place) as sandbox:
-            assert (await sandbox.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+        async with driver.runtime.open(tmp_path / name, place) as sandbox:
+            assert (await run_shell(sandbox, "exit 3")).code == 3
     made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(made) == 1
+    none = SandboxSpec(workspace=Workspace(image="docker://none"))
     with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
-        async with runtime.open(
-            tmp_path / "x", SandboxSpec(workspace=Workspace(image="docker://none"))
-        ):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("workspace", "expected"),
-    [
-        (Workspace(), "needs workspace.image: a sandbox directory, or what"),
-        (Workspace(build="/x"), "builds no Dockerfile"),
-        (Workspace(image="/x", path="/"), "workspace.path is '/', must be an absolute folder"),
-    ],
-)
-async def test_what_it_cannot_give_is_the_tasks_mistake(
-    runtime: Apptainer, tmp_path: Path, workspace: Workspace, expected: str
-) -> None:
-    """Named, with what would be right."""
-    with pytest.raises(UsageError, match=expected):
-        async with runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=workspace)):
+        async with driver.runtime.open(tmp_path / "x", none):
             pass
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from repositories import git
 from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox import repos
 from tugline.sandbox.cache import WorkspaceCache
@@ -23,36 +24,26 @@ from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
 
-def git(*argv: str, cwd: Path) -> str:
-    """What git says in a folder."""
-    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
-    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
-    done = subprocess.run(
-        ["git", *who, *argv], cwd=cwd, env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
     """Three commits: the last is the fix that nobody may see. The second has a tag."""
     root = tmp_path / "repo"
     root.mkdir()
-    git("init", "-q", "-b", "trunk", cwd=root)
+    git(root, "init", "-q", "-b", "trunk")
     for number in (1, 2, 3):
         (root / "a.py").write_text(f"x = {number}\n")
         (root / "run.sh").write_text("#!/bin/sh\n")
         (root / "run.sh").chmod(0o755)
-        git("add", "-A", cwd=root)
-        git("commit", "-q", "-m", f"commit {number}", cwd=root)
+        git(root, "add", "-A")
+        git(root, "commit", "-q", "-m", f"commit {number}")
         if number == 2:
-            git("tag", "-a", "-m", "second", "v2", cwd=root)
+            git(root, "tag", "-a", "-m", "second", "v2")
     return root
 
 
 def commit_of(repo: Path, name: str) -> str:
     """The full hash."""
-    return git("rev-parse", f"{name}^{{commit}}", cwd=repo)
+    return git(repo, "rev-parse", f"{name}^{{commit}}")
 
 
 def python(script: str, *argv: str) -> subprocess.Popen[str]:
@@ -81,23 +72,21 @@ async def test_a_commit_is_what_it_is_named_by(
     where = f"{prefix}{repo}"
     asked = commit_of(repo, "v2") if name == "hash" else name
     async with bases.open(Workspace(repo=where, commit=asked)) as base:
-        assert base is not None
         text = "x = 2\n" if name in {"v2", "hash"} else "x = 3\n"
         assert (base / "a.py").read_text() == text
         assert os.access(base / "run.sh", os.X_OK)
-        assert git("status", "--porcelain", cwd=base) == ""
-        assert git("rev-parse", "HEAD", cwd=base) == commit_of(repo, asked or "HEAD")
+        assert git(base, "status", "--porcelain") == ""
+        assert git(base, "rev-parse", "HEAD") == commit_of(repo, asked or "HEAD")
 
 
 async def test_nothing_that_came_later_can_be_found(repo: Path, bases: WorkspaceCache) -> None:
     """History ends at the commit: no fix, no branch, no tag, no remote, no reflog, no object."""
     fix = commit_of(repo, "trunk")
     async with bases.open(Workspace(repo=f"file://{repo}", commit="v2")) as base:
-        assert base is not None
-        assert git("log", "--all", "--format=%s", cwd=base).splitlines() == ["commit 2", "commit 1"]
-        assert git("for-each-ref", "--format=%(refname)", cwd=base) == "refs/heads/main"
-        assert git("remote", cwd=base) == git("reflog", cwd=base) == ""
-        objects = git("cat-file", "--batch-all-objects", "--batch-check", cwd=base)
+        assert git(base, "log", "--all", "--format=%s").splitlines() == ["commit 2", "commit 1"]
+        assert git(base, "for-each-ref", "--format=%(refname)") == "refs/heads/main"
+        assert git(base, "remote") == git(base, "reflog") == ""
+        objects = git(base, "cat-file", "--batch-all-objects", "--batch-check")
         assert fix not in objects
         assert len(objects.splitlines()) == 7  # two commits, two trees, three files
         for path in (base / ".git").rglob("*"):
@@ -118,7 +107,6 @@ async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
 
     async def one() -> str:
         async with bases.open(Workspace(repo=f"file://{repo}")) as base:
-            assert base is not None
             return str(base.stat().st_ino)
 
     mine = set(await asyncio.gather(*(one() for _ in range(8))))
@@ -197,8 +185,8 @@ async def test_who_stops_waiting_does_not_stop_the_making(bases: WorkspaceCache)
     made = []
 
     async def fill(into: Path) -> None:
-        await asyncio.sleep(0.2)
         made.append(into)
+        await asyncio.sleep(0.2)
         (into / "x").touch()
 
     with pytest.raises(TimeoutError):
@@ -279,7 +267,6 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
     )
     other = python(script, str(tmp_path / "cache"))
     try:
-        assert other.stdout is not None
         assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
         bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
         bases.evict()
@@ -291,15 +278,6 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
     finally:
         other.kill()
         other.communicate()
-
-
-async def test_a_folder_is_used_in_place(bases: WorkspaceCache, tmp_path: Path) -> None:
-    """Nothing is copied; without repo and folder there is no base."""
-    (tmp_path / "given").mkdir()
-    async with bases.open(Workspace(folder=str(tmp_path / "given"))) as base:
-        assert base == tmp_path / "given"
-    async with bases.open(Workspace(image="debian")) as base:
-        assert base is None
 
 
 async def test_the_status_in_a_sandbox_reads_no_file_again(
@@ -318,10 +296,10 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
             # A file whose content changed behind its time and size is not read, so not seen.
             (layer.work / "a.py").write_text("x = 9\n")
             shutil.copystat(layer.lower / "a.py", layer.work / "a.py")  # type: ignore[operator]
-            assert git("status", "--porcelain", cwd=layer.work) == ""
+            assert git(layer.work, "status", "--porcelain") == ""
             assert index.read_bytes() == before
             (layer.work / "a.py").write_text("x = 10\n")
-            assert git("status", "--porcelain", cwd=layer.work) == "M a.py"
+            assert git(layer.work, "status", "--porcelain") == "M a.py"
         finally:
             await asyncio.to_thread(layer.unmount)
 

@@ -6,33 +6,39 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 
+import msgspec
 import pytest
+import uvloop
 
-from containers import podman
 from sandboxes import (
     DRIVERS,
     WITH_PYTHON,
     Driver,
-    driver,
-    image,
+    kill_node,
     mount_table,
+    open_files,
     read_log,
     run_shell,
     running,
     unique_sleep,
+    wait_until_gone,
     wait_until_running,
 )
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Mount, PausableTimeout, Sandbox
-from tugline.sandbox.limits import Cgroup, ProgramLimits, SandboxCgroup
+from tugline.sandbox.base import Exit, Mount, PausableTimeout, Sandbox
+from tugline.sandbox.limits import RECORD, Cgroup, ProgramLimits, SandboxCgroup, find_cgroup_parent
 from tugline.sandbox.patch import FileChange
+from tugline.types import Cause
 
-__all__ = ["driver", "image", "podman"]
+ISOLATED = pytest.mark.parametrize("driver", DRIVERS[1:], indirect=True)
+BOUNDED = pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 
 
 @pytest.fixture
@@ -47,11 +53,11 @@ async def serve(text: str) -> tuple[asyncio.Server, str]:
     """An HTTP server of this machine with one response, and its URL."""
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
         head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-        writer.write(f"{head}{text}".encode())
-        await writer.drain()
-        writer.close()
+        with contextlib.closing(writer), contextlib.suppress(EOFError):  # one only looks
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"{head}{text}".encode())
+            await writer.drain()
 
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
     return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a?b"
@@ -77,8 +83,57 @@ async def test_a_program_gets_its_files_and_a_clean_environment(
 async def test_exit_codes_come_back(sandbox: Sandbox) -> None:
     """A failing, a killed and a missing program are exits, not exceptions."""
     assert (await run_shell(sandbox, "exit 3")).code == 3
+    assert (await run_shell(sandbox, "exit 255")).code == 255
     assert (await run_shell(sandbox, "kill -9 $$")).code == -signal.SIGKILL
+    assert (await run_shell(sandbox, "kill -TERM $$")).code == -signal.SIGTERM
     assert (await sandbox.run(("no-such-program",), env={}, timeout_s=20)).code == 127
+
+
+async def test_arguments_and_variables_arrive_byte_for_byte(
+    driver: Driver, sandbox: Sandbox
+) -> None:
+    """Newlines, quotes, every byte but NUL, names that are no identifiers, 128 KB at once."""
+    every = os.fsdecode(bytes(range(1, 256)))
+    hard = "a\n'b' \"c\" $(d) `e` \\f\\ #g\r\t "
+    arguments = [every, "x" * 131_000, hard, "", "-n"]
+    script = ("sh", "-c", 'printf "%s|" "$@" "$EVERY"', "0", *arguments)
+    assert (await sandbox.run(script, env={"EVERY": every}, timeout_s=20)).code == 0
+    written = (sandbox.logs / "agent.log").read_bytes()
+    assert written == b"".join(os.fsencode(word) + b"|" for word in [*arguments, every])
+    await sandbox.run(("env",), env={"odd-name": "it's"}, timeout_s=20, log_name="env")
+    if driver.isolated:  # a shell stands before programs of the others
+        assert "odd-name=it's" in (sandbox.logs / "env.log").read_text().splitlines()
+
+
+@ISOLATED
+async def test_what_no_program_can_be_given_is_refused(sandbox: Sandbox, tmp_path: Path) -> None:
+    """A NUL byte and half of a surrogate pair are the caller's mistake; nothing stays of a call.
+
+    A program's environment, its key included, is on the disk no longer than it runs.
+    """
+    for word in ("a\0b", "\ud800"):
+        with pytest.raises(UsageError):
+            await run_shell(sandbox, "exit 0", GIVEN=word)
+    assert (await run_shell(sandbox, "exit 0", SECRET="x")).code == 0
+    assert os.listdir(tmp_path / "s" / "control") == ["runner"]  # noqa: PTH208
+
+
+async def test_output_comes_as_it_is_written_and_has_a_bound(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """A megabyte is kept, thirty more do not hold the program up, and the log says so."""
+    log = tmp_path / "s" / "logs" / "agent.log"
+    async with driver.bounded(output_mb=1).open(tmp_path / "s", driver.spec()) as sandbox:
+        going = asyncio.create_task(run_shell(sandbox, "echo first; sleep 0.5; echo last"))
+        async with asyncio.timeout(5):
+            while not (log.exists() and log.read_text()):  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.01)
+        assert not going.done()
+        await going
+        assert log.read_text() == "first\nlast\n"
+        assert (await run_shell(sandbox, "head -c 30000000 /dev/zero; exit 4", 30)).code == 4
+        assert log.read_bytes().endswith(b"is left out]\n")
+        assert log.stat().st_size < (1 << 20) + 200
 
 
 async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> None:
@@ -96,10 +151,21 @@ async def test_a_timeout_ends_everything_and_the_sandbox_goes_on(sandbox: Sandbo
     sleep = unique_sleep()
     script = f"echo kept >k; (setsid {sleep} &); trap '' TERM; {sleep}"
     end = await run_shell(sandbox, script, timeout_s=0.5)
-    assert end.timed_out
+    assert (end.code, end.timed_out) == (-signal.SIGKILL, True)
     assert not running(sleep)
     assert (await run_shell(sandbox, "cat k")).code == 0
     assert read_log(sandbox).endswith("kept\n")
+
+
+@ISOLATED
+async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
+    """A run does not wait for ever for a shell that is gone; the next one has another."""
+    going = asyncio.create_task(run_shell(sandbox, sleep := unique_sleep()))
+    await wait_until_running(sleep)
+    os.kill(sandbox._pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(SandboxError):
+        await asyncio.wait_for(going, 5)
+    assert (await run_shell(sandbox, "exit 6")).code == 6
 
 
 async def test_cancelling_a_run_ends_its_program_first(sandbox: Sandbox) -> None:
@@ -225,20 +291,32 @@ async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sa
             assert "s3cret" not in read_log(sandbox)
 
 
-@pytest.mark.parametrize("driver", DRIVERS[1:], indirect=True)
-async def test_an_end_is_believed_over_a_timer_that_is_late(sandbox: Sandbox) -> None:
-    """After a stall of this process both are there, and the program had ended before."""
-    timeout = PausableTimeout(0.6)
-    timeout.pause()
-    script = "touch began; until [ -e go ]; do sleep 0.01; done; sleep 0.3"
-    argv = ("sh", "-c", script)
-    run = asyncio.create_task(sandbox.run(argv, env={}, timeout_s=timeout))
-    while await sandbox.get(sandbox.workdir / "began") is None:  # noqa: ASYNC110 - a file
-        await asyncio.sleep(0.01)
-    await sandbox.put(sandbox.workdir, {"go": ""})
-    timeout.resume()
-    time.sleep(1.5)  # noqa: ASYNC251 - the stall
-    end = await run
+@ISOLATED
+def test_an_end_is_believed_over_a_timer_that_is_late(driver: Driver, tmp_path: Path) -> None:
+    """After a stall of this process both are there, and the program had ended before.
+
+    After it has read something, the loop of a node looks at its timers first.
+    """
+
+    async def run_and_stall() -> Exit:
+        timeout = PausableTimeout(0.6)
+        timeout.pause()
+        script = "touch began; until [ -e go ]; do sleep 0.01; done; sleep 0.3"
+        async with driver.runtime.open(tmp_path / "s", driver.spec()) as sandbox:
+            argv = ("sh", "-c", script)
+            run = asyncio.create_task(sandbox.run(argv, env={}, timeout_s=timeout))
+            while await sandbox.get(sandbox.workdir / "began") is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await sandbox.put(sandbox.workdir, {"go": ""})
+            timeout.resume()
+            own, other = socket.socketpair()
+            with own, other:
+                loop = asyncio.get_running_loop()
+                loop.add_reader(own, lambda: (loop.remove_reader(own), time.sleep(1.5)))
+                other.send(b"!")
+                return await run
+
+    end = uvloop.run(run_and_stall())
     assert (end.code, end.timed_out) == (0, False)
 
 
@@ -264,7 +342,7 @@ def above(group: Path) -> Path:
     return group.parent
 
 
-@pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
+@BOUNDED
 async def test_a_program_among_too_many_sandboxes_is_told_apart(
     driver: Driver, sandbox: Sandbox, tmp_path: Path
 ) -> None:
@@ -280,3 +358,153 @@ async def test_a_program_among_too_many_sandboxes_is_told_apart(
         assert (idle.timed_out, idle.starved) == (True, False)
         busy = await run_shell(sandbox, "while :; do :; done", 3.0)
         assert (busy.timed_out, busy.starved) == (True, True)
+
+
+# --------------------------------------------------------------------------- limits
+@pytest.mark.parametrize(
+    "driver", [name for name in DRIVERS if isinstance(name, str)], indirect=True
+)
+async def test_processor_time_and_the_size_of_a_file_are_bounded(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """A loop and a file without end are stopped."""
+    async with driver.bounded(cpu_s=1, file_mb=1).open(tmp_path, driver.spec()) as sandbox:
+        await run_shell(sandbox, "head -c 3000000 /dev/zero >big; wc -c <big")
+        assert int(read_log(sandbox).split()[-1]) <= 1 << 20
+        end = await run_shell(sandbox, "while :; do :; done")
+        assert end.code in (-signal.SIGXCPU, -signal.SIGKILL)
+        assert not end.timed_out
+
+
+@BOUNDED
+async def test_memory_is_bounded(driver: Driver, tmp_path: Path) -> None:
+    """What takes too much is ended and told; the sandbox goes on, and nothing in memory stays."""
+    runtime = driver.bounded(memory_mb=70)
+    if any("memory" in line for line in await asyncio.to_thread(runtime.list_weaknesses)):
+        pytest.skip("no memory control group can be made here")
+    async with runtime.open(tmp_path, driver.spec()) as sandbox:
+        for script in (
+            "python3 -c 'bytearray(300 << 20)'",
+            "head -c 64000000 /dev/zero >/dev/shm/x; python3 -c 'bytearray(30 << 20)'",
+        ):
+            assert (await run_shell(sandbox, script)).cause is Cause.AGENT_MEMORY
+            small = "test ! -e /dev/shm/x && python3 -c 'bytearray(8 << 20)' && exit 4"
+            end = await run_shell(sandbox, small)
+            assert (end.code, end.cause) == (4, None)
+
+
+@BOUNDED
+async def test_the_number_of_processes_is_bounded(driver: Driver, tmp_path: Path) -> None:
+    """The next one cannot be made; once they are gone others can."""
+    async with driver.bounded(processes=60).open(tmp_path, driver.spec()) as sandbox:
+        bomb = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); sleep 3 & done; echo all"
+        assert (await run_shell(sandbox, bomb)).code != 0
+        assert "all" not in read_log(sandbox).splitlines()
+        assert (await run_shell(sandbox, "sleep 0; exit 4")).code == 4
+
+
+@pytest.mark.parametrize(
+    ("driver", "script"),
+    [
+        pytest.param("bubblewrap", "exec 3>x; rm x; cat /dev/zero >&3", id="deleted"),
+        pytest.param("bubblewrap", "mkdir m; cd m; while :; do : >$i; i=$((i+1)); done", id="many"),
+        pytest.param(
+            "bubblewrap",
+            "mkdir -p d/e; head -c 20000000 /dev/zero >d/e/x; chmod 0 d/e d",
+            id="hidden",
+        ),
+        pytest.param(
+            "container",
+            "mkdir -p /var/x; dd if=/dev/zero of=/var/x/full bs=1M count=60",
+            id="in the image's own folders",
+            marks=pytest.mark.podman,
+        ),
+    ],
+    indirect=["driver"],
+)
+async def test_the_disk_is_watched(driver: Driver, script: str, tmp_path: Path) -> None:
+    """Who takes more than its share is ended, wherever it puts it."""
+    async with driver.bounded(disk_mb=8).open(tmp_path, driver.spec()) as sandbox:
+        end = await run_shell(sandbox, f"i=0; {script}; sleep 20", 30)
+        assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
+        assert end.seconds < 15
+
+
+@BOUNDED
+async def test_a_full_disk_is_told_of_a_quick_program(driver: Driver, tmp_path: Path) -> None:
+    """One that has ended before anybody looked took no less."""
+    async with driver.bounded(disk_mb=20).open(tmp_path, driver.spec()) as sandbox:
+        assert (await run_shell(sandbox, "head -c 1 /etc/hostname")).cause is None
+        end = await run_shell(sandbox, "head -c 60000000 /dev/zero >full")
+        assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
+
+
+# --------------------------------------------------------------------------- nothing is left
+async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> None:
+    """Eight at a time, with daemons and timeouts among them: no process, group, mount, handle."""
+    sleep, room = unique_sleep(), asyncio.Semaphore(8)
+
+    async def session(number: int) -> int:
+        spec = driver.spec(files={"n": str(number)})
+        async with room, driver.runtime.open(tmp_path / str(number), spec) as sandbox:
+            await run_shell(sandbox, f"(setsid {sleep} >/dev/null 2>&1 &)")
+            if number % 20 == 0:
+                assert (await run_shell(sandbox, "sleep 20", 0.1)).timed_out
+            return (await run_shell(sandbox, "exit $(cat n)")).code
+
+    await session(255)
+    open_before = open_files()
+    count = 100 if driver.name == "bubblewrap" else 8
+    assert await asyncio.gather(*map(session, range(count))) == list(range(count))
+    assert not running(sleep)
+    assert driver.left(tmp_path) == []
+    assert open_files() <= open_before + 1
+    if driver.name == "bubblewrap":
+        assert set(os.listdir(tmp_path / "7")) == {"home", "logs", "work"}  # noqa: PTH208
+
+
+@BOUNDED
+async def test_a_session_that_is_given_up_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
+    """However far the making of its sandbox has come, and while a program runs in it."""
+    (tmp_path / "base").mkdir()
+    await asyncio.to_thread(driver.runtime.check_available)
+    slow = driver.name == "container"
+    delays = (
+        [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 1.0] if slow else [n / 2000 for n in range(60)]
+    )
+    open_before = open_files()
+    for number, after_s in enumerate([delays[-1], *delays]):
+        sandbox = driver.runtime.open(tmp_path / str(number), driver.spec(tmp_path / "base"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s), sandbox as opened:
+                await run_shell(opened, "sleep 9")
+    assert driver.left(tmp_path) == []
+    assert open_files() <= open_before + 1
+
+
+async def test_what_a_killed_node_left_is_ended(driver: Driver, tmp_path: Path) -> None:
+    """After kill -9 of its process, by itself in a sandbox; `reap` finds the rest, and once."""
+    sleep, folder, base = unique_sleep(), tmp_path / "s" / "agent", tmp_path / "base"
+    base.mkdir()
+    (base / "f").touch()
+    log = folder / "logs" / "agent.log"
+    script = ("sh", "-c", f"setsid {sleep} & echo held; {sleep}")
+    begun = lambda: log.exists() and "held" in log.read_text()  # noqa: E731
+    # with nobody's options, as a node reaps
+    reap = partial(asyncio.to_thread, type(driver.runtime)().reap, tmp_path / "s")
+    try:
+        spec = driver.spec(base)
+        await kill_node(driver.plugin, driver.options, folder, spec, script, begun)
+        records = [msgspec.json.decode(one.read_bytes()) for one in folder.glob(f"*{RECORD}")]
+        groups = [Path(path) for paths in records for path in paths]
+        has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
+        assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())
+        if driver.isolated:
+            await wait_until_gone(sleep)
+        left = [*groups, *running(sleep), *driver.left(folder)]
+        ended = await reap()
+        assert (ended > 0) is bool(left), (ended, left)
+        assert await reap() == 0
+        assert [*filter(Path.exists, groups), *running(sleep), *driver.left(folder)] == []
+    finally:
+        await reap()

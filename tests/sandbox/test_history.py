@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from repositories import git
 from tugline.errors import WorkspaceError
 from tugline.sandbox.repos import end_history
-
-WHO = {
-    **{f"GIT_{who}_NAME": "A" for who in ("AUTHOR", "COMMITTER")},
-    **{f"GIT_{who}_EMAIL": "a@example.org" for who in ("AUTHOR", "COMMITTER")},
-    "GIT_CONFIG_GLOBAL": os.devnull,
-}
 
 
 class Clone:
@@ -39,16 +34,7 @@ class Clone:
 
     def git(self, *arguments: str, code: int = 0) -> str:
         """What git says."""
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=self.folder,
-            env=os.environ | WHO,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == code, done.stderr
-        return done.stdout.strip()
+        return git(self.folder, *arguments, code=code)
 
     def commit(self, text: str) -> str:
         """A commit of one file."""

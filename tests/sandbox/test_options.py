@@ -1,15 +1,18 @@
-"""Wrong options of every runtime are refused where the task is accepted."""
+"""What a runtime cannot give is refused: options where the task is accepted, the rest later."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tugline.errors import ConfigError
+from containers import DEBIAN
+from sandboxes import Driver
+from tugline.errors import ConfigError, SandboxError, TuglineError, UsageError, WorkspaceError
 from tugline.plugins import make
-from tugline.sandbox.base import Runtime
-from tugline.types import PluginSpec
+from tugline.sandbox.base import Mount, Runtime, SandboxSpec
+from tugline.types import PluginSpec, Workspace
 
 READABLE = "readable is|readable.0 is"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -36,3 +39,47 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], expected: s
     """The error has the option, its value and what would be right."""
     with pytest.raises(ConfigError, match=expected):
         make("runtime", PluginSpec(name, options), Runtime)
+
+
+NOT_HOME = "an absolute folder, not /home/agent"
+PLACES: list[tuple[str, Workspace, type[TuglineError], str]] = [
+    ("local", Workspace(image="debian"), UsageError, r"workspace.image \('debian'\)"),
+    ("local", Workspace(build="d"), UsageError, "workspace.build"),
+    ("local", Workspace(path="/testbed"), UsageError, "workspace.path"),
+    ("bubblewrap", Workspace(image="debian:12"), UsageError, "workspace.image"),
+    ("bubblewrap", Workspace(build="."), UsageError, "workspace.build"),
+    ("bubblewrap", Workspace(path="here"), UsageError, "workspace.path is 'here'"),
+    ("bubblewrap", Workspace(path="/usr/src"), UsageError, "workspace.path is '/usr/src'"),
+    ("bubblewrap", Workspace(path="/home"), UsageError, NOT_HOME),
+    ("bubblewrap", Workspace(path="/home/agent"), UsageError, NOT_HOME),
+    ("bubblewrap", Workspace(folder="/no/such"), WorkspaceError, "'/no/such'"),
+    ("container", Workspace(image=DEBIAN, path="/home"), UsageError, "workspace.path is '/home'"),
+    ("stand-in", Workspace(), UsageError, "needs workspace.image: a sandbox directory, or what"),
+    ("stand-in", Workspace(build="/x"), UsageError, "builds no Dockerfile"),
+    ("stand-in", Workspace(image="/x", path="/"), UsageError, "workspace.path is '/', must be an"),
+]
+MOUNTS: list[tuple[str, Mount, type[TuglineError], str]] = [
+    ("local", Mount("/logs"), UsageError, "at /logs"),
+    ("local", Mount("/tool", "/usr"), UsageError, "at /tool"),
+    ("bubblewrap", Mount("/tool", "/no/such/tool"), SandboxError, "/no/such/tool"),
+]
+
+
+@pytest.mark.parametrize(
+    ("driver", "spec", "error", "expected"),
+    [
+        pytest.param(driver, spec, *rest, marks=[pytest.mark.podman] * (driver == "container"))
+        for driver, spec, *rest in (
+            *((driver, SandboxSpec(workspace=one), *rest) for driver, one, *rest in PLACES),
+            *((driver, SandboxSpec(mounts=(one,)), *rest) for driver, one, *rest in MOUNTS),
+        )
+    ],
+    indirect=["driver"],
+)
+async def test_what_it_cannot_give_is_refused(
+    driver: Driver, spec: SandboxSpec, error: type[TuglineError], expected: str, tmp_path: Path
+) -> None:
+    """Images, a place that is taken and a folder that is not there, each by its name."""
+    with pytest.raises(error, match=expected):
+        async with driver.runtime.open(tmp_path / "sandbox", spec):
+            pass

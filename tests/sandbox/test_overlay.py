@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tugline.errors import SandboxError
 from tugline.sandbox import overlay
+from tugline.sandbox.files import write_files
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
-from tugline.sandbox.patch import FileChange, Patch, PatchLimits
+from tugline.sandbox.patch import ChangeCollector, FileChange, Patch, PatchLimits
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
 """Initial files over the base."""
@@ -74,36 +75,59 @@ def _run(script: str, folder: Path) -> None:
     subprocess.run(["sh", "-ec", script], cwd=folder, check=True)
 
 
+Way = Callable[[OverlayWorkspace, str], None]
 WAYS = [by_kernel, by_copy, in_private]
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Each way in which a base can be seen."""
+    found: Way = request.param
+    return found
+
+
+Make = Callable[..., OverlayWorkspace]
+
+
 @pytest.fixture
-def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
-    """A layer with initial files, gone at the end."""
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, FILES)
-    layer.make()
-    yield layer
-    layer.unmount()
-    assert not layer.work.is_mount()
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make layers over a base, which are gone at the end."""
+    made: list[OverlayWorkspace] = []
+
+    def make(
+        base: Path | None, files: dict[str, str] | None = None, name: str = "sandbox"
+    ) -> OverlayWorkspace:
+        made.append(OverlayWorkspace(tmp_path / name, base, files or {}))
+        made[-1].make()
+        return made[-1]
+
+    yield make
+    for layer in made:
+        layer.unmount()
+        assert not layer.work.is_mount()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: object) -> None:
+@pytest.fixture
+def layer(base: Path, make: Make) -> OverlayWorkspace:
+    """One with initial files."""
+    return make(base, FILES)
+
+
+def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: Way) -> None:
     """Initial files are no change; nor is what was only touched, copied up or written again."""
-    way(layer, "touch a.py blob run.sh; chmod 600 a.py; cat a.py > t; cat t > a.py; rm t; ls -R .")  # type: ignore[operator]
+    way(layer, "touch a.py blob run.sh; chmod 600 a.py; cat a.py > t; cat t > a.py; rm t; ls -R .")
     assert layer.diff() == Patch()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> None:
+def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> None:
     """New, changed, removed, renamed, made executable, linked, binary: as a sandbox gets them."""
     script = """
     printf 'x = 2\\n' > a.py; rm pkg/b.py task.md; mv docs/deep docs/moved; chmod +x pkg/given.py
-    ln -s /etc/passwd out; ln -sf pkg link; printf '\\0\\377' > bin; mkdir -p new/er
-    printf n > new/er/n; ln new/er/n new/hard; chmod -x run.sh
+    ln -s /etc/passwd out; ln -s .. outdir; ln -sf pkg link; printf '\\0\\377' > bin
+    mkdir -p new/er; printf n > new/er/n; ln new/er/n new/hard; chmod -x run.sh
     mkdir __pycache__; touch __pycache__/a.pyc; echo ref2 > .git/HEAD
     """
-    way(layer, script)  # type: ignore[operator]
+    way(layer, script)
     assert layer.diff() == Patch(
         {
             "a.py": FileChange(b"x = 2\n"),
@@ -113,6 +137,7 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> 
             "docs/moved/two.md": FileChange(b"2\n"),
             "pkg/given.py": FileChange(b"g = 1\n", executable=True),
             "out": FileChange(b"/etc/passwd", link=True),
+            "outdir": FileChange(b"..", link=True),
             "link": FileChange(b"pkg", link=True),
             "bin": FileChange(b"\0\xff"),
             "new/er/n": FileChange(b"n"),
@@ -122,17 +147,14 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> 
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_folders_and_files_that_change_places_are_found(
-    layer: OverlayWorkspace, way: object
-) -> None:
+def test_folders_and_files_that_change_places_are_found(layer: OverlayWorkspace, way: Way) -> None:
     """A folder made anew, a file where a folder was, a folder where a file or a link was."""
     script = """
     rm -r docs; mkdir docs; echo 3 > docs/three.md; printf '1\\n' > docs/one.md
     rm -r pkg; echo file > pkg; rm a.py; mkdir a.py; echo in > a.py/in
     rm link; mkdir link; echo in > link/in; rm -rf .git
     """
-    way(layer, script)  # type: ignore[operator]
+    way(layer, script)
     assert layer.diff() == Patch(
         {
             "docs/deep/two.md": None,
@@ -148,49 +170,43 @@ def test_folders_and_files_that_change_places_are_found(
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: object) -> None:
+def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: Way) -> None:
     """Pipes, sockets, what is too large, strange names, installed programs."""
     script = """
     rm a.py; mkfifo a.py; mkfifo pipe; head -c 3000000 /dev/zero > blob
-    touch "$(printf 'a\\nb')"; mkdir node_modules; touch node_modules/x
+    touch "$(printf 'a\\nb')" "$(printf '\\377')" 'x\\y'; mkdir node_modules; cd node_modules
+    for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do touch $n; done
     """
-    way(layer, script)  # type: ignore[operator]
-    patch = layer.diff()
+    way(layer, script)
+    patch = layer.diff(PatchLimits(seen_files=20))
     assert patch.files == {}
+    assert all(note.isprintable() for note in patch.notes)
     notes = sorted(note.split(":")[0] for note in patch.notes)
-    assert notes == ["'a\\nb'", "a.py", "blob", "node_modules", "pipe"]
+    assert notes == ["'\\udcff'", "'a\\nb'", "a.py", "blob", "node_modules", "pipe", "x\\y"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_large_file_in_a_folder_made_anew_is_unchanged(
-    base: Path, tmp_path: Path, way: object
-) -> None:
+def test_a_large_file_in_a_folder_made_anew_is_unchanged(make: Make, base: Path, way: Way) -> None:
     """Larger than a change may be, but equal to the old one."""
     (base / "data").mkdir()
     (base / "data" / "blob").write_bytes(b"\0" * 2_000_000)
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, {})
-    layer.make()
-    way(layer, "cp -p data/blob t; rm -r data; mkdir data; mv t data/blob")  # type: ignore[operator]
+    layer = make(base)
+    way(layer, "cp -p data/blob t; rm -r data; mkdir data; mv t data/blob")
     assert layer.diff() == Patch()
-    layer.unmount()
 
 
-def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
+def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Path) -> None:
     """What the agent makes in place of a link is not compared with where the link leads."""
     (base / "out").symlink_to(tmp_path)
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, {})
-    layer.make()
+    layer = make(base)
     by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
     assert layer.diff() == Patch({"out": None, "out/secret": FileChange(b"secret")})
-    layer.unmount()
     assert (tmp_path / "secret").read_text() == "secret"
 
 
-@pytest.mark.parametrize("way", [by_kernel, by_copy])
-def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: object) -> None:
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: Way) -> None:
     """Whatever the length at which paths end, and the rest of the work is taken along."""
-    way(layer, "echo 2 > a.py")  # type: ignore[operator]
+    way(layer, "echo 2 > a.py")
     here = os.open(layer.work, os.O_RDONLY)
     for length in range(205, 235):
         os.mkdir("d" * length, dir_fd=here)
@@ -212,28 +228,25 @@ def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWo
     assert layer.diff(PatchLimits(files=5)).files == {}
     assert "no change is taken along" in layer.diff(PatchLimits(files=5)).notes[0]
     small = layer.diff(PatchLimits(total_bytes=4))
-    assert (len(small.files), len(small.notes)) == (2, 4)
+    assert list(small.files) == ["f1", "f2"]
+    past = "past 4 bytes in all, change left out"
+    assert small.notes == tuple(f"f{number}: {past}" for number in (3, 4, 5, 6))
 
 
-def test_sandboxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+def test_sandboxes_of_one_base_do_not_see_each_other(make: Make, base: Path) -> None:
     """The base stays as it was, too."""
-    sandboxes = [OverlayWorkspace(tmp_path / name, base, {}) for name in ("one", "two")]
-    for sandbox in sandboxes:
-        sandbox.make()
+    sandboxes = [make(base, name=name) for name in ("one", "two")]
     by_kernel(sandboxes[0], "echo mine > a.py; rm -r docs")
     by_kernel(sandboxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
     assert (base / "a.py").read_text() == "x = 1\n"
     assert sandboxes[1].diff() == Patch()
-    for sandbox in sandboxes:
-        sandbox.unmount()
 
 
-def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path) -> None:
+def test_initial_files_lie_over_whatever_the_base_has(make: Make, base: Path) -> None:
     """Also where it has a folder or a file in their way; folders keep the base's mode."""
     (base / "docs").chmod(0o750)
     files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
-    layer = OverlayWorkspace(tmp_path / "sandbox", base, files)
-    layer.make()
+    layer = make(base, files)
     check = 'test "$(cat docs/one.md a.py/x pkg docs/deep/two.md | tr "\\n" .)" = '
     by_kernel(layer, check + '"mine.below a file.over a folder.2."')
     assert (layer.work / "docs").stat().st_mode & 0o777 == 0o750
@@ -241,21 +254,13 @@ def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path
     _run("rm -r a.py; rm pkg; echo new > a.py", layer.work)
     changed = {"a.py/x": None, "pkg": None, "a.py": FileChange(b"new\n")}
     assert layer.diff() == Patch(changed)
-    layer.unmount()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_initial_file_can_be_run_where_the_bases_can(
-    base: Path, tmp_path: Path, way: object
-) -> None:
+def test_an_initial_file_can_be_run_where_the_bases_can(make: Make, base: Path, way: Way) -> None:
     """As a sandbox that it is put into later would have it; that alone is no change."""
-    layer = OverlayWorkspace(
-        tmp_path / "sandbox", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"}
-    )
-    layer.make()
-    way(layer, "./run.sh; test ! -x a.py; echo y > new")  # type: ignore[operator]
+    layer = make(base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"})
+    way(layer, "./run.sh; test ! -x a.py; echo y > new")
     assert layer.diff() == Patch({"new": FileChange(b"y\n")})
-    layer.unmount()
 
 
 def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -> None:
@@ -269,16 +274,50 @@ def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -
     assert layer.diff() == Patch(changed)
 
 
-def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
-    """Compared with what it began with."""
-    layer = OverlayWorkspace(tmp_path / "sandbox", None, FILES)
-    layer.make()
+def test_without_a_base_it_is_a_plain_folder(make: Make) -> None:
+    """Compared with what it began with; what is no file is noted, and a flood left out."""
+    layer = make(None, FILES)
     layer.mount()
     assert layer.own == layer.work
     assert layer.diff() == Patch()
-    _run("rm task.md; chmod +x pkg/given.py; echo n > n", layer.work)
-    given = FileChange(b"g = 1\n", executable=True)
-    assert layer.diff() == Patch({"task.md": None, "pkg/given.py": given, "n": FileChange(b"n\n")})
+    script = """
+    rm task.md; chmod +x pkg/given.py; mkdir -p new/deep; printf 'n\\r\\n\\0\\377' > new/deep/n
+    ln -s ../secret out; mkfifo pipe; mkdir __pycache__; touch __pycache__/a.pyc
+    """
+    _run(script, layer.work)
+    patch = layer.diff()
+    assert patch.files == {
+        "task.md": None,
+        "pkg/given.py": FileChange(b"g = 1\n", executable=True),
+        "new/deep/n": FileChange(b"n\r\n\0\xff"),
+        "out": FileChange(b"../secret", link=True),
+    }
+    assert [note.partition(":")[0] for note in patch.notes] == ["pipe"]
+    assert layer.diff(PatchLimits(files=2)).files == {}
+
+
+def test_a_removal_that_no_sandbox_can_be_given_is_noted() -> None:
+    """What is gone has such a name."""
+    collector = ChangeCollector(PatchLimits(), lambda _path: None)
+    for path in ("a\tb", "a\\b", "ab"):
+        collector.add_removed(path)
+    patch = collector.build_patch()
+    assert patch.files == {"ab": None}
+    assert [note.split(": ")[1] for note in patch.notes] == [
+        "a name with control or undecodable characters, its removal left out",
+        "a name with a backslash, its removal left out",
+    ]
+
+
+def test_a_patch_can_be_applied_in_order(make: Make, tmp_path: Path) -> None:
+    """What is gone comes first, so that it takes nothing away that came in its place."""
+    layer = make(None, {"a": "x"})
+    _run("rm a; mkdir a; printf new > a/b", layer.work)
+    then = tmp_path / "then"
+    then.mkdir()
+    write_files(then, {"a": "x"})
+    write_files(then, layer.diff().files)
+    assert (then / "a" / "b").read_text() == "new"
 
 
 def test_a_folder_is_not_used_twice(layer: OverlayWorkspace, base: Path, tmp_path: Path) -> None:
@@ -312,12 +351,11 @@ def test_it_can_be_mounted_again_after_its_sandbox_died(layer: OverlayWorkspace)
     assert layer.diff() == Patch()
 
 
-def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path: Path) -> None:
+def test_paths_with_signs_of_the_option_list_can_be_mounted(
+    make: Make, base: Path, tmp_path: Path
+) -> None:
     """Colons, commas, backslashes and spaces in folder names."""
     strange = base.rename(tmp_path / "b:a,s\\e d")
-    layer = OverlayWorkspace(tmp_path / "b:o,x\\ d", strange, {})
-    layer.make()
+    layer = make(strange, name="b:o,x\\ d")
     by_kernel(layer, "rm a.py")
     assert layer.diff() == Patch({"a.py": None})
-    layer.unmount()
-    assert not layer.work.is_mount()

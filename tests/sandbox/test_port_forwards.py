@@ -12,15 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from certificates import make_certificate
+from sandboxes import open_files
 from tugline.errors import ConfigError, SandboxNetworkError
-from tugline.sandbox import netns, network
+from tugline.sandbox import network
 from tugline.sandbox.network import (
     MAX_CONNECTIONS,
     PORT,
@@ -57,28 +59,24 @@ def place() -> Iterator[int]:
         yield pid
 
 
-def descriptors() -> int:
-    """Open files of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def in_place(pid: int, code: str, *given: str) -> subprocess.CompletedProcess[str]:
-    """Run Python there."""
+async def run_there(pid: int, *argv: str, **env: str) -> tuple[int | None, str]:
+    """Run a program there; its exit code, and what it said."""
     enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
-    return subprocess.run(
-        [*enter, sys.executable, "-I", "-c", code, *given],
-        capture_output=True,
-        text=True,
-        timeout=WITHIN,
-        check=False,
+    program = await asyncio.create_subprocess_exec(
+        *(*enter, *argv),
+        env={"PATH": os.environ["PATH"], **env},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
+    output, _ = await asyncio.wait_for(program.communicate(), WITHIN)
+    return program.returncode, output.decode()
 
 
 async def said(pid: int, code: str, *given: str) -> str:
     """What Python said there, once it has ended well."""
-    done = await asyncio.to_thread(in_place, pid, code, *given)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ended, output = await run_there(pid, sys.executable, "-I", "-c", code, *given)
+    assert ended == 0, output
+    return output
 
 
 @contextlib.asynccontextmanager
@@ -131,18 +129,6 @@ got = 0
 while data := s.recv(1 << 16): got += len(data)
 print(got)
 """
-
-
-async def test_programs_reach_the_one_server_and_no_other(place: int) -> None:
-    """The URL inside has the same path; another listener of this machine is not there."""
-    async with server(page) as wanted, server(page) as other, doors() as made:
-        url = await made.add(place, f"http://127.0.0.1:{wanted}/s/abc")
-        assert url == f"http://127.0.0.1:{PORT}/s/abc"
-        fetch = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read().decode())"
-        assert "GET /s/abc/v1/models" in await said(place, fetch, f"{url}/v1/models")
-        for port in (wanted, other):
-            done = await asyncio.to_thread(in_place, place, SEND, str(port), "1")
-            assert "ConnectionRefused" in done.stderr
 
 
 async def test_a_door_is_made_once(place: int) -> None:
@@ -205,7 +191,7 @@ print([heard(one) for one in held].count(b""))
 
 async def test_what_is_open_ends_with_the_doors(place: int) -> None:
     """Closing ends connections in use; nobody can connect any more, and no socket is left."""
-    before, inside = descriptors(), asyncio.Event()
+    before, inside = open_files(), asyncio.Event()
 
     async def hears(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         if await reader.read(1):
@@ -229,7 +215,7 @@ except ConnectionRefusedError: print("refused")
         await made.aclose()
         assert (await going).split() == ["in", "b''", "refused"]
     await asyncio.sleep(0.05)
-    assert descriptors() <= before
+    assert open_files() <= before
 
 
 async def test_rude_ends_leave_nothing() -> None:
@@ -292,31 +278,6 @@ async def test_names_without_an_answer_hold_up_nothing_else(
     release.set()
 
 
-async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> None:
-    """The same addresses lead to the same servers where the new process is, and not before."""
-    with namespace() as new:
-        async with server(echo) as port, doors() as made:
-            await made.move(new)
-            assert not made._relays
-            await made.add(place, f"http://127.0.0.1:{port}")
-            await made.move(new)
-            assert await said(new, SEND, str(PORT), "5") == "5\n"
-            done = await asyncio.to_thread(in_place, place, SEND, str(PORT), "1")
-            assert "ConnectionRefused" in done.stderr
-
-
-async def test_without_the_right_to_enter_a_helper_makes_the_socket(place: int) -> None:
-    """It enters the user namespace that owns the network, and hands the socket over."""
-    made = await asyncio.to_thread(netns._in_helper, place, PORT)
-    with made:
-        assert made.getsockname() == ("127.0.0.1", PORT)
-        made.settimeout(WITHIN)
-        reached = asyncio.create_task(said(place, SEND, str(PORT), "0"))
-        caller, _ = await asyncio.to_thread(made.accept)
-        caller.close()
-        assert await reached == "0\n"
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -341,33 +302,19 @@ async def test_a_sandbox_that_is_gone_is_told() -> None:
 
 
 # --------------------------------------------------------------------------- the allow-list
-async def through(pid: int, env: Mapping[str, str], *curl: str) -> str:
-    """What curl says there, with the doors' environment."""
-    enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
-    program = await asyncio.create_subprocess_exec(
-        *(*enter, "curl", "-sS", "-m", "8", *curl),
-        env={"PATH": os.environ["PATH"], **env},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(program.communicate(), WITHIN)
-    return output.decode()
-
-
 async def proxied(pid: int, made: PortForwards, *curl: str) -> str:
-    """The same, once the doors are made (to a gateway that is not asked)."""
+    """What curl says there with the doors' environment (to a gateway that is not asked)."""
     async with server(page) as gateway:
         await made.add(pid, f"http://127.0.0.1:{gateway}")
-        return await through(pid, made.env, *curl)
+        # curl does not send loopback to a proxy that NO_PROXY spares
+        options = ("-sS", "-m", "8", "--noproxy", "", *curl)
+        return (await run_there(pid, "curl", *options, **made.env))[1]
 
 
 async def test_an_allowed_address_is_reached_by_plain_http(place: int) -> None:
     """The request arrives as its server expects it, and nothing meant for the proxy does."""
     async with server(page) as port, doors(f"127.0.0.1:{port}") as made:
-        # curl does not send loopback to a proxy that NO_PROXY spares
-        said = await proxied(
-            place, made, "--noproxy", "", f"http://127.0.0.1:{port}/a?b=c", "-H", "X-Mine: 1"
-        )
+        said = await proxied(place, made, f"http://127.0.0.1:{port}/a?b=c", "-H", "X-Mine: 1")
     lines = said.split("\r\n")
     assert lines[:2] == ["GET /a?b=c HTTP/1.1", f"Host: 127.0.0.1:{port}"]
     assert "X-Mine: 1" in lines
@@ -377,21 +324,14 @@ async def test_an_allowed_address_is_reached_by_plain_http(place: int) -> None:
 
 async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
     """CONNECT: the certificate that the program sees is the host's own."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    make = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
-    made_one = await asyncio.create_subprocess_exec(
-        *(*make, "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"),
-        *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert await asyncio.wait_for(made_one.wait(), WITHIN) == 0
+    certificate, key = await asyncio.to_thread(make_certificate, tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with (
         server(page, context) as port,
         doors(f"localhost:{port}", f"127.0.0.1:{port}") as made,
     ):
-        curl = ("--noproxy", "", "--cacert", str(certificate), f"https://localhost:{port}/x")
+        curl = ("--cacert", str(certificate), f"https://localhost:{port}/x")
         said = await proxied(place, made, *curl)
     assert said.startswith("GET /x HTTP/1.1"), said
 
@@ -473,23 +413,9 @@ async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        *(
-            "example.com",
-            "example.com:",
-            "example.com:0",
-            "example.com:65536",
-            "https://example.com:443",
-            "a.*:1",
-        ),
-        *(
-            "*example.com:443",
-            "example.com:443/x",
-            "",
-            "::1:80",
-            "[example.com]:80",
-            "[12::g]:80",
-            "a b:1",
-        ),
+        *("example.com", "example.com:", "example.com:0", "example.com:65536", ""),
+        *("example.com:443/x", "https://example.com:443", "*example.com:443", "a.*:1", "a b:1"),
+        *("::1:80", "[example.com]:80", "[12::g]:80"),
     ],
 )
 def test_a_pattern_that_is_none_is_told(pattern: str) -> None:

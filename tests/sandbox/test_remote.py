@@ -8,16 +8,25 @@ import importlib
 import io
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sandboxes import (
+    kill_node,
+    run_session,
+    run_shell,
+    running,
+    unique_sleep,
+    wait_until_gone,
+    wait_until_running,
+)
 from tugline import plugins
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Mount, SandboxSpec
-from tugline.sandbox.patch import FileChange, Patch, PatchLimits
+from tugline.sandbox.patch import FileChange, PatchLimits
 from tugline.types import Workspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "remote_runtime.py"
@@ -31,29 +40,11 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return plugins.find("runtime", "remote_runtime:Remote")(folder=str(tmp_path / "there"))
 
 
-def running(argument: str) -> bool:
-    """Whether a program with that argument runs."""
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-    return any(argument in line.split() for line in listed.stdout.splitlines())
-
-
 async def test_a_session_goes_its_way(remote: Any, tmp_path: Path) -> None:
     """Files in, a program with its output and exit code, changes out, nothing left there."""
     files = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
     async with remote.open(tmp_path / "sandbox", SandboxSpec(files=files)) as sandbox:
-        await sandbox.put(sandbox.home, {"settings.json": "{}"})
-        script = (
-            'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
-        )
-        end = await sandbox.run(["sh", "-c", script], env={"A": "it's\n$HOME"}, timeout_s=20)
-        assert (end.code, end.timed_out) == (7, False)
-        assert (sandbox.logs / "agent.log").read_text() == "{}it's\n$HOME\n"
-        changed = {
-            "a.py": None,
-            "pkg/b.py": FileChange(b"new"),
-            "out": FileChange(b"/etc", link=True),
-        }
-        assert await sandbox.diff() == Patch(changed)
+        await run_session(sandbox)
         assert await sandbox.expose("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in (tmp_path / "sandbox").iterdir()) == ["logs"]
@@ -85,41 +76,26 @@ async def test_a_patch_is_laid_over_a_new_sandbox(remote: Any, tmp_path: Path) -
 async def test_what_outlives_its_time_is_ended_there(remote: Any, tmp_path: Path) -> None:
     """With its children, also when the session is cancelled."""
     async with remote.open(tmp_path / "sandbox") as sandbox:
-        end = await sandbox.run(["sh", "-c", "sleep 6543 & sleep 6543"], env={}, timeout_s=0.5)
+        sleep = unique_sleep()
+        end = await run_shell(sandbox, f"{sleep} & {sleep}", 0.5)
         assert (end.timed_out, end.code) == (True, -9)
-        assert not running("6543")
-        task = asyncio.create_task(sandbox.run(["sleep", "6544"], env={}, timeout_s=60))
-        async with asyncio.timeout(20):
-            while not running("6544"):  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.05)
+        assert not running(sleep)
+        task = asyncio.create_task(run_shell(sandbox, sleep))
+        await wait_until_running(sleep)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        async with asyncio.timeout(20):  # the kernel may be slow to bury what was killed
-            while running("6544"):  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.05)
+        await wait_until_gone(sleep)
 
 
 async def test_what_a_killed_node_left_there_is_removed(remote: Any, tmp_path: Path) -> None:
     """Found by its note, once."""
-    script = f"""if True:
-        import asyncio, sys
-        from pathlib import Path
-        sys.path.insert(0, {str(EXAMPLE.parent)!r})
-        from remote_runtime import Remote
-        async def main():
-            runtime = Remote(folder={remote.folder!r})
-            async with runtime.open(Path({str(tmp_path / "sandbox")!r})) as sandbox:
-                await sandbox.run(["sleep", "7654"], env={{}}, timeout_s=60)
-        asyncio.run(main())"""
-    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    async with asyncio.timeout(20):
-        while not running("7654"):  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.05)
-    node.kill()
-    await node.wait()
+    sleep, options = unique_sleep(), {"folder": remote.folder}
+    begun = partial(running, sleep)
+    node = ("remote_runtime:Remote", options, tmp_path / "sandbox")
+    await kill_node(*node, SandboxSpec(), sleep.split(), begun)
     assert (remote.reap(tmp_path), remote.reap(tmp_path)) == (1, 0)
-    assert not running("7654")
+    await wait_until_gone(sleep)
     assert list((tmp_path / "there").iterdir()) == []
 
 

@@ -36,14 +36,17 @@ from tugline.sandbox import files
 from tugline.sandbox.base import HOME, WORKDIR, Exit, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.container_engine import (
+    LABEL,
     ContainerEngine,
     Docker,
     DockerError,
+    EngineInfo,
     bind,
+    probe,
     remove_container,
+    ulimits,
 )
-from tugline.sandbox.container_images import LABEL, ContainerImage, ImageCache
-from tugline.sandbox.container_probe import EngineInfo, probe, ulimits
+from tugline.sandbox.container_images import ContainerImage, ImageCache
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.limits import OOM_SCORE, ProgramLimits, cgroup_of
 from tugline.sandbox.network import AllowList

@@ -12,13 +12,12 @@ import contextlib
 import hashlib
 import os
 import re
-import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -27,9 +26,11 @@ from tugline.errors import DiskFull, ImageError, SandboxError, UsageError
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.container_engine import (
     CALL_S,
+    LABEL,
     ContainerEngine,
     Docker,
     DockerError,
+    pack,
     retry,
     translate_errors,
 )
@@ -37,7 +38,6 @@ from tugline.sandbox.files import hash_file, replace_file
 from tugline.sandbox.processes import SharedTasks, finish, run_command
 from tugline.types import Workspace
 
-LABEL = "tugline"
 BUILT = "localhost/tugline/built"
 _HINT = "; load it into the engine by hand, or let the engine reach a registry"
 _COPY_S = 1800.0
@@ -245,10 +245,3 @@ def build_name(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         hash_file(digest, path, str(path.relative_to(folder)))
     return f"{BUILT}:{digest.hexdigest()[:32]}"
-
-
-def pack(folder: Path, to: IO[bytes]) -> None:
-    """Write a folder as an archive that an engine builds an image of."""
-    with tarfile.open(fileobj=to, mode="w") as archive:
-        archive.add(folder, ".")
-    to.seek(0)

@@ -1,3 +1,0 @@
-from containers import container, podman
-
-__all__ = ["container", "podman"]
