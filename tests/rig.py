@@ -111,6 +111,11 @@ class Rig:
         """Send it to ``/v1/messages``."""
         return self.http.post(f"{self.url}/v1/messages", json=body, headers=headers)
 
+    def post_openai(self, path: str = "chat/completions", **fields: Any) -> Any:
+        """Send the same question to another API."""
+        messages = {} if "input" in fields else {"messages": ASK}
+        return self.http.post(f"{self.url}/v1/{path}", json={"model": "m", **messages, **fields})
+
     async def ask(self, messages: Sequence[Any] = ASK, **fields: Any) -> dict[str, Any]:
         """The whole reply."""
         async with self.post(self.body(messages, **fields)) as response:
@@ -199,7 +204,11 @@ async def rig(
         )
         http = await stack.enter_async_context(
             aiohttp.ClientSession(
-                headers={"x-api-key": opened.key, "anthropic-version": "2023-06-01"},
+                headers={
+                    "x-api-key": opened.key,
+                    "authorization": f"Bearer {opened.key}",
+                    "anthropic-version": "2023-06-01",
+                },
                 timeout=aiohttp.ClientTimeout(total=30),
                 connector=aiohttp.TCPConnector(limit=0),
             )

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from faulty import Dialect, check, client, each_dialect, whole
-from rig import ASK, rig, says, until
+from rig import rig, says, until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
@@ -194,11 +194,7 @@ async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: 
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        chat = {"model": "m", "messages": ASK, "n": 7}
-        headers = {"authorization": f"Bearer {it.key}"}
-        async with it.http.post(
-            f"{it.url}/v1/chat/completions", json=chat, headers=headers
-        ) as response:
+        async with it.post_openai(n=7) as response:
             assert len((await response.json())["choices"]) == 7
         watching.cancel()
         assert len(it.calls) == 7
@@ -253,12 +249,9 @@ async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
     """As many as a session may have are sampled; one more is refused until they end."""
     tuning = CallSettings(session_answers=3)
     async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
-        chat = {"model": "m", "messages": ASK}
-        headers = {"authorization": f"Bearer {it.key}"}
 
         async def ask(n: int) -> tuple[int, Any]:
-            url = f"{it.url}/v1/chat/completions"
-            async with it.http.post(url, json={**chat, "n": n}, headers=headers) as response:
+            async with it.post_openai(n=n) as response:
                 return response.status, await response.json()
 
         first = asyncio.create_task(ask(2))

@@ -158,13 +158,11 @@ async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
 async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path) -> None:
     """Another API's request of the same meaning, and a third one, are samples of their own."""
     function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
-    chat: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": ASK}
-    chat["tools"] = [{"type": "function", "function": function}]
+    tools = [{"type": "function", "function": function}]
     async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=QUICK) as it:
         await it.hang_up(characters=20)
         await until(lambda: it.calls)
-        key = {"authorization": f"Bearer {it.key}"}
-        async with it.http.post(f"{it.url}/v1/chat/completions", json=chat, headers=key) as reply:
+        async with it.post_openai(max_tokens=4000, tools=tools) as reply:
             assert reply.status == 200
         for _ in range(3):
             assert text_of(await it.read()) == LONG

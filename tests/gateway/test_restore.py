@@ -65,6 +65,8 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
         await talk(it)
         live = it.session.transcript
         calls = read(tmp_path / "s1.0.rec").calls
+        asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
+        assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
         again = CallTree(RENDERING)
         again.restore(calls)
