@@ -174,13 +174,3 @@ def test_a_stream_has_every_event_in_order() -> None:
     start = events[0]["message"]
     assert (start["id"], start["usage"]["input_tokens"]) == ("msg_s1-4", 31)
     assert events[-2]["usage"] == WIRE.whole(request, message)["usage"]
-
-
-def test_thinking_is_hidden_from_clients_that_turn_it_off() -> None:
-    """Neither whole nor streamed; the counts stay true."""
-    request = parse([user("Hi")], thinking={"type": "disabled"})
-    message = Message(Role.ASSISTANT, "Yes.", reasoning="Hm.")
-    whole = WIRE.whole(request, message)
-    assert [part["type"] for part in whole["content"]] == ["text"]
-    assert whole["usage"]["output_tokens"] == 7
-    assert WIRE.collect(WIRE.streamed(request, message)) == whole["content"]

@@ -332,7 +332,29 @@ def test_usage_is_true(wire: Wire) -> None:
     reply = wire.whole(request, message)
     usage = reply.get("usage", reply.get("usageMetadata"))
     assert usage == USAGE[wire.dialect.name]
-    assert json.dumps(usage, separators=(",", ":")) in wire.streamed(request, message).decode()
+    stream = wire.streamed(request, message)
+    assert json.dumps(usage, separators=(",", ":")) in stream.decode()
+    assert stream.endswith(b"data: [DONE]\n\n") is (wire in (CHAT, COMPLETIONS))
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields"),
+    [
+        (ANTHROPIC, {"thinking": {"type": "disabled"}}),
+        (GOOGLE, {"generationConfig": {"thinkingConfig": {"includeThoughts": False}}}),
+        (GOOGLE, {"generationConfig": {"thinkingConfig": {"include_thoughts": False}}}),
+    ],
+)
+def test_thoughts_are_hidden_from_clients_that_turn_them_off(
+    wire: Wire, fields: dict[str, Any]
+) -> None:
+    """Neither whole nor streamed; the counts stay true."""
+    request, message = wire.hello(**fields), Message(Role.ASSISTANT, "Yes.", reasoning="Hm.")
+    reply = wire.whole(request, message)
+    (part,) = wire.answer(reply)
+    assert part["text"] == "Yes."
+    assert wire.collect(wire.streamed(request, message)) == [part]
+    assert reply.get("usage", reply.get("usageMetadata")) == USAGE[wire.dialect.name]
 
 
 @every_wire

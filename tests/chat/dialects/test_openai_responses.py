@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from openai.types.responses import CompactedResponse
 from openai.types.responses import Response as SdkResponse
 
@@ -13,7 +12,7 @@ from chat.dialects.wires import WIRES, finished, sse
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.responses_input import seal
 from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
-from tugline.errors import EngineError, RequestError
+from tugline.errors import EngineError
 from tugline.types import Finish, Image, Message, Role, Tool, ToolCall, ToolKind, TraceKind
 
 WIRE = WIRES["openai_responses"]
@@ -69,17 +68,19 @@ def result(call_id: str, output: Any) -> dict[str, Any]:
 
 
 def test_a_request_as_codex_sends_it() -> None:
-    """Developer items, ids on everything, echoed reasoning, no instructions."""
+    """Developer items, pictures, ids on everything, echoed reasoning, no instructions."""
     text = [{"type": "input_text", "text": "Rules."}, {"type": "input_text", "text": "Skills."}]
+    url = "data:image/png;base64,AA"
+    picture = {"type": "input_image", "image_url": url, "detail": "low"}
     items = [
         {"type": "message", "role": "developer", "content": text, "id": "msg_0199-ab"},
-        {"type": "message", "role": "user", "content": text[:1], "id": "msg_0199-cd"},
+        {"type": "message", "role": "user", "content": [text[0], picture]},
         {**thought("Hm."), "id": "rs_s1-0_0", "content": None, "encrypted_content": seal("Hm.")},
         said("Look.", id="msg_s1-0_1", status="completed"),
         called("read", "call_0_0", '{"p": 1}', id="fc_s1-0_2"),
         called("spawn", "call_0_1", id="fc_s1-0_3", namespace="agents"),
         {**result("call_0_1", "two"), "id": "fco_1"},
-        result("call_0_0", [{"type": "input_text", "text": "one"}]),
+        result("call_0_0", [{"type": "input_text", "text": "one"}, picture]),
         {"role": "developer", "content": "Be quick."},
     ]
     request = parse(
@@ -97,10 +98,10 @@ def test_a_request_as_codex_sends_it() -> None:
     calls = (ToolCall("call_0_0", "read", '{"p": 1}'), ToolCall("call_0_1", "agents__spawn", "{}"))
     assert request.messages == (
         Message(Role.DEVELOPER, "Rules.\nSkills."),
-        Message(Role.USER, "Rules."),
+        Message(Role.USER, "Rules.", images=(Image(url, 6, "low"),)),
         Message(Role.ASSISTANT, "Look.", tool_calls=calls, reasoning="Hm."),
         Message(Role.TOOL, "two", tool_call_id="call_0_1"),
-        Message(Role.TOOL, "one", tool_call_id="call_0_0"),
+        Message(Role.TOOL, "one", tool_call_id="call_0_0", images=(Image(url, 3, "low"),)),
         Message(Role.DEVELOPER, "Be quick."),
     )
     about = "Helpers.\n\nStart one"
@@ -177,15 +178,6 @@ def test_freeform_and_shell_calls_come_back_as_arguments() -> None:
     assert [tool.kind for tool in request.tools] == [ToolKind.CUSTOM, ToolKind.LOCAL_SHELL]
 
 
-def test_pictures_keep_their_place() -> None:
-    """In what the user says and in what a tool answers."""
-    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
-    content = [{"type": "input_text", "text": "Look:"}, picture]
-    request = parse([{"role": "user", "content": content}, result("a", [picture])])
-    assert request.messages[0].images == (Image("data:image/png;base64,AA", 5, "low"),)
-    assert request.messages[1].images == (Image("data:image/png;base64,AA", 0, "low"),)
-
-
 def test_tools_that_come_as_an_item() -> None:
     """Codex sends them so for models that it knows; they join the request's own."""
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
@@ -196,12 +188,6 @@ def test_tools_that_come_as_an_item() -> None:
     again = parse([added, user("Hi"), user("Ho")], tools=[READ], cache=cache)
     assert again.tools is request.tools
     assert [tool.name for tool in parse([added, user("Hi")]).tools] == ["agents__spawn", "patch"]
-
-
-def test_a_hosted_tool_is_refused_saying_what_to_switch_off() -> None:
-    """Codex's default configuration asks for web search."""
-    with pytest.raises(RequestError, match='web_search = "disabled"'):
-        parse(tools=[{"type": "web_search", "external_web_access": True}])
 
 
 # --------------------------------------------------------------------------- what goes out
@@ -247,27 +233,13 @@ FULL_ITEMS = [
 
 
 def test_a_whole_answer() -> None:
-    """Every kind of item, true counts, and what the response repeats of its request."""
+    """Every kind of item, and what the response repeats of its request."""
     request = parse(tools=TOOLS, instructions="Be brief.", metadata={"k": "v"}, **SEALED)
     reply = WIRE.whole(request, FULL)
     assert reply["output"] == FULL_ITEMS
-    assert reply["usage"] == {
-        "input_tokens": 31,
-        "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
-        "output_tokens": 7,
-        "output_tokens_details": {"reasoning_tokens": 2},
-        "total_tokens": 38,
-    }
-    assert (reply["tools"], reply["instructions"], reply["metadata"]) == (
-        TOOLS,
-        "Be brief.",
-        {"k": "v"},
-    )
-    assert (reply["id"], reply["status"], reply["incomplete_details"]) == (
-        "resp_s1-4",
-        "completed",
-        None,
-    )
+    repeated = {"tools": TOOLS, "instructions": "Be brief.", "metadata": {"k": "v"}}
+    more = {"id": "resp_s1-4", "status": "completed", "incomplete_details": None}
+    assert reply.items() >= (repeated | more).items()
 
 
 def test_the_sdk_accepts_a_reply() -> None:
@@ -280,16 +252,18 @@ def test_the_sdk_accepts_a_reply() -> None:
 
 
 def test_a_cut_answer_is_incomplete() -> None:
-    """The response and the message that it ends in; reasoning is sealed only when asked for."""
-    reply = WIRE.whole(
-        parse(), Message(Role.ASSISTANT, "Loo", reasoning="Hm."), finish=Finish.LENGTH
-    )
-    assert (reply["status"], reply["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
+    """The response and its last message, streamed too; reasoning is sealed only if asked for."""
+    cut = Message(Role.ASSISTANT, "Loo", reasoning="Hm.")
+    reply = WIRE.whole(parse(), cut, finish=Finish.LENGTH)
+    assert reply["status"] == "incomplete"
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item.get("status") for item in reply["output"]] == [None, "incomplete"]
     assert "encrypted_content" not in reply["output"][0]
+    stream = RESPONSES.stream(parse(), "s1-4", 1_700_000_000)
+    sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
+    sent += stream.add(TextDelta("Loo")) + stream.finish([finished(cut, finish=Finish.LENGTH)])
+    last = sse(sent)[-1]
+    assert (last["type"], last["response"]) == ("response.incomplete", reply)
 
 
 def test_an_empty_answer_still_has_a_message() -> None:
@@ -359,16 +333,6 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
     output = sse(sent + stream.finish([finished(message)]))[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     assert parse([user("Hi"), *output, result("a", "x")]).messages[1] == message
-
-
-def test_a_cut_stream_ends_incomplete() -> None:
-    """The open message ends as it is."""
-    stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
-    cut = finished(Message(Role.ASSISTANT, "Loo"), finish=Finish.LENGTH)
-    last = sse(sent + stream.finish([cut]))[-1]
-    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
-    assert last["response"]["output"][0]["status"] == "incomplete"
 
 
 def test_a_failing_stream_ends_in_both_ways() -> None:
