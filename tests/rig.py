@@ -25,6 +25,7 @@ from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 
 RENDERING = rendering()
@@ -161,7 +162,7 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(
     folder: Path,
-    *plays: Play,
+    *plays: Play | str,
     window: int = 20_000,
     limits: Limits | None = None,
     sampling: Sampling | None = None,
@@ -169,15 +170,19 @@ async def rig(
     spent_status: int = 400,
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
+    card: ModelCard | None = None,
+    on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """One engine replica per play, a gateway and one session, up while the block lasts.
 
+    Text is the address of an engine that is not made here; with a `card` none is asked for one.
     `options` are the gateway's others.
     """
     engines = [
         ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
         for play in plays
+        if not isinstance(play, str)
     ]
     task = Task(
         id="t",
@@ -189,17 +194,20 @@ async def rig(
         sampling_policy=policy,
     )
     async with contextlib.AsyncExitStack() as stack:
-        urls = [
-            await stack.enter_async_context(serve(create_app(engine, model_name="scripted")))
-            for engine in engines
-        ]
-        upstream = Upstream(urls, wire or Embedded(), settings=tuning)
+        urls = [play for play in plays if isinstance(play, str)]
+        for engine in engines:
+            app = create_app(engine, model_name="scripted")
+            urls.append(await stack.enter_async_context(serve(app)))
+        upstream = Upstream(urls, wire or Embedded(), card=card, settings=tuning)
         gateway = await stack.enter_async_context(
             Gateway(upstream, RENDERING, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(
-                Session(id="s1", task="t", sample=0), task, SessionTerms(spent_status=spent_status)
+                Session(id="s1", task="t", sample=0),
+                task,
+                SessionTerms(spent_status=spent_status),
+                on_hang=on_hang,
             )
         )
         http = await stack.enter_async_context(
