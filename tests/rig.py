@@ -171,6 +171,7 @@ async def rig(
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
     card: ModelCard | None = None,
+    idle_s: float = 300.0,
     on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
@@ -198,7 +199,7 @@ async def rig(
         for engine in engines:
             app = create_app(engine, model_name="scripted")
             urls.append(await stack.enter_async_context(serve(app)))
-        upstream = Upstream(urls, wire or Embedded(), card=card, settings=tuning)
+        upstream = Upstream(urls, wire or Embedded(), card=card, idle_s=idle_s, settings=tuning)
         gateway = await stack.enter_async_context(
             Gateway(upstream, RENDERING, folder, settings=tuning, **options)
         )

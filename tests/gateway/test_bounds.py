@@ -17,7 +17,7 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
-from faulty import Dialect, check, client, each_dialect, whole
+from faulty import Dialect, check, client, each_dialect, say, whole
 from rig import rig, says, until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -82,33 +82,21 @@ async def test_what_is_too_many_or_too_deep_is_400(
 ) -> None:
     """Messages beyond any conversation's, and JSON that recursion cannot read."""
     body = dialect.body("Mend it.")
-    field = {"google": "contents", "responses": "input"}.get(dialect.name, "messages")
+    (first,) = say("Mend it.")["messages"] if dialect.name == "responses" else body[dialect.history]
+    function = {"name": "f", "arguments": NESTED}
+    calls: dict[str, dict[str, Any]] = {
+        "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
+        "google": {"role": "model", "parts": [{"functionCall": {"name": "f", "args": "@"}}]},
+        "chat": {"tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        "responses": {"type": "function_call", "call_id": "1", **function},
+    }
     if kind == "messages":
-        turn = {"role": "user", "content": "a"}
-        body[field] = [{"role": "user", "parts": [{"text": "a"}]} if field == "contents" else turn]
-        body[field] *= 10_001
+        body[dialect.history] = [first] * 10_001
     elif kind == "schema":
         body["tools"] = "@"
     else:
-        calls = {
-            "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
-            "google": {"role": "model", "parts": [{"functionCall": {"name": "f", "args": "@"}}]},
-            "chat": {
-                "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": NESTED}}
-                ]
-            },
-            "responses": {
-                "type": "function_call",
-                "name": "f",
-                "call_id": "1",
-                "arguments": NESTED,
-            },
-        }
-        first = body[field] if isinstance(body[field], list) else [{"role": "user", "content": "a"}]
-        made: dict[str, Any] = calls[dialect.name]
         role = {} if dialect.name == "responses" else {"role": "assistant"}
-        body[field] = [*first, {**role, **made}, *first]
+        body[dialect.history] = [first, {**role, **calls[dialect.name]}, first]
     async with client(tmp_path) as it:
         data = json.dumps(body).replace('"@"', NESTED).encode()
         code, _, reply = await it.send(dialect, data)
@@ -123,7 +111,7 @@ async def test_many_parts_cost_what_their_text_costs(tmp_path: Path, dialect: Di
     kind = "input_text" if dialect.name == "responses" else "text"
     part = {"text": "a"} if dialect.name == "google" else {"type": kind, "text": "a"}
     message = {"role": "user", "parts" if dialect.name == "google" else "content": [part] * 30_000}
-    body[{"google": "contents", "responses": "input"}.get(dialect.name, "messages")] = [message]
+    body[dialect.history] = [message]
     async with client(tmp_path) as it:
         code, _, reply = await it.send(dialect, json.dumps(body).encode())
         assert code == 400
