@@ -23,6 +23,7 @@ from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
+from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
 from tugline.web.engine_http import ModelCard
@@ -142,6 +143,11 @@ class Rig:
             text += (await response.content.readany()).decode()
         response.close()
         return text_of(text)
+
+    @property
+    def recording(self) -> Recording:
+        """The session's file, read."""
+        return read(self.gateway.recording_path(Session(id="s1", task="t", sample=0)))
 
     @property
     def session(self) -> LiveSession:

@@ -12,7 +12,6 @@ from tugline.chat.engines.generate import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.recording import file as recordings
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
 from tugline.traces.base import count_calls
@@ -30,11 +29,9 @@ async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
     async with rig(tmp_path, says("Hello.")) as it:
         async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as response:
             assert response.status == 200
-        (call,) = it.calls
-        path = it.session.transcript.writer.path
+        (call,), (event,) = it.calls, it.recording.events
     mended = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
     assert [message.content for message in call.messages] == mended
-    (event,) = recordings.read(path).events
     assert (event.kind, event.call) == (RecordedEventKind.REPAIRED, 0)
     assert event.detail == "lone surrogates"
 

@@ -14,6 +14,7 @@ import pytest
 from rig import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
+from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
 from tugline.traces.lineage import build_chains
 from tugline.types import Branch, CallOutcome, Finish, Ids, VersionSpan
@@ -24,15 +25,18 @@ QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 
 # --------------------------------------------------------------------------- lost engines
 async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
-    """Both replicas cut the connection in the middle; the client reads one unbroken stream."""
-    async with rig(tmp_path, cut_once(LONG, 40), cut_once(LONG, 50), tuning=QUICK) as it:
+    """Both cut the connection; the client reads one unbroken stream, the recording says where."""
+    async with rig(tmp_path, cut_once(LONG, 40), cut_once(LONG, 40), tuning=QUICK) as it:
         text = text_of(await it.read())
-        call = it.calls[0]
+        (call,), faults = it.calls, it.recording.events
     assert text == LONG
     assert call.sampled_ids.tolist() == ids(LONG)
     assert (call.outcome, call.finish, call.branch) == (CallOutcome.COMPLETE, Finish.STOP, None)
     assert len(call.replicas) == 3
     assert call.replicas[0] == call.replicas[2] != call.replicas[1]
+    assert [(one.kind, one.call) for one in faults] == [(RecordedEventKind.ENGINE_FAULT, 0)] * 2
+    places = zip(call.replicas, (40, 80), strict=False)
+    assert [one.detail for one in faults] == [f"{where} after {at} tokens" for where, at in places]
 
 
 async def test_a_version_that_changes_with_the_replica_is_a_span_of_its_own(tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ async def test_a_fault_before_the_first_token_is_retried_on_another_replica(tmp_
 
 async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
     """A few refusals before the first token are invisible; more are an engine failure."""
-    faults: list[int | None] = [503, 503, None]
+    faults: list[int | None] = [429, 503, None]
 
     def reply(prompt: Any, request: str) -> Reply:
         status = faults.pop(0) if faults else 503
@@ -141,20 +145,6 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
 
 
 # --------------------------------------------------------------------------- the same request again
-async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
-    """The same request after a hang-up is answered whole, and no token is sampled twice."""
-    async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=QUICK) as it:
-        await it.hang_up(characters=20)
-        await until(lambda: it.calls)
-        text = text_of(await it.read())
-        first, second = it.calls
-    assert text == LONG
-    assert [*first.sampled_ids.tolist(), *second.sampled_ids.tolist()] == ids(LONG)
-    whole = np.concatenate((first.prompt_ids, first.sampled_ids))
-    assert np.array_equal(second.prompt_ids, whole)
-    assert (second.parent, second.branch) == (0, None)
-
-
 async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path) -> None:
     """Another API's request of the same meaning, and a third one, are samples of their own."""
     function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
@@ -202,6 +192,8 @@ async def test_an_sdks_retry_is_replayed_and_other_repetitions_are_samples(tmp_p
                 reply = await response.json()
                 replies.append((reply["id"], reply["content"][0]["text"]))
         assert replies == [("msg_s1-0", "One."), ("msg_s1-0", "One."), ("msg_s1-1", "Two.")]
+        (repeated,) = it.recording.events
+        assert (repeated.kind, repeated.call) == (RecordedEventKind.REPEATED, 0)
         await asyncio.gather(*(it.ask() for _ in range(18)))
         assert len(it.engines[0].calls) == 20
     assert sorted(call.number for call in it.calls) == list(range(20))

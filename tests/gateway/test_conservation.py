@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -17,8 +18,6 @@ from hypothesis import strategies as st
 from rig import Play, ids, rig, says, text_of, until
 from tugline.chat.engines.base import Delta
 from tugline.gateway.policy import CallSettings
-from tugline.recording import file as recordings
-from tugline.recording.file import Recording
 from tugline.recording.verify.session import VerifyVerdict, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.testing import Reply
@@ -70,6 +69,9 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     sampled = np.concatenate([call.sampled_ids for call in calls])
     assert sampled.tolist() == ids(text)
     assert calls[-1].outcome is CallOutcome.COMPLETE
+    for before, after in itertools.pairwise(calls):
+        assert np.array_equal(after.prompt_ids, [*before.prompt_ids, *before.sampled_ids])
+        assert (after.parent, after.branch) == (before.number, None)
     for call in calls:
         covered = [(span.start, span.end) for span in call.versions]
         assert sum(end - start for start, end in covered) == len(call.sampled_ids)
@@ -109,12 +111,6 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
     assert np.concatenate([call.sampled_ids for call in calls]).tolist() == ids(text)
 
 
-def read_in(folder: Path) -> tuple[Path, Recording]:
-    """The one recording below a folder."""
-    (path,) = folder.rglob("*.rec")
-    return path, recordings.read(path)
-
-
 async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> None:
     """The second part was sent after the first, which is in its prompt: its text is both."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
@@ -123,8 +119,8 @@ async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> No
         await until(lambda: not it.session.running)
         await it.hang_up(characters=60)
         await until(lambda: not it.session.running)
-    path, recording = read_in(tmp_path)
+    recording = it.recording
     assert [call.outcome for call in recording.calls] == [CallOutcome.CLIENT_GONE] * 2
     assert recording.calls[1].resumed == len(recording.calls[0].sampled_ids) > 0
-    report = verify_session(path, recording, TextVerifier())
+    report = verify_session(tmp_path / "s1.0.rec", recording, TextVerifier())
     assert report.checks["text"].verdict is VerifyVerdict.PASS, report.checks

@@ -129,14 +129,6 @@ def test_an_echo_is_compared_with_what_was_sampled_however_often_it_comes() -> N
     assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def test_the_same_question_again_starts_anew() -> None:
-    """A repeated first request is a twin, not a continuation."""
-    tree, first, _ = answered()
-    plan = tree.match(START, TOOLS)
-    assert np.array_equal(plan.tokens.to_array(), first.tokens.to_array())
-    assert (plan.branch, plan.turn) == (None, None)
-
-
 def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
     tree, messages = CallTree(RENDERING), START

@@ -126,11 +126,10 @@ class Stub:
             return StreamingResponse(events(), media_type="text/event-stream")
         drawn = [draw(index) for index in range(count)]
         whole = drawn[-1]
-        for field in ("token_ids",):
-            if field in whole:
-                whole[field] = [token for one in drawn for token in one[field]]
-                content = [entry for one in drawn for entry in one["logprobs"]["content"]]
-                whole["logprobs"] = {"content": content}
+        if "token_ids" in whole:
+            whole["token_ids"] = [token for one in drawn for token in one["token_ids"]]
+            content = [entry for one in drawn for entry in one["logprobs"]["content"]]
+            whole["logprobs"] = {"content": content}
         return JSONResponse({"choices": [whole]})
 
 
@@ -225,8 +224,11 @@ async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
 
 async def test_nothing_there_is_one_clear_error() -> None:
     """No engine, and no such model."""
-    with pytest.raises(EngineError, match="no usable engine at"):
-        await probe("http://127.0.0.1:9")
+    for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
+        with pytest.raises(EngineError, match=r"no usable engine at .*127\.0\.0\.1:9"):
+            await ask
+    with pytest.raises(UsageError, match="at least one address"):
+        await connect([])
     async with served(Stub()) as url:
         with pytest.raises(UsageError, match="serves no model 'x'; it serves m, adapter"):
             await probe(url, "x")
@@ -276,13 +278,15 @@ def engine(window: int = 4096) -> ScriptedEngine:
 
 
 async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> None:
-    """What the probe found is what the gateway then uses."""
+    """What the probe found is what the gateway then uses; another mode is refused."""
     app = create_app(engine(), model_name="scripted")
     async with serve(app) as one, serve(create_app(engine(), model_name="scripted")) as other:
         upstream = await connect([one, other])
         assert upstream.wire.mode is Mode.EXACT
         async with Gateway(upstream, RENDERING, tmp_path) as gateway:
             assert gateway.card.id == "scripted"
+        with pytest.raises(UsageError, match="no sound observed mode"):
+            await connect([one], mode=Mode.OBSERVED)
 
 
 async def test_replicas_that_differ_are_refused() -> None:
@@ -291,21 +295,6 @@ async def test_replicas_that_differ_are_refused() -> None:
     async with serve(apps[0]) as one, serve(apps[1]) as other:
         with pytest.raises(UsageError, match=r"window is 4096 at .* and 2048 at "):
             await connect([one, other])
-
-
-async def test_a_wanted_mode_that_is_not_sound_is_refused() -> None:
-    """An engine without a tokenizer cannot render."""
-    async with serve(create_app(engine(), model_name="scripted")) as url:
-        with pytest.raises(UsageError, match="no sound observed mode"):
-            await connect([url], mode=Mode.OBSERVED)
-
-
-async def test_no_engine_is_an_error_at_once() -> None:
-    """The address is named."""
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        await connect(["http://127.0.0.1:9"])
-    with pytest.raises(UsageError, match="at least one address"):
-        await connect([])
 
 
 # --------------------------------------------------------------------------- the command

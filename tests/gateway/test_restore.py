@@ -11,7 +11,6 @@ import pytest
 from rig import ASK, RENDERING, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
-from tugline.recording.file import read
 from tugline.types import Branch, CallOutcome
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -64,7 +63,7 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
     async with rig(tmp_path, play) as it:
         await talk(it)
         live = it.session.transcript
-        calls = read(tmp_path / "s1.0.rec").calls
+        calls = it.recording.calls
         asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
         assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
@@ -110,7 +109,7 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
         await ask("Hello")
         await ask(grown(8))
         live = it.session.transcript
-        calls = read(tmp_path / "s1.0.rec").calls
+        calls = it.recording.calls
         again = CallTree(RENDERING)
         again.restore(calls)
         assert describe(again) == describe(live.turns)
