@@ -17,7 +17,7 @@ from tugline.gateway.policy import CallSettings
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
 from tugline.traces.lineage import build_chains
-from tugline.types import Branch, CallOutcome, Finish, Ids, VersionSpan
+from tugline.types import Branch, CallOutcome, Finish, Ids
 
 LONG = " ".join(f"word{i}" for i in range(24))
 QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
@@ -25,8 +25,12 @@ QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 
 # --------------------------------------------------------------------------- lost engines
 async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
-    """Both cut the connection; the client reads one unbroken stream, the recording says where."""
+    """Both cut the connection; the client reads one unbroken stream, the recording says where.
+
+    Tokens carry the version of the replica that sampled them.
+    """
     async with rig(tmp_path, cut_once(LONG, 40), cut_once(LONG, 40), tuning=QUICK) as it:
+        it.engines[0].version, it.engines[1].version = 3, 4
         text = text_of(await it.read())
         (call,), faults = it.calls, it.recording.events
     assert text == LONG
@@ -35,19 +39,12 @@ async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
     assert len(call.replicas) == 3
     assert call.replicas[0] == call.replicas[2] != call.replicas[1]
     assert [(one.kind, one.call) for one in faults] == [(RecordedEventKind.ENGINE_FAULT, 0)] * 2
+    first, second, third = call.versions
+    assert [(span.start, span.end) for span in call.versions[:2]] == [(0, 40), (40, 80)]
+    assert {first.version, second.version} == {3, 4}
+    assert third.version == first.version
     places = zip(call.replicas, (40, 80), strict=False)
     assert [one.detail for one in faults] == [f"{where} after {at} tokens" for where, at in places]
-
-
-async def test_a_version_that_changes_with_the_replica_is_a_span_of_its_own(tmp_path: Path) -> None:
-    """Tokens carry the version of the replica that sampled them."""
-    cut = says(LONG, cut_after=40)
-    async with rig(tmp_path, cut, cut, tuning=QUICK) as it:
-        it.engines[0].version, it.engines[1].version = 3, 4
-        await it.read()
-        call = it.calls[0]
-    assert [span.version for span in call.versions[:2]] in ([3, 4], [4, 3])
-    assert call.versions[0] == VersionSpan(call.versions[0].version, 0, 40)
 
 
 async def test_without_a_replica_left_the_answer_ends_as_truncated(tmp_path: Path) -> None:

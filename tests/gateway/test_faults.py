@@ -37,31 +37,8 @@ from tugline.recording.file import Writer
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits
 
+
 # --------------------------------------------------------------------------- the client's faults
-MALFORMED = {
-    "open": (b"{", "JSON"),
-    "list": (b"[]", ""),
-    "empty": (b"", ""),
-    "model": (b'{"model": 7}', "model"),
-    "messages": (b'{"model": "m", "messages": 3, "input": 3, "contents": 3}', "3"),
-    "bad utf-8": (b'{"model": "m\xff"}', ""),
-    "raw NUL": (b"\x00\x00", "JSON"),
-    "deep": (b"[" * 90_000, ""),
-}
-
-
-@each_dialect
-async def test_a_malformed_body_is_400(tmp_path: Path, dialect: Dialect) -> None:
-    """In the dialect's error shape, naming what is wrong; nothing is asked of the engine."""
-    async with client(tmp_path) as it:
-        for name, (body, words) in MALFORMED.items():
-            code, _, reply = await it.send(dialect, body)
-            assert code == 400, name
-            in_path = dialect.name == "google" and name == "model"
-            check(dialect, 400, reply, "" if in_path else words)
-        assert it.engine.requests == 0
-
-
 @each_dialect
 async def test_only_the_sessions_key_opens_it(tmp_path: Path, dialect: Dialect) -> None:
     """Unknown, missing and foreign keys are 401, and so is its own once the session is closed."""

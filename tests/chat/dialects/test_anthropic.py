@@ -12,7 +12,7 @@ from tugline.types import Image, Message, Role, Sampling, Tool, ToolCall
 
 WIRE = WIRES["anthropic"]
 ANTHROPIC = WIRE.dialect
-READ = {"name": "read", "description": "Read", "input_schema": {"type": "object"}}
+(READ,) = WIRE.tools
 PIXEL = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 CACHE = {"cache_control": {"type": "ephemeral"}}
 

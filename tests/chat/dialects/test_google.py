@@ -14,8 +14,7 @@ from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall
 
 WIRE = WIRES["google"]
 GOOGLE = WIRE.dialect
-READ = {"name": "read", "description": "Read", "parametersJsonSchema": {"type": "object"}}
-DECLARED = [{"functionDeclarations": [READ]}]
+DECLARED = WIRE.tools
 PIXEL = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
 
 

@@ -17,16 +17,8 @@ from tugline.types import Finish, Image, Message, Role, Tool, ToolCall, ToolKind
 
 WIRE = WIRES["openai_responses"]
 RESPONSES = WIRE.dialect
-READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
-PATCH = {"type": "custom", "name": "patch", "description": "Mend", "format": {"type": "text"}}
-SHELL = {"type": "local_shell"}
-AGENTS = {
-    "type": "namespace",
-    "name": "agents",
-    "description": "Helpers.",
-    "tools": [{"type": "function", "name": "spawn", "description": "Start one"}],
-}
-TOOLS = [READ, PATCH, SHELL, AGENTS]
+TOOLS = WIRE.tools
+READ, PATCH, SHELL, AGENTS = TOOLS
 SEALED = {"include": ["reasoning.encrypted_content"]}
 
 
@@ -106,7 +98,7 @@ def test_a_request_as_codex_sends_it() -> None:
     )
     about = "Helpers.\n\nStart one"
     assert request.tools == (
-        Tool("read", "", {"type": "object"}),
+        Tool("read", "Read", {"type": "object"}),
         Tool("agents__spawn", about, {}, namespace="agents"),
     )
     assert request.stream

@@ -264,14 +264,9 @@ def test_other_refusals_keep_their_words() -> None:
     assert isinstance(error, EngineError)
     assert (error.status, error.retry_after) == (503, 3.0)
     assert "overloaded" in str(error)
-    missing = parse_engine_error(*_missing(), None)
-    assert "Not Found" in str(missing)
-    assert "teapot" in str(parse_engine_error(418, b"I am a teapot", None))
-
-
-def _missing() -> tuple[int, bytes]:
     status, body = RECORDED["vllm_chat"]["missing"]
-    return status, body.encode()
+    assert "Not Found" in str(parse_engine_error(status, body.encode(), None))
+    assert "teapot" in str(parse_engine_error(418, b"I am a teapot", None))
 
 
 # --------------------------------------------------------------------------- asking
