@@ -24,8 +24,8 @@ from tugline.recording.view.html_page import pack_recording
 from tugline.replay.source import RecordedSource
 from tugline.testing import Reply
 from tugline.traces.builders import PrefixMerging
-from tugline.traces.lineage import Continuation, trace_lineage
-from tugline.types import Branch, CallOutcome, Finish, Sampling, Status
+from tugline.traces.lineage import Continuation
+from tugline.types import CallOutcome, Finish, Sampling, Status
 
 TEXT = "  <think>4</think> é🙂\n"
 """White space at both ends, marks of a template, and characters of several tokens."""
@@ -159,23 +159,6 @@ async def test_a_growing_prompt_is_one_trace(tmp_path: Path) -> None:
     record(tmp_path, "s2")
     chats = export("sft", tmp_path, tmp_path / "chats.jsonl")
     assert chats.rows_left_out == {SkipReason.SHORTER: 2, SkipReason.RAW_PROMPT: 1}
-
-
-async def test_what_does_not_extend_is_a_trace_of_its_own(tmp_path: Path) -> None:
-    """Another prompt, the same again, an edited answer, and a second way to go on."""
-    async with client(tmp_path, lambda _p, _r: Reply(ids(" 4, I think."))) as me:
-        for prompt in (
-            "2+2=", "Hello", "2+2=", "2+2= 4, I guess.", "2+2= 4, I think. So",
-            [*encode("2+2="), *ids(" 4, I think."), 5], [*encode("2+2="), *ids(" 4, I think."), 6],
-        ):  # fmt: skip
-            await me.ask(prompt)
-        calls = me.it.calls
-    new, edited = Branch.NEW_THREAD, Branch.HISTORY_EDITED
-    assert [call.branch for call in calls] == [None, new, None, edited, edited, None, None]
-    assert [call.parent for call in calls] == [None, 0, None, 0, 0, 0, 2]
-    known = {call.number: call for call in calls}
-    found = [trace_lineage(call, known.get(call.parent)) for call in calls]
-    assert Continuation.BROKEN not in {one.continuation for one in found}
 
 
 async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) -> None:

@@ -224,16 +224,6 @@ FULL_ITEMS = [
 """Free text and shell commands that the model garbled are told as plain calls."""
 
 
-def test_a_whole_answer() -> None:
-    """Every kind of item, and what the response repeats of its request."""
-    request = parse(tools=TOOLS, instructions="Be brief.", metadata={"k": "v"}, **SEALED)
-    reply = WIRE.whole(request, FULL)
-    assert reply["output"] == FULL_ITEMS
-    repeated = {"tools": TOOLS, "instructions": "Be brief.", "metadata": {"k": "v"}}
-    more = {"id": "resp_s1-4", "status": "completed", "incomplete_details": None}
-    assert reply.items() >= (repeated | more).items()
-
-
 def test_the_sdk_accepts_a_reply() -> None:
     """The official SDK's model of a response, validated strictly."""
     request = parse(tools=[READ, PATCH], temperature=0.5, text={"format": {"type": "text"}})
@@ -258,18 +248,13 @@ def test_a_cut_answer_is_incomplete() -> None:
     assert (last["type"], last["response"]) == ("response.incomplete", reply)
 
 
-def test_an_empty_answer_still_has_a_message() -> None:
-    """So that its echo tells that there was a turn."""
-    reply = WIRE.whole(parse(), Message(Role.ASSISTANT))
-    assert [item["type"] for item in reply["output"]] == ["message"]
-    stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.start(Usage(31, 0)) + stream.finish([finished(Message(Role.ASSISTANT))])
-    assert sse(sent)[-1]["response"]["output"] == reply["output"]
-
-
 def test_the_events_of_a_stream() -> None:
-    """All of them, in order, numbered, each saying which item it is about."""
-    request = parse(tools=TOOLS, stream=True, **SEALED)
+    """All of them, in order, numbered, each saying which item it is about; a whole reply at last.
+
+    The response repeats what its request holds.
+    """
+    repeated = {"tools": TOOLS, "instructions": "Be brief.", "metadata": {"k": "v"}}
+    request = parse(stream=True, **repeated, **SEALED)
     stream = RESPONSES.stream(request, "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
     sent += stream.add(TextDelta("Lo")) + stream.add(TextDelta("ok."))
@@ -313,6 +298,8 @@ def test_the_events_of_a_stream() -> None:
     assert (text["delta"], text["content_index"], text["logprobs"]) == ("Lo", 0, [])
     whole = WIRE.whole(request, FULL)
     assert found[-1]["response"] == {**whole, "created_at": 17}
+    assert whole.items() >= repeated.items()
+    assert (whole["id"], whole["incomplete_details"]) == ("resp_s1-4", None)
 
 
 def test_text_after_a_call_is_a_message_of_its_own() -> None:
