@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,16 +136,9 @@ def _log_softmax(logits: Any) -> Any:
     return logits - np.log(np.exp(logits).sum())
 
 
-@asynccontextmanager
-async def served(stub: Stub) -> AsyncIterator[str]:
-    """The stub's address."""
-    async with serve(stub.app()) as url:
-        yield url
-
-
-async def examine(stub: Stub) -> EngineReport:
-    """What the doctor says of it."""
-    async with served(stub) as url:
+async def examine(**faults: Any) -> EngineReport:
+    """What the doctor says of a stub."""
+    async with serve(Stub(**faults).app()) as url:
         return await probe(url)
 
 
@@ -182,7 +174,7 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
     """Both are found out from draws alone, in exact and in observed mode."""
     right = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
     for scale_out in (True, False):
-        report = await examine(Stub(raw=raw, scale_out=scale_out))
+        report = await examine(raw=raw, scale_out=scale_out)
         assert report.logprob_meaning is right
         assert report.wire().logprob_meaning is right
         assert any("processed_logprobs" in advice for advice in report.advice) is raw
@@ -191,7 +183,7 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
 # --------------------------------------------------------------------------- engines that do not
 async def test_an_engine_that_drops_ids_is_refused() -> None:
     """Text is all that is left; the refusal names the flags to add."""
-    report = await examine(Stub(ids=False, scale_out=False))
+    report = await examine(ids=False, scale_out=False)
     assert report.mode is Mode.TEXT
     assert not report.sound
     with pytest.raises(UsageError, match="--enable-scale-out"):
@@ -202,7 +194,7 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
     """An agent would meet it on its first turn; exact mode does not need it."""
-    report = await examine(Stub(tools=False))
+    report = await examine(tools=False)
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
     assert report.mode is Mode.EXACT
@@ -210,15 +202,15 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
 
 async def test_an_engine_that_hides_that_a_prompt_is_too_long_is_told() -> None:
     """Agents compact on that error."""
-    assert outcomes(await examine(Stub(refuses=False)))["context overflow"] is CheckOutcome.FAIL
-    assert outcomes(await examine(Stub()))["context overflow"] is CheckOutcome.PASS
+    assert outcomes(await examine(refuses=False))["context overflow"] is CheckOutcome.FAIL
+    assert outcomes(await examine())["context overflow"] is CheckOutcome.PASS
 
 
 async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
     """Observed where it tells ids, else text."""
-    report = await examine(Stub(owner="somebody"))
+    report = await examine(owner="somebody")
     assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
-    report = await examine(Stub(owner="somebody", ids=False))
+    report = await examine(owner="somebody", ids=False)
     assert (report.engine, report.mode) == ("openai", Mode.TEXT)
 
 
@@ -229,7 +221,7 @@ async def test_nothing_there_is_one_clear_error() -> None:
             await ask
     with pytest.raises(UsageError, match="at least one address"):
         await connect([])
-    async with served(Stub()) as url:
+    async with serve(Stub().app()) as url:
         with pytest.raises(UsageError, match="serves no model 'x'; it serves m, adapter"):
             await probe(url, "x")
 
@@ -241,7 +233,7 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
         async def models(self, _: Request) -> Response:
             return JSONResponse({"data": []})
 
-    async with served(Unlisted(owner="")) as url:
+    async with serve(Unlisted(owner="").app()) as url:
         with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
             await probe(url)
         assert (await probe(url, "mine")).model == "mine"
@@ -255,7 +247,7 @@ async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -
         async def models(self, _: Request) -> Response:
             return Response("no", status)
 
-    async with served(Broken(owner="")) as url:
+    async with serve(Broken(owner="").app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
             await probe(url)
         assert caught.value.status == expected
@@ -265,7 +257,7 @@ async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -
 
 async def test_an_adapter_has_the_window_of_its_model() -> None:
     """Engines list none for it."""
-    async with served(Stub()) as url:
+    async with serve(Stub().app()) as url:
         report = await probe(url, "adapter")
     assert (report.model, report.window, report.mode) == ("adapter", WINDOW, Mode.EXACT)
 
@@ -306,7 +298,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 
 async def test_the_command_tells_people_and_programs() -> None:
     """A table or JSON; exit code 1 where the wanted mode is not sound."""
-    async with served(Stub(ids=False, scale_out=False)) as url:
+    async with serve(Stub(ids=False, scale_out=False).app()) as url:
         code, text = await run("--engine", url)
         assert code == 1
         assert "refused" in text
@@ -315,6 +307,6 @@ async def test_the_command_tells_people_and_programs() -> None:
         report = json.loads(text)
         assert (code, report["mode"], report["sound"]) == (0, "text", False)
         assert report["refused"] is None
-    async with served(Stub()) as url:
+    async with serve(Stub().app()) as url:
         code, text = await run("--engine", url, "--json")
         assert (code, json.loads(text)["mode"]) == (0, "exact")

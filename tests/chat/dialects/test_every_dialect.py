@@ -21,6 +21,7 @@ from chat.dialects.wires import (
     RESPONSES,
     TEXT,
     WIRES,
+    TalkWire,
     Wire,
     finished,
     pieces_of,
@@ -110,7 +111,7 @@ def test_where_the_secret_is(
 
 # --------------------------------------------------------------------------- requests
 @each_wire
-def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
+def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
     """Text, reasoning, parallel calls, results in another order, images in what both sides say."""
     said = (
         Message(Role.SYSTEM, "Be brief."),
@@ -130,7 +131,7 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
 
 
 @each_wire
-def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
+def test_a_known_prefix_is_not_parsed_again(wire: TalkWire) -> None:
     """What was parsed in an earlier request is the same objects, also if it stands elsewhere."""
     cache = ParseCache()
     said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
@@ -167,7 +168,9 @@ TURNS = st.sampled_from(
         st.tuples(st.lists(TURNS, min_size=1, max_size=6), st.booleans()), max_size=6
     )
 )
-def test_the_cache_changes_nothing(wire: Wire, histories: list[tuple[list[Message], bool]]) -> None:
+def test_the_cache_changes_nothing(
+    wire: TalkWire, histories: list[tuple[list[Message], bool]]
+) -> None:
     """Whatever was asked or refused before, a request is parsed as if it were the first."""
     cache = ParseCache()
     for history, refused in histories:
@@ -218,7 +221,7 @@ def test_a_field_means_what_its_api_says(row: dict[str, Any]) -> None:
     """Tool choice, sampling, formats and threads, beside a field that nobody knows yet; no more."""
     wire = ALL_WIRES[row["dialect"]]
     body = wire.write([Message(Role.USER, "Hi")])
-    body |= {} if wire is COMPLETIONS else {"tools": wire.tools}
+    body |= {"tools": wire.tools} if isinstance(wire, TalkWire) else {}
     plain = wire.parse(body)
     fields = {**row.get("fields", {}), "a_field_of_tomorrow": {"x": 1}}
     request = wire.parse(body | fields, headers=row.get("headers", {}))
@@ -229,7 +232,7 @@ def test_a_field_means_what_its_api_says(row: dict[str, Any]) -> None:
 
 # --------------------------------------------------------------------------- responses
 @st.composite
-def answers(draw: st.DrawFn, wire: Wire) -> Message:
+def answers(draw: st.DrawFn, wire: TalkWire) -> Message:
     """Reasoning, text and calls in any combination."""
     calls = draw(st.lists(wire.calls, max_size=4))
     made = tuple(ToolCall(f"call_{i}", name, text) for i, (name, text) in enumerate(calls))
@@ -246,7 +249,7 @@ def values_of(call: ToolCall) -> Any:
 
 @each_wire
 @given(data=st.data())
-def test_an_echoed_answer_keeps_its_meaning(wire: Wire, data: st.DataObject) -> None:
+def test_an_echoed_answer_keeps_its_meaning(wire: TalkWire, data: st.DataObject) -> None:
     """Streamed or whole, the answer is the same, and so is its echo, however clients rewrite it."""
     message = data.draw(answers(wire))
     request = wire.hello(tools=wire.tools, **wire.more)
@@ -346,7 +349,7 @@ def test_usage_is_true(wire: Wire) -> None:
     ],
 )
 def test_thoughts_are_hidden_from_clients_that_turn_them_off(
-    wire: Wire, fields: dict[str, Any]
+    wire: TalkWire, fields: dict[str, Any]
 ) -> None:
     """Neither whole nor streamed; the counts stay true."""
     request, message = wire.hello(**fields), Message(Role.ASSISTANT, "Yes.", reasoning="Hm.")
