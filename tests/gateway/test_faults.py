@@ -35,7 +35,7 @@ from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.recording.file import Writer
 from tugline.traces.builders import PrefixMerging
-from tugline.types import CallOutcome, Limits
+from tugline.types import CallOutcome
 
 
 # --------------------------------------------------------------------------- the client's faults
@@ -110,17 +110,6 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
         check(dialect, 400, reply, "4000")
         failure = it.gateway.describe("s1").failure
     assert failure is None, "an earlier call was answered"
-
-
-@each_dialect
-async def test_a_spent_budget_is_400(tmp_path: Path, dialect: Dialect) -> None:
-    """The clean end of a session, in every dialect."""
-    async with client(tmp_path, limits=Limits(max_turns=1)) as it:
-        assert (await it.send(dialect))[0] == 200
-        code, headers, reply = await it.send(dialect, json.dumps(dialect.body("More.")).encode())
-        assert code == 400
-        check(dialect, 400, reply, "1 model calls")
-        assert headers.get("x-should-retry", "false") == "false"
 
 
 @each_dialect

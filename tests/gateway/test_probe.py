@@ -43,6 +43,9 @@ class Stub:
     refuses: bool = True
     """Says so when a prompt is too long."""
     owner: str = "vllm"
+    lists: bool = True
+    status: int = 200
+    """Of the list of models."""
 
     def app(self) -> Starlette:
         """Its routes."""
@@ -58,7 +61,8 @@ class Stub:
     async def models(self, _: Request) -> Response:
         """One model, and an adapter for it, as vLLM lists them."""
         card = {"id": "m", "max_model_len": WINDOW, "owned_by": self.owner, "parent": None}
-        return JSONResponse({"data": [card, _ADAPTER | {"owned_by": self.owner}]})
+        cards = [card, _ADAPTER | {"owned_by": self.owner}]
+        return JSONResponse({"data": cards if self.lists else []}, self.status)
 
     async def version(self, _: Request) -> Response:
         """Some version."""
@@ -228,12 +232,7 @@ async def test_nothing_there_is_one_clear_error() -> None:
 
 async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
     """Without a name the error asks for one; with a name the calls are probed with it."""
-
-    class Unlisted(Stub):
-        async def models(self, _: Request) -> Response:
-            return JSONResponse({"data": []})
-
-    async with serve(Unlisted(owner="").app()) as url:
+    async with serve(Stub(owner="", lists=False).app()) as url:
         with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
             await probe(url)
         assert (await probe(url, "mine")).model == "mine"
@@ -242,12 +241,7 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
 @pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
 async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -> None:
     """The error has the status, unless the engine is about to come back; 404 may have a name."""
-
-    class Broken(Stub):
-        async def models(self, _: Request) -> Response:
-            return Response("no", status)
-
-    async with serve(Broken(owner="").app()) as url:
+    async with serve(Stub(owner="", status=status).app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
             await probe(url)
         assert caught.value.status == expected
