@@ -242,11 +242,9 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
     forced = made.force_tool_call(choice)
     force = made.template.force
-    assert force is not None
     if named and force.after is None:
         assert forced is None
         return
-    assert forced is not None
     whole = written(name, ["a.txt"])
     beginning = force.opening + ("read" + (force.after or "") if named else "")
     assert whole.startswith(beginning.strip())

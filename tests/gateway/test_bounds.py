@@ -104,20 +104,6 @@ async def test_what_is_too_many_or_too_deep_is_400(
         check(dialect, 400, reply, "bound is 10000" if kind == "messages" else "")
 
 
-@each_dialect
-async def test_many_parts_cost_what_their_text_costs(tmp_path: Path, dialect: Dialect) -> None:
-    """Joining them copies each once: 30,000 parts are one text of as many lines."""
-    body = dialect.body("")
-    kind = "input_text" if dialect.name == "responses" else "text"
-    part = {"text": "a"} if dialect.name == "google" else {"type": kind, "text": "a"}
-    message = {"role": "user", "parts" if dialect.name == "google" else "content": [part] * 30_000}
-    body[dialect.history] = [message]
-    async with client(tmp_path) as it:
-        code, _, reply = await it.send(dialect, json.dumps(body).encode())
-        assert code == 400
-        check(dialect, 400, reply, "4000")
-
-
 async def test_a_large_request_is_rendered_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,6 @@ async def test_an_engine_that_only_fails_is_the_dialects_error(
         assert 1 <= it.engine.requests <= 5
         assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
         failure = it.gateway.describe("s1").failure
-        assert failure is not None
         assert failure.boundary == "engine"
         assert it.gateway.read_calls("s1") == ()
 

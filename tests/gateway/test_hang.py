@@ -49,7 +49,6 @@ async def engine() -> AsyncIterator[tuple[str, int]]:
         sys.executable, "-c", ENGINE, stdout=asyncio.subprocess.PIPE, env=env
     )
     try:
-        assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         yield line.decode().strip(), process.pid
     finally:
@@ -146,7 +145,6 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
         await asyncio.sleep(2 * slow.silent_s)
         asking.cancel()
     failure = it.gateway.describe("s1").failure
-    assert failure is not None
     assert failure.cause is Cause.ENGINE_LOST
 
 

@@ -53,27 +53,6 @@ def echo(arguments: str, call_id: str = "call_0_0") -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "call_id"),
-    [
-        (ARGUMENTS, "call_0_0"),
-        ('{"path":"a.py","line":1}', "call_0_0"),
-        ('{"line":1,"path":"a.py"}', "call_0_0"),
-        ('{"path":"a\\u002epy","line":1}', "another-id"),
-    ],
-    ids=["verbatim", "compact, as pi does", "keys moved", "escaped, id re-issued"],
-)
-def test_a_rewritten_echo_continues_exactly(arguments: str, call_id: str) -> None:
-    """Spacing, key order, number form and ids of tool calls do not break the sequence."""
-    tree, first, ids = answered()
-    plan = tree.match(echo(arguments, call_id), TOOLS)
-    before = np.concatenate((first.tokens.to_array(), ids))
-    assert (plan.parent, plan.branch) == (0, None)
-    assert plan.reused == len(before)
-    assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
-    assert [message.role for message in plan.added] == [Role.TOOL]
-
-
-@pytest.mark.parametrize(
     ("messages", "reason"),
     [
         (echo('{"path": "b.py", "line": 1.0}'), Branch.CALL_REPAIRED),
@@ -110,22 +89,28 @@ def test_unparsable_arguments_keep_their_bytes() -> None:
     assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def test_an_echo_is_compared_with_what_was_sampled_however_often_it_comes() -> None:
-    """The echo takes the answer's place in memory; what it changed is found again at a fork."""
-    tree, _, _ = answered()
-    rewritten, verbatim = echo('{"path":"a.py","line":1}'), echo(ARGUMENTS)
+def test_a_rewritten_echo_continues_exactly_however_often_it_comes() -> None:
+    """Spacing, order, number form, escapes and ids do not break the sequence; changes are told.
+
+    The echo takes the answer's place in memory; what it changed is found again at a fork.
+    """
+    tree, first, ids = answered()
+    before = [*first.tokens.to_array(), *ids]
+    rewritten, rewrites = echo('{"path":"a.py","line":1}'), (EchoChange.ARGUMENTS,)
     for messages, changes in [
-        (rewritten, (EchoChange.ARGUMENTS,)),
-        (rewritten, (EchoChange.ARGUMENTS,)),
-        (verbatim, ()),
+        (rewritten, rewrites),
+        (rewritten, rewrites),
+        (echo(ARGUMENTS), ()),
         (echo(ARGUMENTS, "new"), (EchoChange.IDS,)),
-        (rewritten, (EchoChange.ARGUMENTS,)),
+        (echo('{"line":1,"path":"a\\u002epy"}'), rewrites),
+        (rewritten, rewrites),
     ]:
         plan = tree.match(messages, TOOLS)
         assert (plan.parent, plan.branch, plan.echo_changes) == (0, None, changes)
-    turn = tree.match(rewritten, TOOLS).turn
-    assert turn is not None
-    assert turn.answer is rewritten[2]
+        assert plan.reused == len(before)
+        assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
+        assert [message.role for message in plan.added] == [Role.TOOL]
+    assert plan.turn.answer is rewritten[2]
     assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
