@@ -23,7 +23,6 @@ from chat.dialects.wires import (
     WIRES,
     TalkWire,
     Wire,
-    finished,
     pieces_of,
     sse,
 )
@@ -284,11 +283,8 @@ def test_why_an_answer_ended(
     for wire, reason in zip(WIRES.values(), reasons, strict=True):
         reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
         assert wire.reason(reply) == reason
-        stream = wire.dialect.stream(wire.hello(), "s1-4", 0)
-        end = stream.start(Usage(31, 0)) + stream.finish(
-            [finished(message, finish=finish, stop=stop)]
-        )
-        assert f'"{reason}"' in end.decode()
+        stream = wire.streamed(wire.hello(), message, finish=finish, stop=stop)
+        assert f'"{reason}"' in stream.decode()
         if wire is ANTHROPIC:
             assert reply["stop_sequence"] == stop
 

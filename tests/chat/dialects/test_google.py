@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
+from tugline.chat.model_call import Request, TextDelta, Usage
 from tugline.errors import EngineError, RequestError
 from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall
 
@@ -234,12 +234,7 @@ def test_a_stream_is_bare_data_lines() -> None:
     message = Message(Role.ASSISTANT, "Look.", (ToolCall("a", "read", '{"a": 1}'),), reasoning="H")
     assert (stream.start(Usage(31, 0)), stream.keep_alive()) == (b"", b"")
     assert stream.content_type == "text/event-stream"
-    told = sse(
-        stream.add(ReasoningDelta("H"))
-        + stream.add(TextDelta("Look."))
-        + stream.add(message.tool_calls[0])
-        + stream.finish([finished(message)])
-    )
+    told = sse(WIRE.streamed(parse([user("Hi")]), message))
     whole = json.loads(GOOGLE.encode(parse([user("Hi")]), [finished(message)]))
     parts = [chunk["candidates"][0]["content"]["parts"] for chunk in told]
     assert [part for (part,) in parts[:-1]] == whole["candidates"][0]["content"]["parts"]

@@ -11,7 +11,7 @@ from openai.types.responses import Response as SdkResponse
 from chat.dialects.wires import WIRES, finished, sse
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.responses_input import seal
-from tugline.chat.model_call import ReasoningDelta, Request, TextDelta, Usage
+from tugline.chat.model_call import Request, TextDelta, Usage
 from tugline.errors import EngineError
 from tugline.types import Finish, Image, Message, Role, Tool, ToolCall, ToolKind, TraceKind
 
@@ -241,10 +241,7 @@ def test_a_cut_answer_is_incomplete() -> None:
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item.get("status") for item in reply["output"]] == [None, "incomplete"]
     assert "encrypted_content" not in reply["output"][0]
-    stream = RESPONSES.stream(parse(), "s1-4", 1_700_000_000)
-    sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
-    sent += stream.add(TextDelta("Loo")) + stream.finish([finished(cut, finish=Finish.LENGTH)])
-    last = sse(sent)[-1]
+    last = sse(WIRE.streamed(parse(), cut, finish=Finish.LENGTH))[-1]
     assert (last["type"], last["response"]) == ("response.incomplete", reply)
 
 
@@ -255,11 +252,7 @@ def test_the_events_of_a_stream() -> None:
     """
     repeated = {"tools": TOOLS, "instructions": "Be brief.", "metadata": {"k": "v"}}
     request = parse(stream=True, **repeated, **SEALED)
-    stream = RESPONSES.stream(request, "s1-4", 17)
-    sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
-    sent += stream.add(TextDelta("Lo")) + stream.add(TextDelta("ok."))
-    sent += b"".join(stream.add(call) for call in FULL.tool_calls) + stream.finish([finished(FULL)])
-    found = sse(sent)
+    found = sse(WIRE.streamed(request, FULL))
     item = ["response.output_item.added", "response.output_item.done"]
     arguments = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
     free = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
@@ -275,7 +268,6 @@ def test_the_events_of_a_stream() -> None:
         item[1],
         item[0],
         "response.content_part.added",
-        "response.output_text.delta",
         "response.output_text.delta",
         "response.output_text.done",
         "response.content_part.done",
@@ -295,9 +287,9 @@ def test_the_events_of_a_stream() -> None:
         about = event.get("item_id") or event["item"]["id"]
         assert about == FULL_ITEMS[event["output_index"]]["id"]
     text = next(event for event in found if event["type"] == "response.output_text.delta")
-    assert (text["delta"], text["content_index"], text["logprobs"]) == ("Lo", 0, [])
+    assert (text["delta"], text["content_index"], text["logprobs"]) == ("Look.", 0, [])
     whole = WIRE.whole(request, FULL)
-    assert found[-1]["response"] == {**whole, "created_at": 17}
+    assert found[-1]["response"] == whole
     assert whole.items() >= repeated.items()
     assert (whole["id"], whole["incomplete_details"]) == ("resp_s1-4", None)
 

@@ -116,12 +116,14 @@ class Wire(ABC):
         reply: Json = json.loads(self.dialect.encode(request, [finished(message, **more)]))
         return reply
 
-    def streamed(self, request: Request, message: Message, *, single: bool = False) -> bytes:
+    def streamed(
+        self, request: Request, message: Message, *, single: bool = False, **more: Any
+    ) -> bytes:
         """The bytes of the streamed reply."""
         stream = self.dialect.stream(request, "s1-4", 1_700_000_000)
         sent = stream.start(Usage(31, 0)) + stream.keep_alive()
         sent += b"".join(stream.add(piece) for piece in pieces_of(message, single=single))
-        return sent + stream.finish([finished(message)])
+        return sent + stream.finish([finished(message, **more)])
 
 
 class TalkWire(Wire):
