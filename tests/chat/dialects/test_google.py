@@ -76,40 +76,23 @@ def test_a_request_as_gemini_cli_sends_it() -> None:
 
 
 def test_results_pictures_and_text_keep_their_order() -> None:
-    """One value as itself, an object as JSON, an error, a picture, then what the user says."""
-    request = parse(
-        [
-            user("Hi"),
-            model({"text": "Hm.", "thought": True}, "I look.", call("read", {"n": [1]}, id="a")),
-            model(call("run", id="b"), call("find", id="c"), call("list", id="d")),
-            user(
-                gave("run", {"error": "gone"}, id="b"),
-                gave("read", {"output": "x"}, id="a", parts=[PIXEL]),
-                gave("find", {"lines": [1, 2]}, id="c"),
-                gave("list", {"result": "y"}, id="d"),
-                "Go on.",
-                PIXEL,
-                {"fileData": {"fileUri": "https://x/y.png", "mimeType": "image/png"}},
-                "And now.",
-            ),
-        ]
+    """An error, one value as itself, an object as JSON, a picture, then what the user says."""
+    calls = [call(name, id=name) for name in ("run", "read", "find", "list")]
+    results = (
+        gave("run", {"error": "gone"}, id="run"),
+        gave("read", {"output": "x"}, id="read", parts=[PIXEL]),
+        gave("find", {"lines": [1, 2]}, id="find"),
+        gave("list", {"result": "y"}, id="list"),
     )
-    picture = "data:image/png;base64,AA=="
-    calls = (
-        ToolCall("a", "read", '{"n":[1]}'),
-        ToolCall("b", "run", "{}"),
-        ToolCall("c", "find", "{}"),
-        ToolCall("d", "list", "{}"),
-    )
-    assert request.messages[1:] == (
-        Message(Role.ASSISTANT, "I look.", calls, reasoning="Hm."),
-        Message(Role.TOOL, "gone", tool_call_id="b", failed=True),
-        Message(Role.TOOL, "x", tool_call_id="a", images=(Image(picture, 1),)),
-        Message(Role.TOOL, '{"lines":[1,2]}', tool_call_id="c"),
-        Message(Role.TOOL, "y", tool_call_id="d"),
-        Message(
-            Role.USER, "Go on.\nAnd now.", images=(Image(picture, 6), Image("https://x/y.png", 6))
-        ),
+    file = {"fileData": {"fileUri": "https://x/y.png", "mimeType": "image/png"}}
+    last = user(*results, "Go on.", PIXEL, file, "And now.")
+    picture, other = "data:image/png;base64,AA==", "https://x/y.png"
+    assert parse([user("Hi"), model(*calls), last]).messages[2:] == (
+        Message(Role.TOOL, "gone", tool_call_id="run", failed=True),
+        Message(Role.TOOL, "x", tool_call_id="read", images=(Image(picture, 1),)),
+        Message(Role.TOOL, '{"lines":[1,2]}', tool_call_id="find"),
+        Message(Role.TOOL, "y", tool_call_id="list"),
+        Message(Role.USER, "Go on.\nAnd now.", images=(Image(picture, 6), Image(other, 6))),
     )
 
 

@@ -42,10 +42,7 @@ def test_a_conversation_as_clients_send_it() -> None:
                 ],
             },
             {"role": "tool", "tool_call_id": "b", "content": [text("two"), picture]},
-            {"role": "tool", "tool_call_id": "a", "content": "one"},
             {"role": "system", "content": "Tests first."},
-            {"role": "assistant", "content": "Done.", "reasoning_content": "So."},
-            {"role": "user", "content": "Thanks."},
         ],
         tools=[READ, PATCH],
         stream=True,
@@ -63,10 +60,7 @@ def test_a_conversation_as_clients_send_it() -> None:
         Message(Role.USER, "Mend it.", images=(Image(url["url"], 5, "low"),)),
         Message(Role.ASSISTANT, tool_calls=calls, reasoning="Hm."),
         Message(Role.TOOL, "two", tool_call_id="b", images=(Image(url["url"], 3, "low"),)),
-        Message(Role.TOOL, "one", tool_call_id="a"),
         Message(Role.SYSTEM, "Tests first."),
-        Message(Role.ASSISTANT, "Done.", reasoning="So."),
-        Message(Role.USER, "Thanks."),
     )
     free = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     assert request.tools == (

@@ -104,25 +104,14 @@ def test_a_request_as_codex_sends_it() -> None:
     assert request.stream
 
 
-def test_items_without_ids_fold_too() -> None:
-    """Opencode leaves ids out, mini-swe-agent sends nulls; instructions come first."""
-    items = [
-        user("Hi"),
-        thought("Hm."),
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Look."}]},
-        called("read", "a", id=None, namespace=None, caller=None, phase=None),
-        called("read", "b"),
-        result("a", "1"),
-        result("b", "2"),
-    ]
-    request = parse(items, instructions="Be brief.")
-    calls = (ToolCall("a", "read", "{}"), ToolCall("b", "read", "{}"))
-    assert request.messages[:3] == (
-        Message(Role.SYSTEM, "Be brief."),
-        Message(Role.USER, "Hi"),
-        Message(Role.ASSISTANT, "Look.", tool_calls=calls, reasoning="Hm."),
-    )
-    assert parse("Hi", instructions="Be brief.").messages == request.messages[:2]
+def test_instructions_come_first() -> None:
+    """Before a text as before items; mini-swe-agent sends nulls for what it does not have."""
+    call = called("read", "a", id=None, namespace=None, caller=None, phase=None)
+    request = parse([user("Hi"), call, result("a", "1")], instructions="Be brief.")
+    system, hi = Message(Role.SYSTEM, "Be brief."), Message(Role.USER, "Hi")
+    read = Message(Role.ASSISTANT, tool_calls=(ToolCall("a", "read", "{}"),))
+    assert request.messages[:3] == (system, hi, read)
+    assert parse("Hi", instructions="Be brief.").messages == (system, hi)
 
 
 def test_two_turns_with_nothing_between_are_kept_apart() -> None:
