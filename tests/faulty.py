@@ -41,6 +41,10 @@ class Dialect:
     kind: str = "type"
     """Field of an error that says of which kind it is."""
 
+    def ask(self, text: str) -> bytes:
+        """The body of a question."""
+        return json.dumps(self.body(text)).encode()
+
 
 def say(text: str) -> dict[str, Any]:
     """A question as Anthropic and Chat have it."""
@@ -170,10 +174,14 @@ class Client:
         return {dialect.key: value, "content-type": "application/json", **more}
 
     async def send(
-        self, dialect: Dialect, body: bytes | None = None, key: str | None = None, **headers: str
+        self,
+        dialect: Dialect,
+        body: bytes | str = "Mend it.",
+        key: str | None = None,
+        **headers: str,
     ) -> tuple[int, Mapping[str, str], Any]:
-        """Status, headers and JSON of the reply."""
-        data = json.dumps(dialect.body("Mend it.")).encode() if body is None else body
+        """Status, headers and JSON of the reply to this question, or to a body of bytes."""
+        data = dialect.ask(body) if isinstance(body, str) else body
         head = {
             **self.headers(dialect, key),
             **{k.replace("_", "-"): v for k, v in headers.items()},
@@ -181,6 +189,15 @@ class Client:
         sent = io.BytesIO(data)
         async with self.http.post(self.url + dialect.path, data=sent, headers=head) as response:
             return response.status, response.headers, await response.json()
+
+    async def expect(
+        self, dialect: Dialect, codes: int | set[int], words: str, **sent: Any
+    ) -> tuple[int, Mapping[str, str]]:
+        """Status and headers of an error with one of these codes; `sent` is what is sent."""
+        code, headers, reply = await self.send(dialect, **sent)
+        assert code in ({codes} if isinstance(codes, int) else codes)
+        check(dialect, code, reply, words)
+        return code, headers
 
     async def stream(self, dialect: Dialect) -> tuple[int, str]:
         """Status and text of a streamed reply."""

@@ -32,16 +32,12 @@ ROOM = (1 << 20) + 16 * WINDOW
 @each_dialect
 async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialect: Dialect) -> None:
     """Plain, or as a bomb; it is neither parsed nor rendered, and the session goes on."""
-    plain = json.dumps(dialect.body("x" * ROOM)).encode()
+    plain = dialect.ask("x" * ROOM)
     async with client(tmp_path) as it:
-        for encoding, pack in (
-            ("identity", bytes),
-            ("gzip", gzip.compress),
-            ("zstd", zstandard.compress),
-        ):
-            code, _, reply = await it.send(dialect, pack(plain), content_encoding=encoding)
-            assert code == 400
-            check(dialect, 400, reply, f"bound is {ROOM}")
+        packers = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
+        for encoding, pack in packers.items():
+            body = pack(plain)
+            await it.expect(dialect, 400, f"bound is {ROOM}", body=body, content_encoding=encoding)
         assert it.engine.requests == 0
         assert (await it.send(dialect))[0] == 200
 
@@ -99,9 +95,7 @@ async def test_what_is_too_many_or_too_deep_is_400(
         body[dialect.history] = [first, {**role, **calls[dialect.name]}, first]
     async with client(tmp_path) as it:
         data = json.dumps(body).replace('"@"', NESTED).encode()
-        code, _, reply = await it.send(dialect, data)
-        assert code == 400
-        check(dialect, 400, reply, "bound is 10000" if kind == "messages" else "")
+        await it.expect(dialect, 400, "bound is 10000" if kind == "messages" else "", body=data)
 
 
 async def test_a_large_request_is_rendered_beside_the_event_loop(
@@ -187,15 +181,15 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         return await whole(request)
 
     async with client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as it:
-        large = json.dumps(dialect.body("a" * 3000)).encode()
+        large = "a" * 3000
         engine = it.gateway._engine
         first = asyncio.create_task(it.send(dialect, large))
         await until(lambda: it.engine.requests)
-        code, headers, reply = await it.send(dialect, large)
         codes = {"anthropic": 529, "google": 503}
-        assert code == codes.get(dialect.name, 429 if who == "session" else 503)
+        code = codes.get(dialect.name, 429 if who == "session" else 503)
+        words = f"the {who} may have 10000 request bytes in flight"
+        _, headers = await it.expect(dialect, code, words, body=large)
         assert headers["retry-after"] == "1"
-        check(dialect, code, reply, f"the {who} may have 10000 request bytes in flight")
         going.set()
         assert (await first)[0] == 200
         await until(lambda: engine.bytes_in_flight.used == 0)
