@@ -33,6 +33,15 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
+def add_turn(
+    tree: CallTree, number: int, answer: Message, messages: tuple[Message, ...] = START
+) -> Prompt:
+    """Ask with these messages, and record the answer."""
+    plan = tree.match(messages, TOOLS)
+    tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
+    return plan
+
+
 def answered(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     """A tree after one turn that called `read`."""
     tree = CallTree(RENDERING)
@@ -75,13 +84,6 @@ def test_a_real_edit_branches_with_its_reason(
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
-def test_other_tools_branch() -> None:
-    """Tools stand at the front of the prompt, so changing them changes everything."""
-    tree, _, _ = answered()
-    plan = tree.match(echo(ARGUMENTS), (Tool("bash", "Run", {}),))
-    assert plan.branch is Branch.TOOLS_CHANGED
-
-
 def test_unparsable_arguments_keep_their_bytes() -> None:
     """Broken JSON matches only itself."""
     tree, _, _ = answered('{"path": ')
@@ -118,10 +120,9 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
     tree, messages = CallTree(RENDERING), START
     for number in range(answers):
-        plan = tree.match(messages, TOOLS)
         calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
         answer = Message(Role.ASSISTANT, f"Turn {number}.", calls, reasoning="Hm.")
-        tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
+        add_turn(tree, number, answer, messages)
         results = (Message(Role.TOOL, f"{call.id} read", tool_call_id=call.id) for call in calls)
         messages = (*messages, answer, *results)
     return tree, messages
@@ -130,8 +131,7 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
 def test_results_in_another_order_branch() -> None:
     """Parallel results that change places later on change what the model saw."""
     tree, messages = longer(1)
-    other = tree.match(messages, TOOLS)
-    tree.add(other, 1, other.tokens.extend(sampled("ok")), Message(Role.ASSISTANT, "ok"))
+    add_turn(tree, 1, Message(Role.ASSISTANT, "ok"), messages)
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
@@ -177,8 +177,7 @@ def test_another_thread_of_the_session_is_named_as_such() -> None:
 def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
     tree, messages = longer(2)
-    plan = tree.match(messages, TOOLS)
-    tree.add(plan, 2, plan.tokens.extend(sampled("garbled")), Message(Role.ASSISTANT, "garbled"))
+    plan = add_turn(tree, 2, Message(Role.ASSISTANT, "garbled"), messages)
     again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
     assert again.reused == len(plan.turn.tokens if plan.turn else ())
@@ -196,9 +195,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
 def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
     tree = CallTree(RENDERING)
-    plan = tree.match(START, TOOLS)
-    answer = Message(Role.ASSISTANT, "Hi.", reasoning="Hm.")
-    tree.add(plan, 0, plan.tokens.extend(sampled("x")), answer)
+    add_turn(tree, 0, Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
     after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
@@ -207,10 +204,8 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
     """Two samples of one prompt that say the same are continued each from its own ids."""
     tree = CallTree(RENDERING)
     for number in (0, 1):
-        plan = tree.match(START, TOOLS)
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
-        tokens = plan.tokens.extend(sampled(f"{number}"))
-        tree.add(plan, number, tokens, Message(Role.ASSISTANT, "", (call,)))
+        add_turn(tree, number, Message(Role.ASSISTANT, "", (call,)))
     for number in (0, 1):
         assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 
