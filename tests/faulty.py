@@ -17,12 +17,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rig import RENDERING, ids
-from tugline.chat.engines.generate import Embedded
+from rig import ids, rig
 from tugline.gateway.app import Gateway
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.replicas import Upstream
-from tugline.types import Limits, PluginSpec, Session, Task
+from tugline.types import Limits
 from tugline.web.serve import serve
 
 
@@ -35,48 +34,42 @@ class Dialect:
     key: str
     """Name of the header that carries the secret."""
     body: Callable[[str], dict[str, Any]]
-    problem: Callable[[Any], tuple[str, str]]
-    """Kind and message of an error body."""
     end: str
     """What a stream that was cut short holds before it ends properly."""
+    history: str = "messages"
+    """Field of the conversation."""
+    kind: str = "type"
+    """Field of an error that says of which kind it is."""
+
+    def ask(self, text: str) -> bytes:
+        """The body of a question."""
+        return json.dumps(self.body(text)).encode()
+
+
+def say(text: str) -> dict[str, Any]:
+    """A question as Anthropic and Chat have it."""
+    return {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": text}]}
 
 
 DIALECTS = [
-    Dialect(
-        "anthropic",
-        "/v1/messages",
-        "x-api-key",
-        lambda text: {
-            "model": "m",
-            "max_tokens": 500,
-            "messages": [{"role": "user", "content": text}],
-        },
-        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
-        '"stop_reason":"max_tokens"',
-    ),
-    Dialect(
-        "chat",
-        "/v1/chat/completions",
-        "authorization",
-        lambda text: {"model": "m", "messages": [{"role": "user", "content": text}]},
-        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
-        '"finish_reason":"length"',
-    ),
+    Dialect("anthropic", "/v1/messages", "x-api-key", say, '"stop_reason":"max_tokens"'),
+    Dialect("chat", "/v1/chat/completions", "authorization", say, '"finish_reason":"length"'),
     Dialect(
         "responses",
         "/v1/responses",
         "authorization",
         lambda text: {"model": "m", "input": text},
-        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
         '"reason":"max_output_tokens"',
+        history="input",
     ),
     Dialect(
         "google",
         "/v1beta/models/m:generateContent",
         "x-goog-api-key",
         lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
-        lambda reply: (reply["error"]["status"], reply["error"]["message"]),
         '"finishReason":"MAX_TOKENS"',
+        history="contents",
+        kind="status",
     ),
 ]
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
@@ -181,10 +174,14 @@ class Client:
         return {dialect.key: value, "content-type": "application/json", **more}
 
     async def send(
-        self, dialect: Dialect, body: bytes | None = None, key: str | None = None, **headers: str
+        self,
+        dialect: Dialect,
+        body: bytes | str = "Mend it.",
+        key: str | None = None,
+        **headers: str,
     ) -> tuple[int, Mapping[str, str], Any]:
-        """Status, headers and JSON of the reply."""
-        data = json.dumps(dialect.body("Mend it.")).encode() if body is None else body
+        """Status, headers and JSON of the reply to this question, or to a body of bytes."""
+        data = dialect.ask(body) if isinstance(body, str) else body
         head = {
             **self.headers(dialect, key),
             **{k.replace("_", "-"): v for k, v in headers.items()},
@@ -192,6 +189,15 @@ class Client:
         sent = io.BytesIO(data)
         async with self.http.post(self.url + dialect.path, data=sent, headers=head) as response:
             return response.status, response.headers, await response.json()
+
+    async def expect(
+        self, dialect: Dialect, codes: int | set[int], words: str, **sent: Any
+    ) -> tuple[int, Mapping[str, str]]:
+        """Status and headers of an error with one of these codes; `sent` is what is sent."""
+        code, headers, reply = await self.send(dialect, **sent)
+        assert code in ({codes} if isinstance(codes, int) else codes)
+        check(dialect, code, reply, words)
+        return code, headers
 
     async def stream(self, dialect: Dialect) -> tuple[int, str]:
         """Status and text of a streamed reply."""
@@ -218,22 +224,12 @@ async def client(
     """A session in front of a faulty engine."""
     engine = Faulty(answer)
     settings = CallSettings(backoff_s=0.001, grace_s=0.01, **tuning)
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        limits=limits or Limits(),
-    )
-    session = Session(id="s1", task="t", sample=0)
-    async with serve(engine.app) as url:
-        upstream = Upstream(url, Embedded(), idle_s=idle_s, settings=settings)
-        async with (
-            Gateway(upstream, RENDERING, folder, settings=settings) as gateway,
-            gateway.open(session, task) as opened,
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
-        ):
-            yield Client(gateway, upstream, engine, opened.base_url, opened.key, http)
+    async with (
+        serve(engine.app) as url,
+        rig(folder, url, tuning=settings, limits=limits, idle_s=idle_s) as it,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+    ):
+        yield Client(it.gateway, it.upstream, engine, it.url, it.key, http)
 
 
 KINDS = {
@@ -253,6 +249,6 @@ KINDS = {
 
 def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
     """The dialect's own shape, a kind that goes with the status, and a message that helps."""
-    kind, message = dialect.problem(reply)
+    kind = reply["error"][dialect.kind]
     assert kind in KINDS[code], f"{dialect.name}: {kind} with {code}"
-    assert words in message, message
+    assert words in reply["error"]["message"], reply

@@ -23,8 +23,10 @@ from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
+from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 
 RENDERING = rendering()
@@ -111,6 +113,11 @@ class Rig:
         """Send it to ``/v1/messages``."""
         return self.http.post(f"{self.url}/v1/messages", json=body, headers=headers)
 
+    def post_openai(self, path: str = "chat/completions", **fields: Any) -> Any:
+        """Send the same question to another API."""
+        messages = {} if "input" in fields else {"messages": ASK}
+        return self.http.post(f"{self.url}/v1/{path}", json={"model": "m", **messages, **fields})
+
     async def ask(self, messages: Sequence[Any] = ASK, **fields: Any) -> dict[str, Any]:
         """The whole reply."""
         async with self.post(self.body(messages, **fields)) as response:
@@ -138,6 +145,11 @@ class Rig:
         return text_of(text)
 
     @property
+    def recording(self) -> Recording:
+        """The session's file, read."""
+        return read(self.gateway.recording_path(Session(id="s1", task="t", sample=0)))
+
+    @property
     def session(self) -> LiveSession:
         """The open session."""
         return self.gateway._sessions.find(self.key, None)
@@ -156,7 +168,7 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(
     folder: Path,
-    *plays: Play,
+    *plays: Play | str,
     window: int = 20_000,
     limits: Limits | None = None,
     sampling: Sampling | None = None,
@@ -164,15 +176,20 @@ async def rig(
     spent_status: int = 400,
     wire: EngineFormat | None = None,
     tuning: CallSettings = DEFAULTS,
+    card: ModelCard | None = None,
+    idle_s: float = 300.0,
+    on_hang: Callable[[float], None] = lambda _seconds: None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """One engine replica per play, a gateway and one session, up while the block lasts.
 
+    Text is the address of an engine that is not made here; with a `card` none is asked for one.
     `options` are the gateway's others.
     """
     engines = [
         ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
         for play in plays
+        if not isinstance(play, str)
     ]
     task = Task(
         id="t",
@@ -184,22 +201,29 @@ async def rig(
         sampling_policy=policy,
     )
     async with contextlib.AsyncExitStack() as stack:
-        urls = [
-            await stack.enter_async_context(serve(create_app(engine, model_name="scripted")))
-            for engine in engines
-        ]
-        upstream = Upstream(urls, wire or Embedded(), settings=tuning)
+        urls = [play for play in plays if isinstance(play, str)]
+        for engine in engines:
+            app = create_app(engine, model_name="scripted")
+            urls.append(await stack.enter_async_context(serve(app)))
+        upstream = Upstream(urls, wire or Embedded(), card=card, idle_s=idle_s, settings=tuning)
         gateway = await stack.enter_async_context(
             Gateway(upstream, RENDERING, folder, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(
-                Session(id="s1", task="t", sample=0), task, SessionTerms(spent_status=spent_status)
+                Session(id="s1", task="t", sample=0),
+                task,
+                SessionTerms(spent_status=spent_status),
+                on_hang=on_hang,
             )
         )
         http = await stack.enter_async_context(
             aiohttp.ClientSession(
-                headers={"x-api-key": opened.key, "anthropic-version": "2023-06-01"},
+                headers={
+                    "x-api-key": opened.key,
+                    "authorization": f"Bearer {opened.key}",
+                    "anthropic-version": "2023-06-01",
+                },
                 timeout=aiohttp.ClientTimeout(total=30),
                 connector=aiohttp.TCPConnector(limit=0),
             )

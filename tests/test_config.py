@@ -68,13 +68,11 @@ def test_yaml_and_toml_give_the_same_frozen_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: x\nstepz: 3", "demo.yaml: unknown key 'stepz'; did you mean 'steps'?"),
         (
             "name: x\noptimizer: {learning_rat: 3}",
             "unknown key 'optimizer.learning_rat'; did you mean 'learning_rate'?",
         ),
         ("name: x\nmore: [{zzz: 3}]", "unknown key 'more.0.zzz'; known: learning_rate, kind"),
-        ("steps: 3", "demo.yaml: name is missing"),
         ("", "demo.yaml: name is missing"),
         ("name: x\nsteps: -3", "demo.yaml: steps is -3, must be an integer >= 1"),
         ("name: x\nsteps: 3000", "steps is 3000, must be an integer <= 1000"),
@@ -82,14 +80,9 @@ def test_yaml_and_toml_give_the_same_frozen_values(tmp_path: Path) -> None:
             "name: x\noptimizer: {learning_rate: 0}",
             "optimizer.learning_rate is 0, must be a number > 0",
         ),
-        ("name: x\nmore: [{}, {learning_rate: 0}]", "more.1.learning_rate is 0, must be"),
-        ("name: x\noptimizer: {kind: adam}", "optimizer.kind is 'adam', must be one of adamw, sgd"),
         ("name: x\nsteps: many", "steps is 'many', must be an integer"),
-        ("name: x\nseed: many", "seed is 'many', must be an integer or null"),
-        ("name: x\nweights: {a: b}", "weights.a is 'b', must be a number"),
         ("name: x\nweights: {1: 1}", "weights is {1: 1}, each key must be a string"),
         ("name: x\noptimizer: {learning_rate: .inf}", "optimizer.learning_rate is inf, must"),
-        ("name: x\nfolder: 3", "folder is 3, must be a string"),
         ("name: a b", "demo.yaml: name is 'a b', must have no space"),
         ("name: x\nname: y", "key 'name' stands twice (line 2, column 1)"),
         ("name: [", "demo.yaml is not valid YAML: "),

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,15 @@ AGENT = (
 )
 
 
-class Lines:
-    """A log file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> list[dict[str, Any]]:
-        """Every line so far."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+Lines = Callable[[], list[dict[str, Any]]]
 
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Lines]:
-    """What is logged from here on, as JSON."""
+    """What is logged from here on, read from its file."""
     path = tmp_path / "log.jsonl"
     log.configure(level="info", path=path)
-    yield Lines(path)
+    yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
     structlog.get_config()["logger_factory"]._file.close()
     structlog.reset_defaults()
     for handler in list(logging.getLogger().handlers):
@@ -64,23 +56,16 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
         await rig.run(replace(task("t", AGENT), files={}))
         epoch = (await rig.control.database.read(sessions.get, "t-0")).epoch
     log.get("test").info("after")
-    found = lines.read()
+    found = lines()
     after = found.pop()
     assert after["event"] == "after"
     assert not {"task", "session", "node"} & after.keys()
     assert [line["event"] for line in found].count("refused") == 2, "the second opens nothing"
+    expected = ["refused", "evaluation repeated", "stage failed", "ended"]
     ours = [
-        line
-        for line in found
-        if line["event"] in {"refused", "evaluation repeated", "stage failed", "ended"}
-        and line.get("error") != "Unauthorized"
+        line for line in found if line["event"] in expected and line.get("error") != "Unauthorized"
     ]
-    assert [line["event"] for line in ours] == [
-        "refused",
-        "evaluation repeated",
-        "stage failed",
-        "ended",
-    ]
+    assert [line["event"] for line in ours] == expected
     for line in ours:
         named = (line["task"], line["session"], line["epoch"], line["node"])
         assert named == ("t", "t-0", epoch, "here"), line
@@ -98,7 +83,7 @@ async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) 
         await asyncio.to_thread(say, "thread")
     await inside
     say("outside")
-    found = {line["event"]: line.get("session") for line in lines.read()}
+    found = {line["event"]: line.get("session") for line in lines()}
     assert found == {"thread": "s", "task": "s", "outside": None}
 
 
@@ -110,7 +95,7 @@ async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
 
     async with serve(app) as url, aiohttp.ClientSession() as http, http.get(url) as answer:
         assert answer.status == 500
-    (line,) = lines.read()
+    (line,) = lines()
     assert (line["part"], line["level"]) == ("uvicorn.error", "error")
     assert "ZeroDivisionError" in line["exception"]
 
@@ -121,7 +106,7 @@ def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
         _divide()
     except ZeroDivisionError:
         logging.getLogger("other.part").warning("it %s", "broke", exc_info=True)
-    (line,) = lines.read()
+    (line,) = lines()
     assert (line["part"], line["level"], line["event"]) == ("other.part", "warning", "it broke")
     assert "ZeroDivisionError" in line["exception"]
 

@@ -102,7 +102,6 @@ async def start_consumer(house: House) -> asyncio.subprocess.Process:
 
 async def read_line(process: asyncio.subprocess.Process) -> str:
     """The group that it read next, and its sessions; it logs to the same stream."""
-    assert process.stdout is not None
     while not (line := await process.stdout.readline()).startswith(b"read "):
         assert line, "it has ended"
     return line.decode().removeprefix("read ").strip()
@@ -110,7 +109,6 @@ async def read_line(process: asyncio.subprocess.Process) -> str:
 
 async def acknowledge(process: asyncio.subprocess.Process) -> None:
     """Let it acknowledge that."""
-    assert process.stdin is not None
     process.stdin.write(b"acknowledge\n")
     await process.stdin.drain()
 

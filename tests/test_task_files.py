@@ -81,19 +81,12 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("sample: 3", "t.yaml: unknown key 'sample'; did you mean 'samples'?"),
         ("limits: {agent: 3}", "t.yaml: unknown key 'limits.agent'; did you mean 'agent_s'?"),
         ("callback: {uri: x}", "unknown key 'callback.uri'; did you mean 'url'?"),
-        ("limits: {max_turns: many}", "limits.max_turns is 'many', must be an integer or null"),
-        ("samples: 1.5", "samples is 1.5, must be an integer"),
-        ("sampling_policy: allowed", "is 'allowed', must be one of enforce, allow, refuse"),
         ("group: {on_stale: drop}", "group.on_stale is 'drop', must be one of mark, abort"),
-        ("files: {a.py: 3}", "files.a.py is 3, must be a string"),
         ("callback: {}", "callback.url is missing"),
         ("instruction_file: x", "give either instruction or instruction_file"),
         ("files: {a.py: {file: b.py}}", "files.a.py.file is 'b.py', which cannot be read: No such"),
-        ("id: u", "t.yaml is not valid YAML: key 'id' stands twice (line 5, column 1)"),
-        ("[", "t.yaml is not valid YAML"),
     ],
 )
 def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, expected: str) -> None:
@@ -111,7 +104,6 @@ def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, expecte
         ("t.jsonl", '{"id": "t"}\n{', "t.jsonl, line 1: instruction is missing"),
         ("t.jsonl", "{", "t.jsonl, line 1 is not valid JSON"),
         ("t.yaml", "[3]", "t.yaml, task 1: 3 is no task"),
-        ("t.toml", "=", "t.toml is not valid TOML"),
         ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
     ],
 )

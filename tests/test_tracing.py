@@ -5,7 +5,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rig import RENDERING, says
-from tugline.chat.engines.generate import Embedded
+from observed import observed, task
 from tugline.errors import UsageError
-from tugline.gateway.app import Gateway
-from tugline.gateway.replicas import Upstream
-from tugline.inference.server import create_app
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
-from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
-from tugline.testing import ScriptedEngine
-from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory
+from tugline.types import Boundary, Failure, Ledger, Session, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
 
@@ -40,13 +32,6 @@ TWICE = (
     "    head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
     "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
     "    r.urlopen(r.Request(url, body, head)).read()\n"
-)
-TASK = Task(
-    id="t",
-    instruction="",
-    harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", TWICE]}),
-    evaluator=PluginSpec("tests"),
-    files={"test_it.py": "def test_it():\n    pass\n"},
 )
 SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
@@ -79,37 +64,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 def tracer_to(url: str) -> Tracer:
     """A tracer that tells this collector."""
-    tracer = open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
-    assert tracer is not None
-    return tracer
-
-
-async def rolled(folder: Path) -> Rollout:
-    """A real session of two model calls."""
-    engine = ScriptedEngine(says("Hello."), vocab_size=RENDERING.tokenizer.size)
-    began: list[tuple[Stage, float]] = []
-    async with (
-        serve(create_app(engine, model_name="scripted")) as url,
-        Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings") as gateway,
-    ):
-        trajectory = await roll_out(
-            TASK,
-            SESSION,
-            gateway=gateway,
-            directory=folder / "work",
-            parts=Parts(),
-            on_stage=lambda status: began.append((status, time.time())),
-        )
-        calls = gateway.read_calls(SESSION.id)
-    return Rollout(
-        task=TASK,
-        session=SESSION,
-        trajectory=trajectory,
-        stages=began,
-        ended=time.time(),
-        calls=calls,
-        model="scripted",
-    )
+    return open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
 
 
 def values(span: Span) -> dict[str, Any]:
@@ -126,10 +81,11 @@ def values(span: Span) -> dict[str, Any]:
 
 async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     """Root, stages and model calls arrive at a real collector, with the counts of the capture."""
-    rollout = await rolled(tmp_path)
     async with collecting() as (collector, url):
         tracer = tracer_to(url)
-        await asyncio.to_thread(tracer.export, rollout)
+        async with observed(tmp_path, tracer=tracer) as rig:
+            await rig.run(task("t", TWICE))
+            calls = rig.gateway.read_calls("t-0")
         await asyncio.to_thread(tracer.close)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
@@ -146,14 +102,14 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     assert attributes["tugline.session"] == attributes["gen_ai.conversation.id"] == "t-0"
     assert attributes["tugline.node"] == "here"
     assert attributes["tugline.status"] == "completed"
-    assert attributes["tugline.tokens.sampled"] == rollout.trajectory.ledger.sampled
+    assert attributes["tugline.tokens.sampled"] == sum(len(call.sampled_ids) for call in calls)
     (judged,) = by_name["eval"].events
     assert judged.name == "gen_ai.evaluation.result"
 
     chats = [span for span in collector.spans if span.parent_span_id == run.span_id]
     assert [span.name for span in chats] == ["chat scripted"] * 2
     assert all(span.kind == Span.SPAN_KIND_CLIENT for span in chats)
-    for span, call in zip(chats, rollout.calls, strict=True):
+    for span, call in zip(chats, calls, strict=True):
         found = values(span)
         assert found["gen_ai.operation.name"] == "chat"
         assert found["gen_ai.provider.name"] == "embedded"
@@ -166,9 +122,20 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= run.end_time_unix_nano
 
 
-async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
+def failed_rollout() -> Rollout:
+    """A session whose harness is not there."""
+    failure = Failure(Boundary.HARNESS, "no such program")
+    ended = {"status": Stage.FAILED, "traces": (), "ledger": Ledger(), "failure": failure}
+    stages = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
+    trajectory = Trajectory(session="t-0", task="t", sample=0, **ended)
+    return Rollout(
+        task=task("t"), session=SESSION, trajectory=trajectory, stages=stages, ended=15.0
+    )
+
+
+async def test_a_dead_collector_holds_nothing_up() -> None:
     """Telling returns at once, closing within its bound, whoever does not listen."""
-    rollout = await rolled(tmp_path)
+    rollout = failed_rollout()
     before = set(threading.enumerate())  # of other tracers in this process
     tracer = tracer_to("http://127.0.0.1:9")
     async with asyncio.timeout(10):
@@ -185,20 +152,9 @@ async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
 
 async def test_a_failure_is_reported_where_it_happened() -> None:
     """The root and the stage that failed have the error; the stages before it do not."""
-    failed = Trajectory(
-        session="t-0",
-        task="t",
-        sample=0,
-        status=Stage.FAILED,
-        traces=(),
-        ledger=Ledger(),
-        failure=Failure(Boundary.HARNESS, "no such program"),
-    )
-    stages = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
-    rollout = Rollout(task=TASK, session=SESSION, trajectory=failed, stages=stages, ended=15.0)
     async with collecting() as (collector, url):
         tracer = tracer_to(url)
-        await asyncio.to_thread(tracer.export, rollout)
+        await asyncio.to_thread(tracer.export, failed_rollout())
         await asyncio.to_thread(tracer.close)
     spans = {
         span.name: (span.start_time_unix_nano, span.end_time_unix_nano, span.status.message)

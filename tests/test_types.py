@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calls import make_call
 from tugline.types import (
     HANDLING,
     Call,
     Cause,
-    Finish,
     Ids,
     Ledger,
     Limits,
@@ -23,36 +23,12 @@ from tugline.types import (
     Sampling,
     Span,
     Task,
-    Timings,
     Tool,
     ToolCall,
     Trace,
-    VersionSpan,
     decode,
     encode,
 )
-
-
-def _call(sampled: list[int]) -> Call:
-    return Call(
-        session="s1",
-        number=3,
-        parent=2,
-        dialect="openai_chat",
-        messages=(
-            Message(Role.USER, "fix it"),
-            Message(Role.ASSISTANT, tool_calls=(ToolCall("c1", "bash", '{"command": "ls"}'),)),
-        ),
-        tools=(Tool("bash", "Run it.", {"type": "object", "properties": {}}),),
-        sampling=Sampling(temperature=1.0, stop=("</s>",)),
-        prompt_ids=np.arange(5, dtype=np.int32),
-        sampled_ids=np.array(sampled, dtype=np.int32),
-        logprobs=np.linspace(-1, 0, len(sampled), dtype=np.float32),
-        versions=(VersionSpan(7, 0, len(sampled)),),
-        finish=Finish.STOP,
-        engine="embedded",
-        timings=Timings(received=1.0),
-    )
 
 
 class Arrays(msgspec.Struct):
@@ -71,7 +47,16 @@ def test_arrays_come_back_bit_for_bit(values: list[int]) -> None:
 
 def test_a_call_survives_the_wire_whole() -> None:
     """Every field of the richest noun is the same after encode and decode."""
-    call = _call([9, 8, 7])
+    command = ToolCall("c1", "bash", '{"command": "ls"}')
+    call = make_call(
+        3,
+        range(5),
+        [9, 8, 7],
+        parent=2,
+        messages=(Message(Role.USER, "fix it"), Message(Role.ASSISTANT, tool_calls=(command,))),
+        tools=(Tool("bash", "Run it.", {"type": "object", "properties": {}}),),
+        sampling=Sampling(temperature=1.0, stop=("</s>",)),
+    )
     back = decode(encode(call), Call)
     for field in msgspec.structs.fields(Call):
         ours, theirs = getattr(call, field.name), getattr(back, field.name)
@@ -118,7 +103,7 @@ def test_damaged_arrays_are_decode_errors(payload: object) -> None:
 
 def test_decoded_arrays_cannot_be_changed() -> None:
     """What was captured stays as it was captured."""
-    back = decode(encode(_call([1])), Call)
+    back = decode(encode(make_call(0, [], [1])), Call)
     with pytest.raises(ValueError, match="read-only"):
         back.sampled_ids[0] = 5
 

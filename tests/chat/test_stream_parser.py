@@ -63,25 +63,25 @@ def answered(name: str, thought: str | None, text: str, calls: str) -> str:
     return f"{opening}{thought}{marks.think_end}{text}{calls}"
 
 
-def parse(
-    name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
-) -> tuple[list[Piece], Message, StreamParser]:
-    """All pieces and the message, from chunks that end at `cuts`."""
-    parser = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
-    pieces: list[Piece] = []
-    edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
-    for start, end in itertools.pairwise(edges):
-        pieces += parser.feed(ids[start:end])
+def finish(parser: StreamParser, *chunks: list[int]) -> Message:
+    """The message that these ids make; its pieces add up to it."""
+    pieces = [piece for chunk in chunks for piece in parser.feed(chunk)]
     rest, message = parser.finish()
-    return [*pieces, *rest], message, parser
-
-
-def adds_up(pieces: list[Piece], message: Message) -> None:
-    """The pieces are the message."""
+    pieces += rest
     assert "".join(p.text for p in pieces if isinstance(p, TextDelta)) == message.content
     said = "".join(p.text for p in pieces if isinstance(p, ReasoningDelta))
     assert said == (message.reasoning or "")
     assert tuple(p for p in pieces if isinstance(p, ToolCall)) == message.tool_calls
+    return message
+
+
+def parse(
+    name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
+) -> tuple[Message, StreamParser]:
+    """The message and its parser, from chunks that end at `cuts`."""
+    parser = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
+    edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    return finish(parser, *(ids[start:end] for start, end in itertools.pairwise(edges))), parser
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -95,9 +95,7 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
     parts = data.draw(st.lists(WORDS | special | call | spoiled, max_size=6))
     ids = rendering(name).tokenizer.encode("".join(parts))
     ids = ids[: data.draw(st.integers(0, len(ids)))]
-    pieces, message, _ = parse(name, ids, cuts)
-    adds_up(pieces, message)
-    assert parse(name, ids, [])[1] == message
+    assert parse(name, ids, cuts)[0] == parse(name, ids, [])[0]
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -119,7 +117,7 @@ def test_an_answer_is_parsed_as_the_library_does(
         thought = None
     calls = written(name, paths) if paths else ""
     ids = [*made.tokenizer.encode(answered(name, thought, text, calls)), made.stop_ids[0]]
-    _, message, parser = parse(name, ids, cuts)
+    message, parser = parse(name, ids, cuts)
     assert message.content == text.strip()
     assert message.reasoning == ((thought or "").strip() or None)
     said = [json.loads(call.arguments) for call in message.tool_calls]
@@ -146,10 +144,8 @@ def test_an_answer_without_a_template_is_text(name: str, data: st.DataObject) ->
         ids = [one for one in ids if one not in made.stop_ids]
         expected = made.tokenizer.decode(ids)
         parser = StreamParser(made, None, "0", stops=stops)
-        pieces = parser.feed(ids[: len(ids) // 2])
-        pieces += parser.feed([*ids[len(ids) // 2 :], end, *ids])
-        rest, message = parser.finish()
-        adds_up([*pieces, *rest], message)
+        half = len(ids) // 2
+        message = finish(parser, ids[:half], [*ids[half:], end, *ids])
         assert message == Message(
             Role.ASSISTANT, expected.partition(stops[0])[0] if stops else expected
         )
@@ -186,8 +182,7 @@ def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken
     if broken and made.template.call_end:
         text += call.replace("read", "z")[: call.index(made.template.call_end)]
     ids = made.tokenizer.encode(answered(name, None, "", text))
-    pieces, message, _ = parse(name, ids, cuts)
-    adds_up(pieces, message)
+    message, _ = parse(name, ids, cuts)
     assert message.content.count("z") == text.count("z")
     assert len(message.tool_calls) == parts.count("call")
 
@@ -206,8 +201,7 @@ def test_text_ends_before_a_stop_string(
     made = rendering(name)
     text = f"x{text}"
     ids = made.tokenizer.encode(answered(name, None, text, ""))
-    pieces, message, parser = parse(name, ids, cuts, tuple(stops))
-    adds_up(pieces, message)
+    message, parser = parse(name, ids, cuts, tuple(stops))
     seen = text if made.incremental else text.strip()
     ends = [(seen.find(stop) + len(stop), seen.find(stop)) for stop in stops if stop in seen]
     if not ends:
@@ -228,7 +222,7 @@ def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
     """Only text is watched."""
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
     ids = rendering().tokenizer.encode(text + "</tool_call>")
-    _, message, parser = parse("qwen3", ids, [], ("STOP",))
+    message, parser = parse("qwen3", ids, [], ("STOP",))
     assert parser.matched_stop is None
     assert message.content == "ab"
     assert len(message.tool_calls) == 1
@@ -242,19 +236,15 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
     forced = made.force_tool_call(choice)
     force = made.template.force
-    assert force is not None
     if named and force.after is None:
         assert forced is None
         return
-    assert forced is not None
     whole = written(name, ["a.txt"])
     beginning = force.opening + ("read" + (force.after or "") if named else "")
     assert whole.startswith(beginning.strip())
     ids = [*made.tokenizer.encode(whole.removeprefix(beginning.lstrip())), made.stop_ids[0]]
     parser = StreamParser(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
-    pieces = parser.feed(ids)
-    rest, message = parser.finish()
-    adds_up([*pieces, *rest], message)
+    message = finish(parser, ids)
     assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a.txt"}'),)
     assert (message.content, message.reasoning, parser.length) == ("", None, len(ids))
 
@@ -276,8 +266,7 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
 def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
     """Whatever a model writes as arguments is a call or a text, never an exception."""
     text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
-    pieces, message, _ = parse("qwen3", rendering().tokenizer.encode(text), [])
-    adds_up(pieces, message)
+    message, _ = parse("qwen3", rendering().tokenizer.encode(text), [])
     assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
     for one in message.tool_calls:
         one.arguments.encode()
@@ -303,11 +292,7 @@ def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:
     ids = harmony.tokenizer.encode(text)
     for size in (1, 3, len(ids)):
         parser = StreamParser(harmony, end, "0")
-        pieces: list[Piece] = []
-        for start in range(0, len(ids), size):
-            pieces += parser.feed(ids[start : start + size])
-        rest, message = parser.finish()
-        adds_up([*pieces, *rest], message)
+        message = finish(parser, *(ids[at : at + size] for at in range(0, len(ids), size)))
         assert (message.reasoning, message.content) == ("I think", "Now")
         assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a"}'),)
     parsed = harmony.parse(ids, end)
@@ -315,8 +300,7 @@ def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:
     assert parsed.calls == (("read", '{"path":"a"}'),)
     forced = harmony.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
     parser = StreamParser(harmony, end, "0", forced=forced)
-    parser.feed(harmony.tokenizer.encode('{"path":"a"}<|call|>'))
-    assert parser.finish()[1].tool_calls == message.tool_calls
-    bare = StreamParser(harmony, end[:10], "0")
-    bare.feed(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>"))
-    assert bare.finish()[1].content == "Hi"
+    rest = harmony.tokenizer.encode('{"path":"a"}<|call|>')
+    assert finish(parser, rest).tool_calls == message.tool_calls
+    bare = harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")
+    assert finish(StreamParser(harmony, end[:10], "0"), bare).content == "Hi"

@@ -17,8 +17,8 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import Response
 
-from faulty import Dialect, check, client, each_dialect, whole
-from rig import ASK, rig, says, until
+from faulty import Dialect, check, client, each_dialect, say, whole
+from rig import rig, says, until
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.policy import CallSettings, InFlight
@@ -32,16 +32,12 @@ ROOM = (1 << 20) + 16 * WINDOW
 @each_dialect
 async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialect: Dialect) -> None:
     """Plain, or as a bomb; it is neither parsed nor rendered, and the session goes on."""
-    plain = json.dumps(dialect.body("x" * ROOM)).encode()
+    plain = dialect.ask("x" * ROOM)
     async with client(tmp_path) as it:
-        for encoding, pack in (
-            ("identity", bytes),
-            ("gzip", gzip.compress),
-            ("zstd", zstandard.compress),
-        ):
-            code, _, reply = await it.send(dialect, pack(plain), content_encoding=encoding)
-            assert code == 400
-            check(dialect, 400, reply, f"bound is {ROOM}")
+        packers = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}
+        for encoding, pack in packers.items():
+            body = pack(plain)
+            await it.expect(dialect, 400, f"bound is {ROOM}", body=body, content_encoding=encoding)
         assert it.engine.requests == 0
         assert (await it.send(dialect))[0] == 200
 
@@ -82,52 +78,24 @@ async def test_what_is_too_many_or_too_deep_is_400(
 ) -> None:
     """Messages beyond any conversation's, and JSON that recursion cannot read."""
     body = dialect.body("Mend it.")
-    field = {"google": "contents", "responses": "input"}.get(dialect.name, "messages")
+    (first,) = say("Mend it.")["messages"] if dialect.name == "responses" else body[dialect.history]
+    function = {"name": "f", "arguments": NESTED}
+    calls: dict[str, dict[str, Any]] = {
+        "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
+        "google": {"role": "model", "parts": [{"functionCall": {"name": "f", "args": "@"}}]},
+        "chat": {"tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        "responses": {"type": "function_call", "call_id": "1", **function},
+    }
     if kind == "messages":
-        turn = {"role": "user", "content": "a"}
-        body[field] = [{"role": "user", "parts": [{"text": "a"}]} if field == "contents" else turn]
-        body[field] *= 10_001
+        body[dialect.history] = [first] * 10_001
     elif kind == "schema":
         body["tools"] = "@"
     else:
-        calls = {
-            "anthropic": {"content": [{"type": "tool_use", "id": "1", "name": "f", "input": "@"}]},
-            "google": {"role": "model", "parts": [{"functionCall": {"name": "f", "args": "@"}}]},
-            "chat": {
-                "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": NESTED}}
-                ]
-            },
-            "responses": {
-                "type": "function_call",
-                "name": "f",
-                "call_id": "1",
-                "arguments": NESTED,
-            },
-        }
-        first = body[field] if isinstance(body[field], list) else [{"role": "user", "content": "a"}]
-        made: dict[str, Any] = calls[dialect.name]
         role = {} if dialect.name == "responses" else {"role": "assistant"}
-        body[field] = [*first, {**role, **made}, *first]
+        body[dialect.history] = [first, {**role, **calls[dialect.name]}, first]
     async with client(tmp_path) as it:
         data = json.dumps(body).replace('"@"', NESTED).encode()
-        code, _, reply = await it.send(dialect, data)
-        assert code == 400
-        check(dialect, 400, reply, "bound is 10000" if kind == "messages" else "")
-
-
-@each_dialect
-async def test_many_parts_cost_what_their_text_costs(tmp_path: Path, dialect: Dialect) -> None:
-    """Joining them copies each once: 30,000 parts are one text of as many lines."""
-    body = dialect.body("")
-    kind = "input_text" if dialect.name == "responses" else "text"
-    part = {"text": "a"} if dialect.name == "google" else {"type": kind, "text": "a"}
-    message = {"role": "user", "parts" if dialect.name == "google" else "content": [part] * 30_000}
-    body[{"google": "contents", "responses": "input"}.get(dialect.name, "messages")] = [message]
-    async with client(tmp_path) as it:
-        code, _, reply = await it.send(dialect, json.dumps(body).encode())
-        assert code == 400
-        check(dialect, 400, reply, "4000")
+        await it.expect(dialect, 400, "bound is 10000" if kind == "messages" else "", body=data)
 
 
 async def test_a_large_request_is_rendered_beside_the_event_loop(
@@ -194,11 +162,7 @@ async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: 
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        chat = {"model": "m", "messages": ASK, "n": 7}
-        headers = {"authorization": f"Bearer {it.key}"}
-        async with it.http.post(
-            f"{it.url}/v1/chat/completions", json=chat, headers=headers
-        ) as response:
+        async with it.post_openai(n=7) as response:
             assert len((await response.json())["choices"]) == 7
         watching.cancel()
         assert len(it.calls) == 7
@@ -217,15 +181,15 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         return await whole(request)
 
     async with client(tmp_path, wait, **{f"{who}_bytes": 10_000}) as it:
-        large = json.dumps(dialect.body("a" * 3000)).encode()
+        large = "a" * 3000
         engine = it.gateway._engine
         first = asyncio.create_task(it.send(dialect, large))
         await until(lambda: it.engine.requests)
-        code, headers, reply = await it.send(dialect, large)
         codes = {"anthropic": 529, "google": 503}
-        assert code == codes.get(dialect.name, 429 if who == "session" else 503)
+        code = codes.get(dialect.name, 429 if who == "session" else 503)
+        words = f"the {who} may have 10000 request bytes in flight"
+        _, headers = await it.expect(dialect, code, words, body=large)
         assert headers["retry-after"] == "1"
-        check(dialect, code, reply, f"the {who} may have 10000 request bytes in flight")
         going.set()
         assert (await first)[0] == 200
         await until(lambda: engine.bytes_in_flight.used == 0)
@@ -253,12 +217,9 @@ async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
     """As many as a session may have are sampled; one more is refused until they end."""
     tuning = CallSettings(session_answers=3)
     async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
-        chat = {"model": "m", "messages": ASK}
-        headers = {"authorization": f"Bearer {it.key}"}
 
         async def ask(n: int) -> tuple[int, Any]:
-            url = f"{it.url}/v1/chat/completions"
-            async with it.http.post(url, json={**chat, "n": n}, headers=headers) as response:
+            async with it.post_openai(n=n) as response:
                 return response.status, await response.json()
 
         first = asyncio.create_task(ask(2))

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from rig import Play, ids, rig, says, text_of, until
 from tugline.chat.engines.base import Delta
 from tugline.gateway.policy import CallSettings
-from tugline.recording import file as recordings
-from tugline.recording.file import Recording
 from tugline.recording.verify.session import VerifyVerdict, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.testing import Reply
@@ -103,16 +101,12 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
         assert not done
         back.set()
         answer = text_of(await reading)
-        calls = it.calls
+        first, second = it.calls
     assert answer == text
-    assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE]
-    assert np.concatenate([call.sampled_ids for call in calls]).tolist() == ids(text)
-
-
-def read_in(folder: Path) -> tuple[Path, Recording]:
-    """The one recording below a folder."""
-    (path,) = folder.rglob("*.rec")
-    return path, recordings.read(path)
+    assert (first.outcome, second.outcome) == (CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE)
+    assert [*first.sampled_ids, *second.sampled_ids] == ids(text)
+    assert np.array_equal(second.prompt_ids, [*first.prompt_ids, *first.sampled_ids])
+    assert (second.parent, second.branch) == (0, None)
 
 
 async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> None:
@@ -123,8 +117,8 @@ async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> No
         await until(lambda: not it.session.running)
         await it.hang_up(characters=60)
         await until(lambda: not it.session.running)
-    path, recording = read_in(tmp_path)
+    recording = it.recording
     assert [call.outcome for call in recording.calls] == [CallOutcome.CLIENT_GONE] * 2
     assert recording.calls[1].resumed == len(recording.calls[0].sampled_ids) > 0
-    report = verify_session(path, recording, TextVerifier())
+    report = verify_session(tmp_path / "s1.0.rec", recording, TextVerifier())
     assert report.checks["text"].verdict is VerifyVerdict.PASS, report.checks

@@ -11,16 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from faulty import chunk
-from rig import RENDERING, ids, text_of, until
-from tugline.chat.engines.generate import Embedded
-from tugline.gateway.app import Gateway
+from rig import ids, rig, text_of, until
 from tugline.gateway.policy import CallSettings
-from tugline.gateway.replicas import Upstream
-from tugline.types import CallOutcome, Cause, PluginSpec, Session, Task
+from tugline.types import CallOutcome, Cause
 from tugline.web.engine_http import ModelCard
 
 QUICK = CallSettings(
@@ -42,8 +38,7 @@ async def main():
 
 asyncio.run(main())
 """
-TASK = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
-BODY = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Count."}]}
+CARD = ModelCard("m", 4000)
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +49,6 @@ async def engine() -> AsyncIterator[tuple[str, int]]:
         sys.executable, "-c", ENGINE, stdout=asyncio.subprocess.PIPE, env=env
     )
     try:
-        assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         yield line.decode().strip(), process.pid
     finally:
@@ -85,29 +79,24 @@ async def raw_engine(
 async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
     """SIGSTOP: a second replica answers, the time is given back, and the first is probed."""
     lost: list[float] = []
-    async with engine() as (one, first), engine() as (two, second):
-        upstream = Upstream([one, two], Embedded(), settings=QUICK)
-        processes = {one: first, two: second}
-        async with (
-            Gateway(upstream, RENDERING, tmp_path, settings=QUICK) as gateway,
-            gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=lost.append) as opened,
-            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
-        ):
-            url = f"{opened.base_url}/v1/messages"
-            hung = upstream.choose("s")
-            for stream in (False, True):
-                lost.clear()
-                os.kill(processes[hung.url], signal.SIGSTOP)
-                async with http.post(url, json={**BODY, "stream": stream}) as response:
-                    assert response.status == 200
-                    text = await response.text()
-                    assert "eight" in (text_of(text) if stream else text)
-                assert hung.ejected
-                assert sum(lost) > QUICK.silent_s
-                assert upstream.choose("s") is not hung
-                os.kill(processes[hung.url], signal.SIGCONT)
-                await until(lambda: not hung.ejected)
-            assert gateway.describe("s").failure is None
+    async with (
+        engine() as (one, first),
+        engine() as (two, second),
+        rig(tmp_path, one, two, tuning=QUICK, on_hang=lost.append) as it,
+    ):
+        hung = it.upstream.choose("s1")
+        process = {one: first, two: second}[hung.url]
+        for stream in (False, True):
+            lost.clear()
+            os.kill(process, signal.SIGSTOP)
+            text = text_of(await it.read()) if stream else (await it.ask())["content"][0]["text"]
+            assert "eight" in text
+            assert hung.ejected
+            assert sum(lost) > QUICK.silent_s
+            assert it.upstream.choose("s1") is not hung
+            os.kill(process, signal.SIGCONT)
+            await until(lambda: not hung.ejected)
+        assert it.gateway.describe("s1").failure is None
 
 
 async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_path: Path) -> None:
@@ -129,17 +118,12 @@ async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_pa
         await writer.drain()
 
     quick = replace(QUICK, eject_after=1000, probe_timeout_s=0.1)
-    async with raw_engine(hang) as url:
-        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=quick)
-        async with (
-            Gateway(upstream, RENDERING, tmp_path, settings=quick) as gateway,
-            gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=credit) as opened,
-            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
-        ):
-            messages = f"{opened.base_url}/v1/messages"
-            async with http.post(messages, json={**BODY, "stream": True}) as response:
-                assert '"end_turn"' in await asyncio.wait_for(response.text(), 20)
-            assert gateway.describe("s").failure is None
+    async with (
+        raw_engine(hang) as url,
+        rig(tmp_path, url, card=CARD, tuning=quick, on_hang=credit) as it,
+    ):
+        assert '"end_turn"' in await it.read()
+        assert it.gateway.describe("s1").failure is None
     assert sum(lost) > quick.silent_s
 
 
@@ -155,20 +139,12 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
         asked.set()
 
     slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1, partial_answer_s=0.01)
-    async with raw_engine(say_nothing) as url:
-        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=slow)
-        async with Gateway(upstream, RENDERING, tmp_path, settings=slow) as gateway:
-            async with (
-                gateway.open(Session(id="s", task="t", sample=0), TASK) as opened,
-                aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
-            ):
-                messages = f"{opened.base_url}/v1/messages"
-                asking = asyncio.create_task(http.post(messages, json={**BODY, "stream": stream}))
-                await asyncio.wait_for(asked.wait(), 10)
-                await asyncio.sleep(2 * slow.silent_s)
-                asking.cancel()
-            failure = gateway.describe("s").failure
-    assert failure is not None
+    async with raw_engine(say_nothing) as url, rig(tmp_path, url, card=CARD, tuning=slow) as it:
+        asking = asyncio.create_task(it.ask(stream=stream))
+        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.sleep(2 * slow.silent_s)
+        asking.cancel()
+    failure = it.gateway.describe("s1").failure
     assert failure.cause is Cause.ENGINE_LOST
 
 
@@ -188,17 +164,9 @@ async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest
         await writer.drain()
 
     quick = replace(QUICK, stalled_s=0.3, failovers=0, probe_timeout_s=10.0)
-    async with raw_engine(serve_broken) as url:
-        upstream = Upstream(url, Embedded(), card=ModelCard("m", 4000), settings=quick)
-        async with (
-            Gateway(upstream, RENDERING, tmp_path, settings=quick) as gateway,
-            gateway.open(Session(id="s", task="t", sample=0), TASK) as opened,
-            aiohttp.ClientSession(headers={"x-api-key": opened.key}) as http,
-        ):
-            messages = f"{opened.base_url}/v1/messages"
-            async with http.post(messages, json={**BODY, "stream": True}) as response:
-                text = await asyncio.wait_for(response.text(), 20)
-            calls, failure = gateway.read_calls("s"), gateway.describe("s").failure
+    async with raw_engine(serve_broken) as url, rig(tmp_path, url, card=CARD, tuning=quick) as it:
+        text = await it.read()
+        calls, failure = it.calls, it.gateway.describe("s1").failure
     if failure is None:
         assert '"stop_reason":"max_tokens"' in text
     else:  # what came in one piece with broken framing is not read
@@ -211,15 +179,12 @@ async def test_time_lost_by_parallel_calls_is_given_back_once(tmp_path: Path) ->
     """Only what no other call has given back already."""
     now = [100.0]
     lost: list[float] = []
-    upstream = Upstream("http://127.0.0.1:9", Embedded(), card=ModelCard("m", 4000))
-    async with (
-        Gateway(upstream, RENDERING, tmp_path, clock=lambda: now[0]) as gateway,
-        gateway.open(Session(id="s", task="t", sample=0), TASK, on_hang=lost.append),
-    ):
+    options = {"card": CARD, "clock": lambda: now[0], "on_hang": lost.append}
+    async with rig(tmp_path, "http://127.0.0.1:9", **options) as it:
         now[0] = 110.0
-        upstream.on_hang("s", 8.0)
-        upstream.on_hang("s", 7.0)
+        it.upstream.on_hang("s1", 8.0)
+        it.upstream.on_hang("s1", 7.0)
         now[0] = 112.0
-        upstream.on_hang("s", 3.0)
-        upstream.on_hang("unknown", 3.0)
+        it.upstream.on_hang("s1", 3.0)
+        it.upstream.on_hang("unknown", 3.0)
     assert lost == [8.0, 0.0, 2.0]

@@ -33,6 +33,15 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
+def add_turn(
+    tree: CallTree, number: int, answer: Message, messages: tuple[Message, ...] = START
+) -> Prompt:
+    """Ask with these messages, and record the answer."""
+    plan = tree.match(messages, TOOLS)
+    tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
+    return plan
+
+
 def answered(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     """A tree after one turn that called `read`."""
     tree = CallTree(RENDERING)
@@ -50,27 +59,6 @@ def echo(arguments: str, call_id: str = "call_0_0") -> tuple[Message, ...]:
         Message(Role.ASSISTANT, "", (ToolCall(call_id, "read", arguments),)),
         Message(Role.TOOL, "x = 1", tool_call_id=call_id),
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "call_id"),
-    [
-        (ARGUMENTS, "call_0_0"),
-        ('{"path":"a.py","line":1}', "call_0_0"),
-        ('{"line":1,"path":"a.py"}', "call_0_0"),
-        ('{"path":"a\\u002epy","line":1}', "another-id"),
-    ],
-    ids=["verbatim", "compact, as pi does", "keys moved", "escaped, id re-issued"],
-)
-def test_a_rewritten_echo_continues_exactly(arguments: str, call_id: str) -> None:
-    """Spacing, key order, number form and ids of tool calls do not break the sequence."""
-    tree, first, ids = answered()
-    plan = tree.match(echo(arguments, call_id), TOOLS)
-    before = np.concatenate((first.tokens.to_array(), ids))
-    assert (plan.parent, plan.branch) == (0, None)
-    assert plan.reused == len(before)
-    assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
-    assert [message.role for message in plan.added] == [Role.TOOL]
 
 
 @pytest.mark.parametrize(
@@ -96,13 +84,6 @@ def test_a_real_edit_branches_with_its_reason(
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
-def test_other_tools_branch() -> None:
-    """Tools stand at the front of the prompt, so changing them changes everything."""
-    tree, _, _ = answered()
-    plan = tree.match(echo(ARGUMENTS), (Tool("bash", "Run", {}),))
-    assert plan.branch is Branch.TOOLS_CHANGED
-
-
 def test_unparsable_arguments_keep_their_bytes() -> None:
     """Broken JSON matches only itself."""
     tree, _, _ = answered('{"path": ')
@@ -110,41 +91,38 @@ def test_unparsable_arguments_keep_their_bytes() -> None:
     assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def test_an_echo_is_compared_with_what_was_sampled_however_often_it_comes() -> None:
-    """The echo takes the answer's place in memory; what it changed is found again at a fork."""
-    tree, _, _ = answered()
-    rewritten, verbatim = echo('{"path":"a.py","line":1}'), echo(ARGUMENTS)
+def test_a_rewritten_echo_continues_exactly_however_often_it_comes() -> None:
+    """Spacing, order, number form, escapes and ids do not break the sequence; changes are told.
+
+    The echo takes the answer's place in memory; what it changed is found again at a fork.
+    """
+    tree, first, ids = answered()
+    before = [*first.tokens.to_array(), *ids]
+    rewritten, rewrites = echo('{"path":"a.py","line":1}'), (EchoChange.ARGUMENTS,)
     for messages, changes in [
-        (rewritten, (EchoChange.ARGUMENTS,)),
-        (rewritten, (EchoChange.ARGUMENTS,)),
-        (verbatim, ()),
+        (rewritten, rewrites),
+        (rewritten, rewrites),
+        (echo(ARGUMENTS), ()),
         (echo(ARGUMENTS, "new"), (EchoChange.IDS,)),
-        (rewritten, (EchoChange.ARGUMENTS,)),
+        (echo('{"line":1,"path":"a\\u002epy"}'), rewrites),
+        (rewritten, rewrites),
     ]:
         plan = tree.match(messages, TOOLS)
         assert (plan.parent, plan.branch, plan.echo_changes) == (0, None, changes)
-    turn = tree.match(rewritten, TOOLS).turn
-    assert turn is not None
-    assert turn.answer is rewritten[2]
+        assert plan.reused == len(before)
+        assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
+        assert [message.role for message in plan.added] == [Role.TOOL]
+    assert plan.turn.answer is rewritten[2]
     assert tree.match(echo('{"path":"b.py"}'), TOOLS).branch is Branch.CALL_REPAIRED
-
-
-def test_the_same_question_again_starts_anew() -> None:
-    """A repeated first request is a twin, not a continuation."""
-    tree, first, _ = answered()
-    plan = tree.match(START, TOOLS)
-    assert np.array_equal(plan.tokens.to_array(), first.tokens.to_array())
-    assert (plan.branch, plan.turn) == (None, None)
 
 
 def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
     tree, messages = CallTree(RENDERING), START
     for number in range(answers):
-        plan = tree.match(messages, TOOLS)
         calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
         answer = Message(Role.ASSISTANT, f"Turn {number}.", calls, reasoning="Hm.")
-        tree.add(plan, number, plan.tokens.extend(sampled(f"turn {number}")), answer)
+        add_turn(tree, number, answer, messages)
         results = (Message(Role.TOOL, f"{call.id} read", tool_call_id=call.id) for call in calls)
         messages = (*messages, answer, *results)
     return tree, messages
@@ -153,8 +131,7 @@ def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
 def test_results_in_another_order_branch() -> None:
     """Parallel results that change places later on change what the model saw."""
     tree, messages = longer(1)
-    other = tree.match(messages, TOOLS)
-    tree.add(other, 1, other.tokens.extend(sampled("ok")), Message(Role.ASSISTANT, "ok"))
+    add_turn(tree, 1, Message(Role.ASSISTANT, "ok"), messages)
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
@@ -200,8 +177,7 @@ def test_another_thread_of_the_session_is_named_as_such() -> None:
 def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
     tree, messages = longer(2)
-    plan = tree.match(messages, TOOLS)
-    tree.add(plan, 2, plan.tokens.extend(sampled("garbled")), Message(Role.ASSISTANT, "garbled"))
+    plan = add_turn(tree, 2, Message(Role.ASSISTANT, "garbled"), messages)
     again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
     assert again.reused == len(plan.turn.tokens if plan.turn else ())
@@ -219,9 +195,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
 def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
     tree = CallTree(RENDERING)
-    plan = tree.match(START, TOOLS)
-    answer = Message(Role.ASSISTANT, "Hi.", reasoning="Hm.")
-    tree.add(plan, 0, plan.tokens.extend(sampled("x")), answer)
+    add_turn(tree, 0, Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
     after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
@@ -230,10 +204,8 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
     """Two samples of one prompt that say the same are continued each from its own ids."""
     tree = CallTree(RENDERING)
     for number in (0, 1):
-        plan = tree.match(START, TOOLS)
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
-        tokens = plan.tokens.extend(sampled(f"{number}"))
-        tree.add(plan, number, tokens, Message(Role.ASSISTANT, "", (call,)))
+        add_turn(tree, number, Message(Role.ASSISTANT, "", (call,)))
     for number in (0, 1):
         assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,9 @@ class Stub:
     refuses: bool = True
     """Says so when a prompt is too long."""
     owner: str = "vllm"
+    lists: bool = True
+    status: int = 200
+    """Of the list of models."""
 
     def app(self) -> Starlette:
         """Its routes."""
@@ -59,7 +61,8 @@ class Stub:
     async def models(self, _: Request) -> Response:
         """One model, and an adapter for it, as vLLM lists them."""
         card = {"id": "m", "max_model_len": WINDOW, "owned_by": self.owner, "parent": None}
-        return JSONResponse({"data": [card, _ADAPTER | {"owned_by": self.owner}]})
+        cards = [card, _ADAPTER | {"owned_by": self.owner}]
+        return JSONResponse({"data": cards if self.lists else []}, self.status)
 
     async def version(self, _: Request) -> Response:
         """Some version."""
@@ -126,11 +129,10 @@ class Stub:
             return StreamingResponse(events(), media_type="text/event-stream")
         drawn = [draw(index) for index in range(count)]
         whole = drawn[-1]
-        for field in ("token_ids",):
-            if field in whole:
-                whole[field] = [token for one in drawn for token in one[field]]
-                content = [entry for one in drawn for entry in one["logprobs"]["content"]]
-                whole["logprobs"] = {"content": content}
+        if "token_ids" in whole:
+            whole["token_ids"] = [token for one in drawn for token in one["token_ids"]]
+            content = [entry for one in drawn for entry in one["logprobs"]["content"]]
+            whole["logprobs"] = {"content": content}
         return JSONResponse({"choices": [whole]})
 
 
@@ -138,16 +140,9 @@ def _log_softmax(logits: Any) -> Any:
     return logits - np.log(np.exp(logits).sum())
 
 
-@asynccontextmanager
-async def served(stub: Stub) -> AsyncIterator[str]:
-    """The stub's address."""
-    async with serve(stub.app()) as url:
-        yield url
-
-
-async def examine(stub: Stub) -> EngineReport:
-    """What the doctor says of it."""
-    async with served(stub) as url:
+async def examine(**faults: Any) -> EngineReport:
+    """What the doctor says of a stub."""
+    async with serve(Stub(**faults).app()) as url:
         return await probe(url)
 
 
@@ -183,7 +178,7 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
     """Both are found out from draws alone, in exact and in observed mode."""
     right = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
     for scale_out in (True, False):
-        report = await examine(Stub(raw=raw, scale_out=scale_out))
+        report = await examine(raw=raw, scale_out=scale_out)
         assert report.logprob_meaning is right
         assert report.wire().logprob_meaning is right
         assert any("processed_logprobs" in advice for advice in report.advice) is raw
@@ -192,7 +187,7 @@ async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
 # --------------------------------------------------------------------------- engines that do not
 async def test_an_engine_that_drops_ids_is_refused() -> None:
     """Text is all that is left; the refusal names the flags to add."""
-    report = await examine(Stub(ids=False, scale_out=False))
+    report = await examine(ids=False, scale_out=False)
     assert report.mode is Mode.TEXT
     assert not report.sound
     with pytest.raises(UsageError, match="--enable-scale-out"):
@@ -203,7 +198,7 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
     """An agent would meet it on its first turn; exact mode does not need it."""
-    report = await examine(Stub(tools=False))
+    report = await examine(tools=False)
     assert Mode.OBSERVED not in report.routes.values()
     assert any("--tool-call-parser" in advice for advice in report.advice)
     assert report.mode is Mode.EXACT
@@ -211,35 +206,33 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
 
 async def test_an_engine_that_hides_that_a_prompt_is_too_long_is_told() -> None:
     """Agents compact on that error."""
-    assert outcomes(await examine(Stub(refuses=False)))["context overflow"] is CheckOutcome.FAIL
-    assert outcomes(await examine(Stub()))["context overflow"] is CheckOutcome.PASS
+    assert outcomes(await examine(refuses=False))["context overflow"] is CheckOutcome.FAIL
+    assert outcomes(await examine())["context overflow"] is CheckOutcome.PASS
 
 
 async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
     """Observed where it tells ids, else text."""
-    report = await examine(Stub(owner="somebody"))
+    report = await examine(owner="somebody")
     assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
-    report = await examine(Stub(owner="somebody", ids=False))
+    report = await examine(owner="somebody", ids=False)
     assert (report.engine, report.mode) == ("openai", Mode.TEXT)
 
 
 async def test_nothing_there_is_one_clear_error() -> None:
     """No engine, and no such model."""
-    with pytest.raises(EngineError, match="no usable engine at"):
-        await probe("http://127.0.0.1:9")
-    async with served(Stub()) as url:
+    for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
+        with pytest.raises(EngineError, match=r"no usable engine at .*127\.0\.0\.1:9"):
+            await ask
+    with pytest.raises(UsageError, match="at least one address"):
+        await connect([])
+    async with serve(Stub().app()) as url:
         with pytest.raises(UsageError, match="serves no model 'x'; it serves m, adapter"):
             await probe(url, "x")
 
 
 async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
     """Without a name the error asks for one; with a name the calls are probed with it."""
-
-    class Unlisted(Stub):
-        async def models(self, _: Request) -> Response:
-            return JSONResponse({"data": []})
-
-    async with served(Unlisted(owner="")) as url:
+    async with serve(Stub(owner="", lists=False).app()) as url:
         with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
             await probe(url)
         assert (await probe(url, "mine")).model == "mine"
@@ -248,12 +241,7 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
 @pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
 async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -> None:
     """The error has the status, unless the engine is about to come back; 404 may have a name."""
-
-    class Broken(Stub):
-        async def models(self, _: Request) -> Response:
-            return Response("no", status)
-
-    async with served(Broken(owner="")) as url:
+    async with serve(Stub(owner="", status=status).app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
             await probe(url)
         assert caught.value.status == expected
@@ -263,7 +251,7 @@ async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -
 
 async def test_an_adapter_has_the_window_of_its_model() -> None:
     """Engines list none for it."""
-    async with served(Stub()) as url:
+    async with serve(Stub().app()) as url:
         report = await probe(url, "adapter")
     assert (report.model, report.window, report.mode) == ("adapter", WINDOW, Mode.EXACT)
 
@@ -276,13 +264,15 @@ def engine(window: int = 4096) -> ScriptedEngine:
 
 
 async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> None:
-    """What the probe found is what the gateway then uses."""
+    """What the probe found is what the gateway then uses; another mode is refused."""
     app = create_app(engine(), model_name="scripted")
     async with serve(app) as one, serve(create_app(engine(), model_name="scripted")) as other:
         upstream = await connect([one, other])
         assert upstream.wire.mode is Mode.EXACT
         async with Gateway(upstream, RENDERING, tmp_path) as gateway:
             assert gateway.card.id == "scripted"
+        with pytest.raises(UsageError, match="no sound observed mode"):
+            await connect([one], mode=Mode.OBSERVED)
 
 
 async def test_replicas_that_differ_are_refused() -> None:
@@ -291,21 +281,6 @@ async def test_replicas_that_differ_are_refused() -> None:
     async with serve(apps[0]) as one, serve(apps[1]) as other:
         with pytest.raises(UsageError, match=r"window is 4096 at .* and 2048 at "):
             await connect([one, other])
-
-
-async def test_a_wanted_mode_that_is_not_sound_is_refused() -> None:
-    """An engine without a tokenizer cannot render."""
-    async with serve(create_app(engine(), model_name="scripted")) as url:
-        with pytest.raises(UsageError, match="no sound observed mode"):
-            await connect([url], mode=Mode.OBSERVED)
-
-
-async def test_no_engine_is_an_error_at_once() -> None:
-    """The address is named."""
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        await connect(["http://127.0.0.1:9"])
-    with pytest.raises(UsageError, match="at least one address"):
-        await connect([])
 
 
 # --------------------------------------------------------------------------- the command
@@ -317,7 +292,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 
 async def test_the_command_tells_people_and_programs() -> None:
     """A table or JSON; exit code 1 where the wanted mode is not sound."""
-    async with served(Stub(ids=False, scale_out=False)) as url:
+    async with serve(Stub(ids=False, scale_out=False).app()) as url:
         code, text = await run("--engine", url)
         assert code == 1
         assert "refused" in text
@@ -326,6 +301,6 @@ async def test_the_command_tells_people_and_programs() -> None:
         report = json.loads(text)
         assert (code, report["mode"], report["sound"]) == (0, "text", False)
         assert report["refused"] is None
-    async with served(Stub()) as url:
+    async with serve(Stub().app()) as url:
         code, text = await run("--engine", url, "--json")
         assert (code, json.loads(text)["mode"]) == (0, "exact")

@@ -11,7 +11,7 @@ import pytest
 from rig import ASK, RENDERING, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
-from tugline.recording.file import read
+from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import Branch, CallOutcome
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -64,7 +64,9 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
     async with rig(tmp_path, play) as it:
         await talk(it)
         live = it.session.transcript
-        calls = read(tmp_path / "s1.0.rec").calls
+        calls = it.recording.calls
+        asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
+        assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
         again = CallTree(RENDERING)
         again.restore(calls)
@@ -99,6 +101,7 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
         await ask(longer)
         await ask("2+2=")
         await ask([*grown()[:-4], 9])
+        await ask("2+2=It is 5")
         stream = await ask("Hello", stream=True)
         async for chunk in stream:
             if chunk.choices[0].text:
@@ -108,12 +111,15 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
         await ask("Hello")
         await ask(grown(8))
         live = it.session.transcript
-        calls = read(tmp_path / "s1.0.rec").calls
+        calls = it.recording.calls
         again = CallTree(RENDERING)
         again.restore(calls)
         assert describe(again) == describe(live.turns)
     new, edited = Branch.NEW_THREAD, Branch.HISTORY_EDITED
-    branches = [None, None, new, None, None, None, None, edited, new, None, None]
+    branches = [None, None, new, None, None, None, None, edited, edited, new, None, None]
     assert [call.branch for call in calls] == branches
-    assert [call.parent for call in calls] == [None, 0, 1, 2, 2, 1, None, 3, 3, 8, 9]
-    assert [call.number for call in calls if call.resumed] == [9]
+    assert [call.parent for call in calls] == [None, 0, 1, 2, 2, 1, None, 3, 3, 3, 9, 10]
+    assert [call.number for call in calls if call.resumed] == [10]
+    known = {call.number: call for call in calls}
+    found = [trace_lineage(call, known.get(call.parent)) for call in calls]
+    assert Continuation.BROKEN not in {one.continuation for one in found}

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rig import ASK, cut_once, rig, says
+from rig import ASK, rig, says
 from tugline.gateway.policy import CallSettings
-from tugline.recording.file import Recording, read
-from tugline.recording.records import RecordedEvent, RecordedEventKind
+from tugline.recording.records import RecordedEventKind
 from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, SpentLimit, Task
 
 
@@ -99,23 +98,12 @@ async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- events
-def recording(folder: Path) -> Recording:
-    """The only one."""
-    (path,) = folder.glob("*.rec")
-    return read(path)
-
-
-def events(folder: Path, kind: RecordedEventKind) -> list[RecordedEvent]:
-    """Those of one kind."""
-    return [event for event in recording(folder).events if event.kind is kind]
-
-
 async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path) -> None:
     """Status, error and field are there; nothing of the prompt is, nor a call."""
     async with rig(tmp_path, says("ok")) as it:
         assert (await it.ask(top_k=-5))["status"] == 400
         assert (await it.ask(messages="Mend"))["status"] == 400
-        found = recording(tmp_path)
+        found = it.recording
     assert [event.kind for event in found.events] == [RecordedEventKind.REFUSED] * 2
     assert found.calls == ()
     for event in found.events:
@@ -124,34 +112,13 @@ async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path)
     assert found.events[1].detail == "400 RequestError messages[0]"
 
 
-async def test_a_replayed_answer_is_an_event(tmp_path: Path) -> None:
-    """One call, and one event that its answer was sent twice."""
-    async with rig(tmp_path, says("ok")) as it:
-        await it.ask()
-        async with it.post(it.body(), **{"x-stainless-retry-count": "1"}) as response:
-            assert response.status == 200
-        assert len(recording(tmp_path).calls) == 1
-        assert [event.call for event in events(tmp_path, RecordedEventKind.REPEATED)] == [0]
-
-
-async def test_a_replica_that_dies_in_the_middle_is_an_event(tmp_path: Path) -> None:
-    """With its address, how far it got, and the call."""
-    play = cut_once("a long enough answer to be cut in two", 5)
-    async with rig(tmp_path, play, play) as it:
-        await it.read()
-        (fault,) = events(tmp_path, RecordedEventKind.ENGINE_FAULT)
-        (call,) = recording(tmp_path).calls
-    assert fault.call == call.number
-    assert fault.detail == f"{call.replicas[0]} after 5 tokens"
-
-
 async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) -> None:
     """In their order, with the mode and the version."""
     async with rig(tmp_path, says("ok")) as it:
         await it.gateway.pause("abort")
         await it.gateway.set_weights_version(7)
         await it.gateway.resume()
-        found = recording(tmp_path).events
+        found = it.recording.events
     assert [(event.kind, event.detail) for event in found] == [
         (RecordedEventKind.PAUSED, "abort"),
         (RecordedEventKind.WEIGHTS, "7"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -34,6 +35,13 @@ async def served(
         yield engine, http
 
 
+async def ask(http: aiohttp.ClientSession, **more: Any) -> dict[str, Any]:
+    """The choice of a whole answer."""
+    async with http.post(GENERATE, json=BODY | more) as response:
+        choice: dict[str, Any] = (await response.json())["choices"][0]
+        return choice
+
+
 async def wait_for_running(engine: ScriptedEngine, count: int) -> None:
     """Return once `count` requests run; fail after ten seconds."""
     async with asyncio.timeout(10):
@@ -49,8 +57,8 @@ async def test_the_script_sees_the_request_and_says_the_answer() -> None:
         return Reply([5, 6, 2], logprobs=[-1.0, -2.0, -0.5])
 
     seen: list[tuple[list[int], str]] = []
-    async with served(reply) as (engine, http), http.post(GENERATE, json=BODY) as response:
-        choice = (await response.json())["choices"][0]
+    async with served(reply) as (engine, http):
+        choice = await ask(http)
     assert seen == [([7, 8, 9], "r1")]
     assert choice["token_ids"] == [5, 6, 2]
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-1.0, -2.0, -0.5]
@@ -62,11 +70,7 @@ async def test_the_script_sees_the_request_and_says_the_answer() -> None:
 async def test_scripts_are_cut_at_the_limit_as_models_are() -> None:
     """`max_tokens` and the window end an answer that the script would go on with."""
     async with served(lambda *_: Reply([5] * 50)) as (_, http):
-        async with http.post(GENERATE, json=BODY) as response:
-            whole = (await response.json())["choices"][0]
-        short = BODY | {"sampling_params": {"max_tokens": 4}}
-        async with http.post(GENERATE, json=short) as response:
-            cut = (await response.json())["choices"][0]
+        whole, cut = await ask(http), await ask(http, sampling_params={"max_tokens": 4})
     assert (len(whole["token_ids"]), whole["finish_reason"]) == (29, "length")
     assert len(cut["token_ids"]) == 4
 
@@ -107,25 +111,19 @@ async def test_a_scripted_cut_drops_the_connection(stream: bool) -> None:  # noq
     assert b"[DONE]" not in got
 
 
-async def test_hanging_up_ends_a_slow_script() -> None:
-    """A client that leaves is counted as an abort, as by the model engine."""
-    async with served(lambda *_: Reply([5] * 9, delay_s=0.2)) as (engine, http):
-        task = asyncio.create_task(http.post(GENERATE, json=BODY))
+async def test_what_runs_is_ended_by_its_client_or_by_all() -> None:
+    """One that hangs up counts as an abort; an abort without ids keeps what there was."""
+    async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
+        leaving = asyncio.create_task(ask(http))
         await wait_for_running(engine, 1)
-        task.cancel()
+        leaving.cancel()
         await wait_for_running(engine, 0)
         assert engine.stats().finished["abort"] == 1
-
-
-async def test_aborted_requests_keep_what_they_had() -> None:
-    """Without ids all of them are aborted."""
-    async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
-        running = asyncio.create_task(http.post(GENERATE, json=BODY))
+        staying = asyncio.create_task(ask(http))
         await wait_for_running(engine, 1)
         async with http.post("/abort_requests") as response:
             assert (await response.json())["aborted"] == 1
-        aborted = (await (await running).json())["choices"][0]
-    assert aborted["finish_reason"] == "abort"
+        assert (await staying)["finish_reason"] == "abort"
 
 
 def test_no_torch_is_needed() -> None:

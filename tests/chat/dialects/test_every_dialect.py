@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from chat.dialects.wires import (
     ALL_WIRES,
@@ -18,8 +21,8 @@ from chat.dialects.wires import (
     RESPONSES,
     TEXT,
     WIRES,
+    TalkWire,
     Wire,
-    finished,
     pieces_of,
     sse,
 )
@@ -27,15 +30,7 @@ from tugline.chat.dialects import DIALECTS
 from tugline.chat.dialects.base import Action, HttpRequest
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
-from tugline.chat.model_call import (
-    ChoiceMode,
-    Constraint,
-    ConstraintKind,
-    TextDelta,
-    ThreadInfo,
-    ToolChoice,
-    Usage,
-)
+from tugline.chat.model_call import Request, TextDelta, ThreadInfo, ToolChoice, Usage
 from tugline.errors import (
     BudgetExhausted,
     ContextOverflow,
@@ -46,7 +41,7 @@ from tugline.errors import (
     Unauthorized,
     UpgradeRequired,
 )
-from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
+from tugline.types import Finish, Image, Message, Role, Tool, ToolCall
 
 each_wire = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 every_wire = pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
@@ -115,7 +110,7 @@ def test_where_the_secret_is(
 
 # --------------------------------------------------------------------------- requests
 @each_wire
-def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
+def test_a_conversation_is_the_same_in_every_dialect(wire: TalkWire) -> None:
     """Text, reasoning, parallel calls, results in another order, images in what both sides say."""
     said = (
         Message(Role.SYSTEM, "Be brief."),
@@ -135,7 +130,7 @@ def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
 
 
 @each_wire
-def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
+def test_a_known_prefix_is_not_parsed_again(wire: TalkWire) -> None:
     """What was parsed in an earlier request is the same objects, also if it stands elsewhere."""
     cache = ParseCache()
     said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
@@ -172,7 +167,9 @@ TURNS = st.sampled_from(
         st.tuples(st.lists(TURNS, min_size=1, max_size=6), st.booleans()), max_size=6
     )
 )
-def test_the_cache_changes_nothing(wire: Wire, histories: list[tuple[list[Message], bool]]) -> None:
+def test_the_cache_changes_nothing(
+    wire: TalkWire, histories: list[tuple[list[Message], bool]]
+) -> None:
     """Whatever was asked or refused before, a request is parsed as if it were the first."""
     cache = ParseCache()
     for history, refused in histories:
@@ -209,259 +206,32 @@ def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
             assert said(text, cache) == said(text, ParseCache()) == contents
 
 
-NAMED, MUST = ToolChoice(ChoiceMode.NAMED, ("read",)), ToolChoice(ChoiceMode.REQUIRED)
-
-
-def calling(**fields: Any) -> dict[str, Any]:
-    """Google's tool choice."""
-    return {"toolConfig": {"functionCallingConfig": fields}}
-
-
-def choose(choice: Any) -> dict[str, Any]:
-    """The tool choice of the other dialects."""
-    return {"tool_choice": choice}
-
-
-def allow(mode: str, *tools: Any) -> dict[str, Any]:
-    """OpenAI's allowed tools."""
-    return choose({"type": "allowed_tools", "mode": mode, "tools": tools})
+UNDERSTOOD = [
+    json.loads(line)
+    for line in Path(__file__).with_name("understood.jsonl").read_text().splitlines()
+]
+"""Fields or headers of a request, and the parts of the neutral request that they set."""
 
 
 @pytest.mark.parametrize(
-    ("wire", "fields", "choice"),
-    [
-        (ANTHROPIC, choose({"type": "auto"}), ToolChoice()),
-        (ANTHROPIC, choose({"type": "any"}), MUST),
-        (ANTHROPIC, choose({"type": "tool", "name": "read"}), NAMED),
-        (ANTHROPIC, choose({"type": "none"}), ToolChoice(ChoiceMode.NONE)),
-        (GOOGLE, calling(), ToolChoice()),
-        (GOOGLE, calling(mode="AUTO"), ToolChoice()),
-        (GOOGLE, calling(mode="VALIDATED"), ToolChoice()),
-        (GOOGLE, calling(mode="NONE"), ToolChoice(ChoiceMode.NONE)),
-        (GOOGLE, calling(mode="ANY"), MUST),
-        (GOOGLE, calling(mode="ANY", allowedFunctionNames=["read"]), NAMED),
-        (
-            GOOGLE,
-            calling(mode="ANY", allowedFunctionNames=["read", "run"]),
-            ToolChoice(ChoiceMode.REQUIRED, ("read", "run")),
-        ),
-        *(
-            row
-            for wire in (CHAT, RESPONSES)
-            for row in (
-                (wire, choose(None), ToolChoice()),
-                (wire, choose("auto"), ToolChoice()),
-                (wire, choose("none"), ToolChoice(ChoiceMode.NONE)),
-                (wire, choose("required"), MUST),
-                (wire, choose(wire.tools[0]), NAMED),
-                (wire, allow("auto", wire.tools[0]), ToolChoice(ChoiceMode.AUTO, ("read",))),
-                (wire, allow("required", wire.tools[0]), NAMED),
-            )
-        ),
-        (CHAT, choose(CHAT.tools[1]), ToolChoice(ChoiceMode.NAMED, ("patch",))),
-        (CHAT, allow("required", *CHAT.tools), MUST),
-        (
-            CHAT,
-            choose(
-                {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CHAT.tools}}
-            ),
-            ToolChoice(),
-        ),
-        (
-            RESPONSES,
-            allow("required", *RESPONSES.tools[::2]),
-            ToolChoice(ChoiceMode.REQUIRED, ("read", "local_shell")),
-        ),
-    ],
+    "row", UNDERSTOOD, ids=lambda row: "-".join((row["dialect"], *row["means"]))
 )
-def test_tool_choice(wire: Wire, fields: dict[str, Any], choice: ToolChoice) -> None:
-    """Every form of it; to allow every tool is to restrict nothing."""
-    assert wire.hello(tools=wire.tools, **fields).tool_choice == choice
-
-
-@pytest.mark.parametrize(
-    ("wire", "fields"),
-    [
-        (ANTHROPIC, choose({"type": "any", "disable_parallel_tool_use": True})),
-        (CHAT, {"parallel_tool_calls": False}),
-        (RESPONSES, {"parallel_tool_calls": False}),
-    ],
-)
-def test_one_call_at_a_time(wire: Wire, fields: dict[str, Any]) -> None:
-    """Where the dialect can say so."""
-    assert not wire.hello(tools=wire.tools, **fields).parallel
-
-
-def config(**fields: Any) -> dict[str, Any]:
-    """Google's sampling."""
-    return {"generationConfig": fields}
-
-
-@pytest.mark.parametrize(
-    ("wire", "fields", "sampling"),
-    [
-        (
-            ANTHROPIC,
-            {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "stop_sequences": ["END"]},
-            Sampling(0.5, 0.9, 40, 100, stop=("END",)),
-        ),
-        (
-            GOOGLE,
-            config(temperature=1, topP=0.95, topK=40.0, maxOutputTokens=9, seed=3),
-            Sampling(1.0, 0.95, 40, 9, 3),
-        ),
-        (
-            GOOGLE,
-            config(stopSequences=["END"], presencePenalty=0, responseModalities=["TEXT"]),
-            Sampling(stop=("END",)),
-        ),
-        (CHAT, {"temperature": 0, "top_p": 0.5, "top_k": 7}, Sampling(0.0, 0.5, 7)),
-        (CHAT, {"max_tokens": 5}, Sampling(max_tokens=5)),
-        (
-            CHAT,
-            {"max_tokens": 5, "max_completion_tokens": 9, "seed": 3},
-            Sampling(max_tokens=9, seed=3),
-        ),
-        (CHAT, {"stop": "\n", "top_k": -1}, Sampling(stop=("\n",), top_k=0)),
-        (CHAT, {"stop": ["a", "", "b"]}, Sampling(stop=("a", "b"))),
-        (CHAT, {"stop": None, "temperature": None}, Sampling()),
-        (COMPLETIONS, {}, Sampling(max_tokens=16)),
-        (
-            COMPLETIONS,
-            {"max_tokens": 9, "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 3, "stop": "a"},
-            Sampling(0.0, 0.5, 7, 9, 3, ("a",)),
-        ),
-        (
-            RESPONSES,
-            {"temperature": 0, "top_p": 0.5, "max_output_tokens": 9},
-            Sampling(temperature=0.0, top_p=0.5, max_tokens=9),
-        ),
-    ],
-)
-def test_sampling_is_parsed_as_requested(
-    wire: Wire, fields: dict[str, Any], sampling: Sampling
-) -> None:
-    """Every setting of each dialect, beside a field that nobody knows yet."""
-    assert wire.hello(a_field_of_tomorrow={"x": 1}, **fields).sampling == sampling
-
-
-SCHEMA = {"type": "object"}
-OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
-
-
-@pytest.mark.parametrize(
-    ("wire", "fields", "constraint"),
-    [
-        (
-            ANTHROPIC,
-            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}'),
-        ),
-        (GOOGLE, config(responseMimeType="text/plain"), None),
-        (GOOGLE, config(responseMimeType="application/json"), OBJECT),
-        (
-            GOOGLE,
-            config(responseMimeType="application/json", responseSchema={"type": "STRING"}),
-            Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"string"}'),
-        ),
-        (
-            GOOGLE,
-            config(responseMimeType="application/json", responseJsonSchema={"const": "OBJECT"}),
-            Constraint(ConstraintKind.JSON_SCHEMA, '{"const":"OBJECT"}'),
-        ),
-        (CHAT, {"response_format": {"type": "text"}}, None),
-        (CHAT, {"response_format": {"type": "json_object"}}, OBJECT),
-        (
-            CHAT,
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": SCHEMA},
-                }
-            },
-            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n"),
-        ),
-        (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "low"}}, None),
-        (
-            RESPONSES,
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
-            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n"),
-        ),
-    ],
-)
-def test_structured_output(
-    wire: Wire, fields: dict[str, Any], constraint: Constraint | None
-) -> None:
-    """A schema keeps its own text, unless it is in Google's spelling."""
-    assert wire.hello(**fields).constraint == constraint
-
-
-SUB, COMPACT = TraceKind.SUBAGENT, TraceKind.COMPACTION
-CLAUDE = "x-claude-code-"
-CODEX = "x-codex-turn-metadata"
-
-
-@pytest.mark.parametrize(
-    ("wire", "headers", "thread"),
-    [
-        *((wire, {"x-session-id": "s"}, ThreadInfo("s")) for wire in WIRES.values()),
-        *(
-            (wire, {"x-session-id": "t", "x-parent-session-id": "s"}, ThreadInfo("t", "s", SUB))
-            for wire in WIRES.values()
-        ),
-        (ANTHROPIC, {f"{CLAUDE}session-id": "s"}, ThreadInfo("s")),
-        (
-            ANTHROPIC,
-            {f"{CLAUDE}session-id": "s", f"{CLAUDE}agent-id": "a"},
-            ThreadInfo("a", "s", SUB),
-        ),
-        (
-            ANTHROPIC,
-            {f"{CLAUDE}session-id": "s", f"{CLAUDE}agent-id": "b", f"{CLAUDE}parent-agent-id": "a"},
-            ThreadInfo("b", "a", SUB),
-        ),
-        (CHAT, {"x-session-id": "s", "x-session-affinity": "s"}, ThreadInfo("s")),
-        (RESPONSES, {"session_id": "p1"}, ThreadInfo("p1")),
-        (
-            RESPONSES,
-            {"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"},
-            ThreadInfo("r"),
-        ),
-        (
-            RESPONSES,
-            {
-                "session-id": "r",
-                "thread-id": "t",
-                "x-openai-subagent": "collab_spawn",
-                "x-codex-parent-thread-id": "r",
-            },
-            ThreadInfo("t", "r", SUB),
-        ),
-        (
-            RESPONSES,
-            {CODEX: '{"thread_id": "t", "parent_thread_id": "r"}'},
-            ThreadInfo("t", "r", SUB),
-        ),
-        (
-            RESPONSES,
-            {"thread-id": "t", CODEX: '{"request_kind": "compaction"}'},
-            ThreadInfo("t", None, COMPACT),
-        ),
-        (RESPONSES, {"thread-id": "t", CODEX: "[nonsense"}, ThreadInfo("t")),
-        (RESPONSES, {"thread-id": "t", CODEX: "[1]"}, ThreadInfo("t")),
-    ],
-)
-def test_the_harness_names_its_thread(
-    wire: Wire, headers: dict[str, str], thread: ThreadInfo
-) -> None:
-    """Sessions of opencode in every dialect, agents of Claude Code and codex, nested ones too."""
+def test_a_field_means_what_its_api_says(row: dict[str, Any]) -> None:
+    """Tool choice, sampling, formats and threads, beside a field that nobody knows yet; no more."""
+    wire = ALL_WIRES[row["dialect"]]
     body = wire.write([Message(Role.USER, "Hi")])
-    assert wire.parse(body, headers=headers).thread == thread
+    body |= {"tools": wire.tools} if isinstance(wire, TalkWire) else {}
+    plain = wire.parse(body)
+    fields = {**row.get("fields", {}), "a_field_of_tomorrow": {"x": 1}}
+    request = wire.parse(body | fields, headers=row.get("headers", {}))
+    meant = msgspec.convert({"model": "m", **row["means"]}, Request)
+    parts = {name: getattr(meant, name) for name in row["means"]}
+    assert request == replace(plain, echo=request.echo, **parts)
 
 
 # --------------------------------------------------------------------------- responses
 @st.composite
-def answers(draw: st.DrawFn, wire: Wire) -> Message:
+def answers(draw: st.DrawFn, wire: TalkWire) -> Message:
     """Reasoning, text and calls in any combination."""
     calls = draw(st.lists(wire.calls, max_size=4))
     made = tuple(ToolCall(f"call_{i}", name, text) for i, (name, text) in enumerate(calls))
@@ -478,7 +248,7 @@ def values_of(call: ToolCall) -> Any:
 
 @each_wire
 @given(data=st.data())
-def test_an_echoed_answer_keeps_its_meaning(wire: Wire, data: st.DataObject) -> None:
+def test_an_echoed_answer_keeps_its_meaning(wire: TalkWire, data: st.DataObject) -> None:
     """Streamed or whole, the answer is the same, and so is its echo, however clients rewrite it."""
     message = data.draw(answers(wire))
     request = wire.hello(tools=wire.tools, **wire.more)
@@ -513,15 +283,19 @@ def test_why_an_answer_ended(
     for wire, reason in zip(WIRES.values(), reasons, strict=True):
         reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
         assert wire.reason(reply) == reason
-        stream = wire.dialect.stream(wire.hello(), "s1-4", 0)
-        end = stream.start(Usage(31, 0)) + stream.finish(
-            [finished(message, finish=finish, stop=stop)]
-        )
-        assert f'"{reason}"' in end.decode()
+        stream = wire.streamed(wire.hello(), message, finish=finish, stop=stop)
+        assert f'"{reason}"' in stream.decode()
         if wire is ANTHROPIC:
             assert reply["stop_sequence"] == stop
 
 
+CHAT_USAGE = {
+    "prompt_tokens": 31,
+    "completion_tokens": 7,
+    "total_tokens": 38,
+    "prompt_tokens_details": {"cached_tokens": 20},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
 USAGE = {
     "anthropic": {
         "input_tokens": 31,
@@ -537,20 +311,8 @@ USAGE = {
         "thoughtsTokenCount": 2,
         "cachedContentTokenCount": 20,
     },
-    "openai_chat": {
-        "prompt_tokens": 31,
-        "completion_tokens": 7,
-        "total_tokens": 38,
-        "prompt_tokens_details": {"cached_tokens": 20},
-        "completion_tokens_details": {"reasoning_tokens": 2},
-    },
-    "openai_completions": {
-        "prompt_tokens": 31,
-        "completion_tokens": 7,
-        "total_tokens": 38,
-        "prompt_tokens_details": {"cached_tokens": 20},
-        "completion_tokens_details": {"reasoning_tokens": 2},
-    },
+    "openai_chat": CHAT_USAGE,
+    "openai_completions": CHAT_USAGE,
     "openai_responses": {
         "input_tokens": 31,
         "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
@@ -569,7 +331,29 @@ def test_usage_is_true(wire: Wire) -> None:
     reply = wire.whole(request, message)
     usage = reply.get("usage", reply.get("usageMetadata"))
     assert usage == USAGE[wire.dialect.name]
-    assert json.dumps(usage, separators=(",", ":")) in wire.streamed(request, message).decode()
+    stream = wire.streamed(request, message)
+    assert json.dumps(usage, separators=(",", ":")) in stream.decode()
+    assert stream.endswith(b"data: [DONE]\n\n") is (wire in (CHAT, COMPLETIONS))
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields"),
+    [
+        (ANTHROPIC, {"thinking": {"type": "disabled"}}),
+        (GOOGLE, {"generationConfig": {"thinkingConfig": {"includeThoughts": False}}}),
+        (GOOGLE, {"generationConfig": {"thinkingConfig": {"include_thoughts": False}}}),
+    ],
+)
+def test_thoughts_are_hidden_from_clients_that_turn_them_off(
+    wire: TalkWire, fields: dict[str, Any]
+) -> None:
+    """Neither whole nor streamed; the counts stay true."""
+    request, message = wire.hello(**fields), Message(Role.ASSISTANT, "Yes.", reasoning="Hm.")
+    reply = wire.whole(request, message)
+    (part,) = wire.answer(reply)
+    assert part["text"] == "Yes."
+    assert wire.collect(wire.streamed(request, message)) == [part]
+    assert reply.get("usage", reply.get("usageMetadata")) == USAGE[wire.dialect.name]
 
 
 @every_wire

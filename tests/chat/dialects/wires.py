@@ -88,16 +88,8 @@ class Wire(ABC):
 
     dialect: Dialect
     path: str
-    calls: st.SearchStrategy[tuple[str, str]] = READ
-    """Tool calls of an answer."""
-    rewrites: tuple[str, ...] = ("verbatim",)
-    """Ways in which its clients change an answer that they send back."""
-    tools: Any
-    """`read`, and the tools of `calls`."""
     fields: Json = {}
     """Fields that every request has."""
-    more: Json = {}
-    """Fields of requests whose answer is echoed."""
 
     def request(self, body: Any, path: str | None = None, **more: Any) -> HttpRequest:
         """An HTTP request with this body."""
@@ -124,12 +116,27 @@ class Wire(ABC):
         reply: Json = json.loads(self.dialect.encode(request, [finished(message, **more)]))
         return reply
 
-    def streamed(self, request: Request, message: Message, *, single: bool = False) -> bytes:
+    def streamed(
+        self, request: Request, message: Message, *, single: bool = False, **more: Any
+    ) -> bytes:
         """The bytes of the streamed reply."""
         stream = self.dialect.stream(request, "s1-4", 1_700_000_000)
         sent = stream.start(Usage(31, 0)) + stream.keep_alive()
         sent += b"".join(stream.add(piece) for piece in pieces_of(message, single=single))
-        return sent + stream.finish([finished(message)])
+        return sent + stream.finish([finished(message, **more)])
+
+
+class TalkWire(Wire):
+    """One dialect of conversations."""
+
+    calls: st.SearchStrategy[tuple[str, str]] = READ
+    """Tool calls of an answer."""
+    rewrites: tuple[str, ...]
+    """Ways in which its clients change an answer that they send back."""
+    tools: Any
+    """`read`, and the tools of `calls`."""
+    more: Json = {}
+    """Fields of requests whose answer is echoed."""
 
     @abstractmethod
     def answer(self, reply: Json) -> Any:
@@ -148,7 +155,7 @@ class Wire(ABC):
         """Why the answer ended."""
 
 
-class _AnthropicWire(Wire):
+class _AnthropicWire(TalkWire):
     """Anthropic Messages."""
 
     dialect = Anthropic()
@@ -216,7 +223,7 @@ class _AnthropicWire(Wire):
         return str(reply["stop_reason"])
 
 
-class _GoogleWire(Wire):
+class _GoogleWire(TalkWire):
     """Google's generateContent."""
 
     dialect = Google()
@@ -286,7 +293,7 @@ class _GoogleWire(Wire):
         return str(reply["candidates"][0]["finishReason"])
 
 
-class _ChatWire(Wire):
+class _ChatWire(TalkWire):
     """OpenAI Chat Completions."""
 
     dialect = OpenAIChat()
@@ -368,7 +375,7 @@ def _add_call(calls: list[Json], part: Json) -> None:
     calls[index][kind][field] += part[kind][field]
 
 
-class _ResponsesWire(Wire):
+class _ResponsesWire(TalkWire):
     """OpenAI Responses."""
 
     dialect = OpenAIResponses()
@@ -460,23 +467,10 @@ class _CompletionsWire(Wire):
         """Everything that was said, as one text."""
         return {"prompt": "".join(message.content for message in messages)}
 
-    def answer(self, reply: Json) -> Any:
-        return reply["choices"][0]["text"]
-
-    def collect(self, stream: bytes) -> Any:
-        choices = [choice for event in sse(stream) for choice in event["choices"]]
-        return "".join(choice["text"] for choice in choices)
-
-    def echo(self, answer: Any, rewrite: str) -> Json:
-        return {"prompt": f"Hi{answer}"}
-
-    def reason(self, reply: Json) -> str:
-        return str(reply["choices"][0]["finish_reason"])
-
 
 ANTHROPIC, GOOGLE, CHAT, RESPONSES = _AnthropicWire(), _GoogleWire(), _ChatWire(), _ResponsesWire()
 COMPLETIONS = _CompletionsWire()
-WIRES: dict[str, Wire] = {
+WIRES: dict[str, TalkWire] = {
     "anthropic": ANTHROPIC,
     "google": GOOGLE,
     "openai_chat": CHAT,

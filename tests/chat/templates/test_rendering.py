@@ -52,7 +52,6 @@ def test_every_template_of_the_library_is_known_by_name() -> None:
 def test_a_published_model_is_known_by_its_exact_name() -> None:
     """A fine-tune may have another template, so nothing is guessed."""
     made = Rendering.for_model(tokenizer(), "Qwen/Qwen3-8B")
-    assert made is not None
     assert made.name == "qwen3"
     assert Rendering.for_model(tokenizer(), "me/Qwen3-8B") is None
 
@@ -96,7 +95,6 @@ def test_the_end_of_a_prompt_is_enough_to_extend_it(name: str, data: st.DataObje
     if whole is None or whole.token_ids[: len(kept)] != kept:
         assert extension is None
     else:
-        assert extension is not None
         closed = bool(len(sampled)) and sampled[-1] in made.stop_ids
         gap = made.tokenizer.encode(made.template.gap) if closed else []
         assert extension.tolist() == gap + whole.token_ids[len(kept) :]
@@ -151,8 +149,6 @@ def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "_bridge", None)
     other = Message(Role.TOOL, "Another", tool_call_id="call_0_0")
     second = made.render_extension(prompt, sampled, (other,), TOOLS)
-    assert first is not None
-    assert second is not None
     assert text_of(made, second) == text_of(made, first).replace(RESULT.content, "Another")
     assert second.tolist() == bridge(prompt, sampled, (other,), TOOLS).tolist()
 
@@ -174,7 +170,6 @@ def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -
     end = next(i for i in range(shared, len(whole)) if whole[i] in made.stop_ids) + 1
     sampled = np.asarray(whole[shared:end], np.int32)
     extension = made.render_extension(np.asarray(whole[:shared]), sampled, results, TOOLS)
-    assert extension is not None
     assert [*whole[:end], *extension.tolist()] == whole
 
 
@@ -185,7 +180,6 @@ def test_an_answer_that_broke_off_is_closed(name: str) -> None:
     prompt = made.render((HELLO,), TOOLS)
     sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
     extension = made.render_extension(prompt[-64:], sampled, (HELLO,), TOOLS)
-    assert extension is not None
     assert "hello hello" in text_of(made, extension)
 
 
@@ -220,7 +214,6 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
     prompt = made.render(messages[:3], ())
     sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
     extension = made.render_extension(prompt, sampled, messages[4:], ())
-    assert extension is not None
     more = text_of(made, extension)
     assert more[more.index("LATE") :] == text[text.index("LATE") :]
 
@@ -251,7 +244,6 @@ def test_kimi_knows_its_calls_by_number(name: str) -> None:
     sampled = np.asarray(made.tokenizer.encode(answer), np.int32)
     results = (Message(Role.TOOL, "B", tool_call_id="call_0_1"), RESULT)
     extension = made.render_extension(prompt, sampled, results, ())
-    assert extension is not None
     more = text_of(made, extension)
     assert "Return of functions.edit:8\nB" in more
     assert "Return of functions.read:7\nIt says" in more
@@ -280,7 +272,6 @@ def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.Mon
     )
     before, sampled = (np.asarray(vocabulary.encode(one), np.int32) for one in (end, answer))
     extension = made.render_extension(before, sampled, (RESULT,), TOOLS)
-    assert extension is not None
     assert text_of(made, extension) == f"<|start|>functions.read<|message|>It says: 界<|end|>{end}"
 
 
@@ -292,7 +283,6 @@ def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
     assert made.force_tool_call(ToolChoice(ChoiceMode.REQUIRED, ("a", "b"))) is None
     assert rendering("inkling").force_tool_call(ToolChoice(ChoiceMode.REQUIRED)) is None
     ids = made.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
-    assert ids is not None
     text = '<think>\n\n</think>\n\n<tool_call>\n{"name": "read", "arguments": '
     assert text_of(made, ids) == text
 
