@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import SandboxError
-from tugline.rollout.sandboxes import PrewarmedSandbox
+from tugline.rollout.parts import PrewarmedSandbox
 from tugline.sandbox.local import LocalRuntime, LocalSandbox
 
 

@@ -1,21 +1,32 @@
-"""The plug-ins that tasks name, made once and shared by all sessions that name the same.
+"""What a session is made of: the plug-ins that its task names, and the sandboxes it opens.
 
-Sharing lets a harness install once and an evaluator cache its verdicts.
+Plug-ins are made once and shared by all sessions that name the same, which lets a harness install
+once and an evaluator cache its verdicts.
+
+The first sandbox of an evaluation is prewarmed: opened empty while the agent still runs, filled
+when the evaluator asks for it. Runtimes that do not isolate sessions would let an agent write into
+it meanwhile, so a prewarmed sandbox that has changed is not used.
 """
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tugline import log
-from tugline.errors import Invalid, TuglineError, UnknownPlugin, UsageError
+from tugline.errors import Invalid, SandboxError, TuglineError, UnknownPlugin, UsageError
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import make, pack_options
-from tugline.sandbox.base import Runtime
+from tugline.sandbox.base import Content, Mount, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.files import read_ends
 from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
+_LOG_TAIL = 400
 P = TypeVar("P")
 
 
@@ -79,3 +90,97 @@ class Parts:
         if made is None:
             made = self._made[key] = make(kind, spec, contract)
         return made
+
+
+# --------------------------------------------------------------------------- sandboxes
+class TaskSandboxes:
+    """Opens the sandboxes of one session of `task` below `directory`."""
+
+    def __init__(self, task: Task, directory: Path, parts: Parts) -> None:
+        self._task, self._directory = task, directory
+        self._runtime = parts.runtime(task.runtime)
+        self._evaluator = parts.evaluator(task.evaluator)
+        self._evaluations = 0
+
+    def open_agent(self, mounts: tuple[Mount, ...]) -> AbstractAsyncContextManager[Sandbox]:
+        """The agent's sandbox, with the task's files, `mounts` and what the evaluator asks for."""
+        mounts += self._evaluator.agent_mounts(self._task)
+        spec = SandboxSpec(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
+        return self._runtime.open(self._directory / "agent", spec)
+
+    def open_evaluation(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A new sandbox for the evaluator, without the task's files."""
+        self._evaluations += 1
+        mounts = self._evaluator.mounts(self._task)
+        spec = SandboxSpec(workspace=self._task.workspace, mounts=mounts)
+        return self._runtime.open(self._directory / f"eval-{self._evaluations}", spec)
+
+
+class PrewarmedSandbox:
+    """Sandboxes from `open_sandbox`, the first of them opened ahead by `prepare`."""
+
+    def __init__(self, open_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> None:
+        self._open_sandbox = open_sandbox
+        self._holder: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[tuple[Sandbox, object]] | None = None
+        self._release = asyncio.Event()
+
+    def prepare(self) -> None:
+        """Start to open one."""
+        self._ready = asyncio.get_running_loop().create_future()
+        # If nobody asks for it, its failure is not worth a warning.
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._holder = asyncio.create_task(self._hold(self._ready))
+
+    @contextlib.asynccontextmanager
+    async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
+        """The prewarmed sandbox the first time, if unchanged, else a new one; with `files`."""
+        sandbox = await self._take_prewarmed()
+        async with contextlib.AsyncExitStack() as stack:
+            if sandbox is None:
+                sandbox = await stack.enter_async_context(self._open_sandbox())
+            else:
+                stack.push_async_callback(self.aclose)
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
+
+    async def aclose(self) -> None:
+        """Close the prewarmed sandbox, used or not."""
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return
+        self._release.set()
+        if self._ready is not None and not self._ready.done():
+            holder.cancel()
+        await asyncio.wait({holder})
+
+    async def _take_prewarmed(self) -> Sandbox | None:
+        if self._holder is None or self._ready is None:
+            return None
+        ready, self._ready = self._ready, None
+        try:
+            sandbox, opened = await ready
+        except (SandboxError, OSError, TimeoutError) as error:
+            _log.info("no prewarmed sandbox", error=str(error))
+            return None
+        if await asyncio.to_thread(sandbox.read_folder_state) != opened:
+            _log.warning("prewarmed sandbox changed before its use", workdir=str(sandbox.workdir))
+            return None
+        return sandbox
+
+    async def _hold(self, ready: asyncio.Future[tuple[Sandbox, object]]) -> None:
+        # An asynchronous context manager must be entered and left by the same task.
+        try:
+            async with self._open_sandbox() as sandbox:
+                ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
+                await self._release.wait()
+        except Exception as error:  # noqa: BLE001 - raised where the sandbox is asked for
+            if ready.done():
+                _log.warning("prewarmed sandbox not closed", error=str(error))
+            else:
+                ready.set_exception(error)
+
+
+def read_tail(log_file: Path) -> str:
+    """The end of a program's output."""
+    return read_ends(log_file, 0, _LOG_TAIL).decode(errors="replace").strip()

@@ -24,8 +24,7 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.engine import Opened, SessionTerms
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import RecordedResult
-from tugline.rollout.parts import Parts
-from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts

@@ -15,8 +15,7 @@ import msgspec
 
 from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome
-from tugline.rollout.parts import Parts
-from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.parts import Parts, PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import hash_file, remove

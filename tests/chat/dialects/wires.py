@@ -18,8 +18,7 @@ from tugline.chat.dialects.anthropic import Anthropic
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.google import Google
-from tugline.chat.dialects.openai_chat import OpenAIChat
-from tugline.chat.dialects.openai_completions import OpenAICompletions
+from tugline.chat.dialects.openai_chat import OpenAIChat, OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.types import Finish, Message, Role, ToolCall

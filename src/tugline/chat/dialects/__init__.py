@@ -3,8 +3,7 @@
 from tugline.chat.dialects.anthropic import Anthropic
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.dialects.google import Google
-from tugline.chat.dialects.openai_chat import OpenAIChat
-from tugline.chat.dialects.openai_completions import OpenAICompletions
+from tugline.chat.dialects.openai_chat import OpenAIChat, OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 
 DIALECTS = (Anthropic(), Google(), OpenAIResponses(), OpenAICompletions(), OpenAIChat())
