@@ -42,7 +42,7 @@ class Completion:
         self.resumed = False
         """Whether its rest has been asked for, which happens once."""
         self._settings = settings
-        self._changed = asyncio.Event()
+        self._changed, self._over = asyncio.Event(), asyncio.Event()
         self._started = any(choice.pieces for choice in choices)
         self._readers = 0
         self._grace: asyncio.TimerHandle | None = None
@@ -119,8 +119,7 @@ class Completion:
 
     async def wait_done(self) -> None:
         """Wait until there are answers or an error."""
-        while not self.done:
-            await self._changed.wait()
+        await self._over.wait()
 
     async def wait_recorded(self) -> None:
         """Wait until the call is recorded, whatever its outcome."""
@@ -143,6 +142,7 @@ class Completion:
             self.error = next((c.error for c in self.choices if c.error is not None), failed)
             if self._ticker is not None:
                 self._ticker.cancel()
+            self._over.set()
             self._notify()
 
     def _tick(self) -> None:
