@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import resource
 import weakref
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tugline.launch.server import managed_gc
-from tugline.web.serve import raise_file_limit, serve
+from tugline.web.serve import Http, raise_file_limit, serve
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -54,6 +55,31 @@ async def test_what_a_connection_gets(request_bytes: bytes, reply: bytes) -> Non
         got = await talk(url, request_bytes)
     assert got.startswith(reply)
     assert bool(got) is bool(reply)
+
+
+async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Answers with the length of the body and its digest."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        assert isinstance(message["body"], bytes)
+        body, more = body + message["body"], message["more_body"]
+    said = b"%d %b" % (len(body), hashlib.sha256(body).hexdigest().encode())
+    await Http(scope, receive, send).reply(200, said)
+
+
+BODY = bytes(range(256)) * 800
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, len(BODY)])
+async def test_a_body_comes_whole_in_however_many_parts(size: int) -> None:
+    """Small parts together, parts beyond what is read ahead, and one that is all of it."""
+    parts = [BODY[at : at + size] for at in range(0, len(BODY), size)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serve(echo) as url:
+        got = await talk(url, head + chunks)
+    assert got.endswith(b"%d %b" % (len(BODY), hashlib.sha256(BODY).hexdigest().encode()))
 
 
 class Ring:

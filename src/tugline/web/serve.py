@@ -114,12 +114,19 @@ class _BoundedHttp(HttpToolsProtocol):
             self._refuse()
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part as it came: the server's own buffer copies it in and out."""
-        if not self.cycle.response_complete:
-            self.cycle.body = self.cycle.body + body if self.cycle.body else body  # type: ignore[assignment]
-            if len(self.cycle.body) > HIGH_WATER_LIMIT:
-                self.flow.pause_reading()
-            self.cycle.message_event.set()
+        """Keep the only part as it came: the server's own buffer copies it in and out."""
+        cycle: Any = self.cycle
+        if cycle.response_complete:
+            return
+        if not cycle.body:
+            cycle.body = body
+        elif isinstance(cycle.body, bytes):
+            cycle.body = bytearray(cycle.body + body)
+        else:
+            cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def _unsupported_upgrade_warning(self) -> None:
         """The app answers it."""
