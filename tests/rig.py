@@ -52,12 +52,12 @@ def says(text: str, **how: Any) -> Play:
     return reply
 
 
-def in_turn(*texts: str) -> Play:
+def in_turn(*texts: str, **how: Any) -> Play:
     """An engine that gives these answers one after the other, then the last one for ever."""
     rest = list(texts)
 
     def reply(prompt: Ids, request: str) -> Reply:
-        return says(rest.pop(0) if len(rest) > 1 else rest[0])(prompt, request)
+        return says(rest.pop(0) if len(rest) > 1 else rest[0], **how)(prompt, request)
 
     return reply
 

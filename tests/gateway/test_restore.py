@@ -54,20 +54,22 @@ async def talk(it: Rig) -> None:
     await it.ask(ASK, temperature=0.5)
     await it.ask([{"role": "user", "content": "A title, please."}], tools=[])
     await it.hang_up()
+    await until(lambda: it.calls[-1].outcome is CallOutcome.CLIENT_GONE)
     await it.read()
 
 
 @pytest.mark.parametrize("answers", [("Done and over.",), (CALL, CALL, "That is all of it.")])
 async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple[str, ...]) -> None:
     """Tokens, meanings and their places in the tree."""
-    play = in_turn(*answers) if len(answers) > 1 else says(answers[0], delay_s=0.02)
-    async with rig(tmp_path, play) as it:
+    play = in_turn(*answers, delay_s=0.02)
+    async with rig(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as it:
         await talk(it)
         live = it.session.transcript
         calls = it.recording.calls
         asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
         assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
+        assert calls[-1].resumed
         again = CallTree(RENDERING)
         again.restore(calls)
         assert describe(again) == describe(live.turns)
