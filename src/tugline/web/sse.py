@@ -1,9 +1,11 @@
 """Server-sent events: encode one, and read the payloads of a stream."""
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterable
 
 DONE = b"[DONE]"
 """Payload with which OpenAI-compatible servers end a stream."""
+_DATA = re.compile(rb"^data:(.*)", re.MULTILINE)
 
 
 def encode_event(data: bytes, event: str = "", event_id: int | None = None) -> bytes:
@@ -21,9 +23,9 @@ async def read_payloads(chunks: AsyncIterable[bytes]) -> AsyncGenerator[list[byt
     """
     rest = b""
     async for chunk in chunks:
-        lines = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
-        rest = lines.pop()
-        payloads = [line[5:] for line in lines if line.startswith(b"data:")]
+        data = rest + chunk
+        end = data.rfind(b"\n") + 1
+        payloads, rest = _DATA.findall(data, 0, end), data[end:]
         if payloads and payloads[-1].strip() == DONE:
             payloads.pop()
         if payloads:
