@@ -36,9 +36,9 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-CODE_LINES = 33_600
+CODE_LINES = 33_520
 """Lines of code in the package, without blank lines, comments and docstrings."""
-FILES = 256
+FILES = 240
 ALLOWED = {
     "chat/stream_parser.py": "one state machine: the parser and its states refer to each other"
 }
