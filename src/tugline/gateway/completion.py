@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from operator import attrgetter
 
 from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import TuglineError
@@ -54,7 +53,7 @@ class Completion:
     @property
     def done(self) -> bool:
         """Whether all answers are complete, or one failed."""
-        return self.error is not None or all(map(attrgetter("answer"), self.choices))
+        return self.error is not None or all(choice.answer for choice in self.choices)
 
     @property
     def broke_off(self) -> bool:

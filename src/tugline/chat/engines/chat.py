@@ -111,8 +111,9 @@ class ObservedReader(ChatReader):
         end = payload.find(b"]", start) + 1
         if found < 0 or not end:
             return super().decode(payload)
-        reply = super().decode(payload[:start] + b"null" + payload[end:])
-        reply.prompt_token_ids = msgspec.Raw(payload[start:end])
+        view = memoryview(payload)
+        reply = super().decode(b"".join((view[:start], b"null", view[end:])))
+        reply.prompt_token_ids = msgspec.Raw(view[start:end])
         return reply
 
     def add_tokens(self, reply: ChatReply, delta: base.Delta, *, spoke: bool) -> None:
