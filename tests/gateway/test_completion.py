@@ -14,6 +14,7 @@ import pytest
 from rig import ASK, RENDERING, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
 from tugline.gateway.policy import CallSettings
+from tugline.recording.file import read
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply
 from tugline.traces.lineage import build_chains
@@ -138,6 +139,38 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
         for response in responses:
             response.close()
         await until(lambda: not it.running)
+
+
+@pytest.mark.parametrize("when", ["sampling", "before it sampled", "before it was admitted"])
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_who_waits_is_told_that_the_session_has_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,  # noqa: FBT001
+    when: str,
+) -> None:
+    """At once, in the words of its API; what was sampled is on disk."""
+    async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
+        session, sessions = it.session, it.gateway._sessions
+        complete, closing = session.complete, list[Any]()
+
+        async def close_first(*args: Any, **kwargs: Any) -> Any:
+            closing.append(asyncio.create_task(sessions.close(session)))
+            if when == "before it was admitted":
+                await closing[0]
+            return await complete(*args, **kwargs)
+
+        if when != "sampling":
+            monkeypatch.setattr(session, "complete", close_first)
+        asking = asyncio.create_task(it.read() if stream else it.ask())
+        if when == "sampling":
+            await until(lambda: it.sampled > 5)
+            await sessions.close(session)
+        answer = await asyncio.wait_for(asking, 5)
+        calls = read(session.transcript.writer.path).calls
+    assert "the session has ended" in str(answer)
+    assert "authentication_error" in str(answer)
+    assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE] * (when == "sampling")
 
 
 # --------------------------------------------------------------------------- the same request again

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from tugline.chat.model_call import Piece, Response, Usage
-from tugline.errors import TuglineError
+from tugline.errors import ClientGone, TuglineError
 from tugline.gateway.choice import Choice
 from tugline.gateway.engine import explain
 from tugline.gateway.policy import CallSettings
@@ -43,6 +43,7 @@ class Completion:
         self._settings = settings
         self._changed, self._over = asyncio.Event(), asyncio.Event()
         self._started = any(choice.pieces for choice in choices)
+        self._closed: TuglineError | None = None
         self._readers = 0
         self._grace: asyncio.TimerHandle | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -138,11 +139,16 @@ class Completion:
         except Exception as error:  # noqa: BLE001 - a mistake of our own: nobody waits for ever
             failed = explain(error)
         finally:
-            self.error = next((c.error for c in self.choices if c.error is not None), failed)
-            if self._ticker is not None:
-                self._ticker.cancel()
-            self._over.set()
-            self._notify()
+            self._end(failed)
+
+    def _end(self, failed: TuglineError | None) -> None:
+        error = next((c.error for c in self.choices if c.error is not None), failed)
+        closed = isinstance(error, ClientGone) and self._closed is not None
+        self.error = self._closed if closed else error
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._over.set()
+        self._notify()
 
     def _tick(self) -> None:
         self._notify()
@@ -158,10 +164,13 @@ class Completion:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def cancel(self) -> None:
-        """End sampling now and record what there is."""
+    def cancel(self, error: TuglineError | None = None) -> None:
+        """End sampling now and record what there is; clients that still wait are told `error`."""
+        self._closed = self._closed or error
         if self._grace is not None:
             self._grace.cancel()
+        if self._ticker is None:  # the task has not begun, and will not
+            self._end(ClientGone("nothing was sampled"))
         if not self.task.cancelling():  # a second time would cut the recording short
             self.task.cancel()
 

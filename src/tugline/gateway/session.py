@@ -90,6 +90,7 @@ class LiveSession:
         """The last calls that a request may repeat."""
         self._overflow: errors.ContextOverflow | None = None
         self._refused_by: SpentLimit | None = None
+        self._ended: errors.Unauthorized | None = None
 
     @property
     def tokens_left(self) -> int | None:
@@ -251,7 +252,9 @@ class LiveSession:
         return any(self.transcript.turns.is_extended(one.number) for one in completion.choices)
 
     def _admit(self, count: int) -> range:
-        """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
+        """Numbers of the next calls. Raises `RequestError` when they may not be made."""
+        if self._ended is not None:  # while the request was read or prepared
+            raise self._ended
         limits = self._task.limits
         if not self._calls:  # a prewarmed session may have waited until now
             self._opened = self._clock()
@@ -284,8 +287,9 @@ class LiveSession:
 
     async def close(self) -> None:
         """Cancel what is being sampled, and close the recording."""
+        self._ended = errors.Unauthorized("the session has ended, and its key opens nothing more")
         for completion in list(self.running):
-            completion.cancel()
+            completion.cancel(self._ended)
             await completion.wait_recorded()
         await asyncio.to_thread(self.transcript.writer.close)
 
