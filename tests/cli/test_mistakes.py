@@ -104,6 +104,7 @@ MISTAKES = [
     (f"{SLURM} --submit --settings none.yaml", "none.yaml"),
     (f"{SLURM} --submit --tasks none.yaml", "none.yaml"),
     ("demo --harness shell", "harness 'shell' needs the agent's command"),
+    ("demo --harness pie", "unknown harness 'pie'; did you mean 'pi'?"),
     ("demo --command x", "command is for the harness 'shell' only"),
     ("demo --steps 0", "steps is 0, must be an integer >= 1"),
     ("demo --config none.yaml", "cannot read none.yaml"),

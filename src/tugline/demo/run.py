@@ -103,7 +103,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def harness_spec(settings: DemoSettings) -> PluginSpec:
-    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
+    """The harness and its options. Raises `ConfigError` if there is none, or by its command."""
     if settings.harness == "shell":
         if not settings.command:
             msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
@@ -111,7 +111,9 @@ def harness_spec(settings: DemoSettings) -> PluginSpec:
         return PluginSpec("shell", {"command": settings.command})
     if settings.command:
         raise ConfigError(f"command is for the harness 'shell' only, not for {settings.harness!r}")
-    return PluginSpec(settings.harness)
+    spec = PluginSpec(settings.harness)
+    Parts().harness(spec)  # before anything is written
+    return spec
 
 
 def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None) -> DemoSettings:
