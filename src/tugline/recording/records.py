@@ -148,8 +148,8 @@ class SampledTokens(msgspec.Struct, gc=False):
         self.last_at = time.time()
         self.first_at = self.first_at or self.last_at
         start = len(self.ids)
-        self.ids += array("i", ids)  # of a list: `extend` looks at each item twice
-        self.logprobs += array("f", logprobs)
+        self.ids.fromlist(ids)
+        self.logprobs.fromlist(logprobs)
         self._add_span(version, start, len(self.ids))
 
     def set_versions(self, spans: Iterable[VersionSpan]) -> None:
