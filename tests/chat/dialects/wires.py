@@ -433,6 +433,9 @@ class _ResponsesWire(TalkWire):
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
         assert done == events[-1]["response"]["output"]
+        for event in events[2:-1]:
+            about = event.get("item_id") or event["item"]["id"]
+            assert about == done[event["output_index"]]["id"]
         return done
 
     def echo(self, answer: Any, rewrite: str) -> Json:
