@@ -115,6 +115,22 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     assert failure.cause is Cause.ENGINE_LOST
 
 
+async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) -> None:
+    """Also where no probe came before."""
+    lost: list[float] = []
+    slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
+
+    async def say_nothing(peer: Peer) -> None:
+        await peer.reader.read()
+
+    async with (
+        listen(say_nothing) as url,
+        rig(tmp_path, url, card=CARD, tuning=slow, idle_s=0.1, on_hang=lost.append) as it,
+    ):
+        assert (await it.ask())["status"] == 529
+    assert sum(lost) >= 0.1
+
+
 @pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])
 async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest: bytes) -> None:
     """The replica answers probes and keeps the connection open; the answer ends as truncated."""
