@@ -29,7 +29,7 @@ from tugline.chat.model_call import (
     Usage,
     serialize_message,
 )
-from tugline.types import Finish, Message, Role, ToolCall
+from tugline.types import Finish, Message, Role
 
 Json = dict[str, Any]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
