@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rig import RENDERING, Play, says
+from rig import RENDERING, Play, says, until
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -67,13 +67,6 @@ def read(page: bytes) -> dict[str, Values]:
     return found
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for it, twenty seconds at most."""
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0.02)
-
-
 @dataclass
 class Observed:
     """What runs."""
@@ -124,9 +117,7 @@ async def observed(
         pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:
-            async with asyncio.timeout(20):
-                while not node.id:  # noqa: ASYNC110 - until it has joined
-                    await asyncio.sleep(0.005)
+            await until(lambda: node.id)
             yield Observed(control, node, gateway, metrics, engines, pages)
         finally:
             node.drain()

@@ -231,7 +231,7 @@ async def rig(
         yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
 
 
-async def until(holds: Callable[[], Any], within_s: float = 10.0) -> None:
+async def until(holds: Callable[[], Any], within_s: float = 20.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(within_s):
         while not holds():  # noqa: ASYNC110 - bounded just above

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from stub_model import StubGateway
+from calls import make_call
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.gateway.engine import Opened, SessionState
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultQuery, SessionView
+from tugline.recording.records import RecordedResult
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import (
@@ -35,7 +38,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
 from tugline.server.store import sessions, stats
 from tugline.server.store.database import open_database
-from tugline.types import Group, Limits, PluginSpec, Reward, Status, Task, Trajectory
+from tugline.types import Call, Group, Limits, PluginSpec, Reward, Session, Status, Task, Trajectory
 
 NO_GROUP = Group()
 
@@ -76,14 +79,35 @@ class Link:
         return request
 
 
-class HoldingGateway(StubGateway):
-    """A stub that holds agents while it is paused and notes what a node does to it."""
+class HoldingGateway:
+    """Holds agents while it is paused and notes what a node does to it; nobody calls a model."""
+
+    url = "http://nowhere"
 
     def __init__(self) -> None:
-        super().__init__([])
+        self.counts: Counter[str] = Counter()
+        """Calls of each session."""
         self.actions: list[object] = []
         self.open_gate = asyncio.Event()
         self.open_gate.set()
+
+    @contextlib.asynccontextmanager
+    async def open(self, session: Session, *_: Any, **_options: Any) -> AsyncIterator[Opened]:
+        """An address with the session's name."""
+        yield Opened(f"{self.url}/s/{session.id}", "key")
+
+    def read_calls(self, session: str) -> list[Call]:
+        """As many as were counted."""
+        return [
+            make_call(n, [1, 2, 3], [10, 11], session=session) for n in range(self.counts[session])
+        ]
+
+    async def write_result(self, session: str, result: RecordedResult) -> None:
+        """Forget it."""
+
+    def describe(self, session: str) -> SessionState:
+        """No failure, no budgets."""
+        return SessionState(Path())
 
     async def pause(self, mode: str, *, within_s: float = 600.0) -> None:
         """Hold agents' calls."""
@@ -206,7 +230,7 @@ class SimulatedSandbox(Sandbox):
         script = self._script
         script.order.append(session)
         with script.count("run"):
-            script.gateway.requests.setdefault(session, []).append({})
+            script.gateway.counts[session] += 1
             (self.logs / f"{log_name}.log").write_text(f"I am {session}\n")
             try:
                 async with enforce_timeout(timeout_s):

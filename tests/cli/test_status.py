@@ -18,7 +18,8 @@ from rich.console import Console
 from cli.conftest import TUGLINE, Shell, end
 from house import commit
 from house import task as a_task
-from observed import CALL, Observed, observed, task, until
+from observed import CALL, Observed, observed, task
+from rig import until
 from served import TOKENS
 from tugline.cli.status import render
 from tugline.client.api import Client

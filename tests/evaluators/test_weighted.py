@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from judging import Judge, task
-from stub_model import StubGateway
+from rig import in_turn, rig
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator
@@ -172,8 +172,8 @@ def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: 
 
 AGENT = """
 sed -i 's/a - b/a + b/' bill.py; echo 'def test_total(): pass' > test_bill.py
-curl -sf -d '{"messages":[]}' -H "Authorization: Bearer $OPENAI_API_KEY" \\
-  "$OPENAI_BASE_URL/chat/completions"
+curl -sf -d '{"model":"m","messages":[{"role":"user","content":"x"}]}' \\
+  -H "Authorization: Bearer $OPENAI_API_KEY" "$OPENAI_BASE_URL/chat/completions"
 """
 ALONE = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
 
@@ -201,9 +201,9 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
         },
     )
     session = Session(id="t-0", task="t", sample=0)
-    async with StubGateway(["Done."]).listening() as gateway:
+    async with rig(tmp_path / "gateway", in_turn("Done.")) as it:
         done = await roll_out(
-            judged, session, gateway=gateway, directory=tmp_path / "s", parts=Parts()
+            judged, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
         )
     assert done.status is Status.COMPLETED
     assert done.reward is not None

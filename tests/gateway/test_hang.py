@@ -3,98 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faulty import chunk
-from rig import ids, rig, text_of, until
+from peers import Peer, listen
+from rig import RENDERING, ids, rig, says, text_of, until
 from tugline.gateway.policy import CallSettings
+from tugline.inference.server import create_app
+from tugline.testing import ScriptedEngine
 from tugline.types import CallOutcome, Cause
 from tugline.web.engine_http import ModelCard
+from tugline.web.serve import serve
 
 QUICK = CallSettings(
     silent_s=0.2, probe_every_s=0.05, probe_timeout_s=0.5, backoff_s=0.01, grace_s=0.01
 )
-ENGINE = """
-import asyncio
-from rig import RENDERING, says
-from tugline.inference.server import create_app
-from tugline.testing import ScriptedEngine
-from tugline.web.serve import serve
-
-async def main():
-    play = says("one two three four five six seven eight", delay_s=0.01)
-    engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
-    async with serve(create_app(engine, model_name="scripted")) as url:
-        print(url, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 CARD = ModelCard("m", 4000)
 
 
-@contextlib.asynccontextmanager
-async def engine() -> AsyncIterator[tuple[str, int]]:
-    """A scripted engine in a process of its own: its URL and process id."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ENGINE, stdout=asyncio.subprocess.PIPE, env=env
-    )
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        yield line.decode().strip(), process.pid
-    finally:
-        process.kill()
-        await process.wait()
+class StoppableEngine:
+    """A scripted engine that accepts connections and is silent while it is stopped."""
 
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        play = says("one two three four five six seven eight", delay_s=0.01)
+        engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
+        self._app = create_app(engine, model_name="scripted")
 
-@contextlib.asynccontextmanager
-async def raw_engine(
-    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[str]:
-    """A server that answers each connection so, and then keeps it open; yields its URL."""
-    over, handlers = asyncio.Event(), set[asyncio.Task[None] | None]()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        handlers.add(asyncio.current_task())
-        with contextlib.closing(writer):
-            with contextlib.suppress(asyncio.IncompleteReadError):  # the gateway has hung up
-                await answer(reader, writer)
-            await over.wait()
-
-    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        over.set()
-        await asyncio.gather(*(handler for handler in handlers if handler))
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer once it goes on."""
+        await self.goes_on.wait()
+        await self._app(scope, receive, send)
 
 
 async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
-    """SIGSTOP: a second replica answers, the time is given back, and the first is probed."""
+    """A second replica answers, the time is given back, and the first is probed."""
     lost: list[float] = []
+    engines = [StoppableEngine(), StoppableEngine()]
     async with (
-        engine() as (one, first),
-        engine() as (two, second),
+        serve(engines[0]) as one,
+        serve(engines[1]) as two,
         rig(tmp_path, one, two, tuning=QUICK, on_hang=lost.append) as it,
     ):
         hung = it.upstream.choose("s1")
-        process = {one: first, two: second}[hung.url]
+        engine = engines[[one, two].index(hung.url)]
         for stream in (False, True):
             lost.clear()
-            os.kill(process, signal.SIGSTOP)
+            engine.goes_on.clear()
             text = text_of(await it.read()) if stream else (await it.ask())["content"][0]["text"]
             assert "eight" in text
             assert hung.ejected
             assert sum(lost) > QUICK.silent_s
             assert it.upstream.choose("s1") is not hung
-            os.kill(process, signal.SIGCONT)
+            engine.goes_on.set()
             await until(lambda: not hung.ejected)
         assert it.gateway.describe("s1").failure is None
 
@@ -104,22 +70,22 @@ async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_pa
     lost: list[float] = []
     returned = asyncio.Event()
 
+    event = chunk(ids("An answer")[:2]) + chunk([], finish="stop")
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+
     def credit(seconds: float) -> None:
         lost.append(seconds)
         returned.set()
 
-    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
-            return
-        await asyncio.wait_for(returned.wait(), 20)
-        event = chunk(ids("An answer")[:2]) + chunk([], finish="stop")
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
-        writer.write(head % len(event) + event)
-        await writer.drain()
+    async def hang(peer: Peer) -> None:
+        if not (await peer.next_request()).startswith(b"GET"):
+            await asyncio.wait_for(returned.wait(), 20)
+            await peer.send(head % len(event) + event)
+        await peer.reader.read()
 
     quick = replace(QUICK, eject_after=1000, probe_timeout_s=0.1)
     async with (
-        raw_engine(hang) as url,
+        listen(hang) as url,
         rig(tmp_path, url, card=CARD, tuning=quick, on_hang=credit) as it,
     ):
         assert '"end_turn"' in await it.read()
@@ -135,11 +101,12 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     """Its time may be over before the hang is noticed: the failure is retried all the same."""
     asked = asyncio.Event()
 
-    async def say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    async def say_nothing(peer: Peer) -> None:
         asked.set()
+        await peer.reader.read()
 
     slow = CallSettings(silent_s=0.05, probe_every_s=60, probe_timeout_s=0.1, partial_answer_s=0.01)
-    async with raw_engine(say_nothing) as url, rig(tmp_path, url, card=CARD, tuning=slow) as it:
+    async with listen(say_nothing) as url, rig(tmp_path, url, card=CARD, tuning=slow) as it:
         asking = asyncio.create_task(it.ask(stream=stream))
         await asyncio.wait_for(asked.wait(), 10)
         await asyncio.sleep(2 * slow.silent_s)
@@ -148,23 +115,38 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     assert failure.cause is Cause.ENGINE_LOST
 
 
+async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) -> None:
+    """Also where no probe came before."""
+    lost: list[float] = []
+    slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
+
+    async def say_nothing(peer: Peer) -> None:
+        await peer.reader.read()
+
+    async with (
+        listen(say_nothing) as url,
+        rig(tmp_path, url, card=CARD, tuning=slow, idle_s=0.1, on_hang=lost.append) as it,
+    ):
+        assert (await it.ask())["status"] == 529
+    assert sum(lost) >= 0.1
+
+
 @pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])
 async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest: bytes) -> None:
     """The replica answers probes and keeps the connection open; the answer ends as truncated."""
 
-    async def serve_broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+    async def serve_broken(peer: Peer) -> None:
+        while (await peer.next_request()).startswith(b"GET"):
             body = b'{"data": [{"id": "m"}]}'
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-            await writer.drain()
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         event = chunk(ids("Half an answer")[:5])
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
-        writer.write(b"transfer-encoding: chunked\r\n\r\n")
-        writer.write(b"%x\r\n%s\r\n%s" % (len(event), event, rest))
-        await writer.drain()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n%s" % (len(event), event, rest)
+        await peer.send(head + chunked)
+        await peer.reader.read()
 
     quick = replace(QUICK, stalled_s=0.3, failovers=0, probe_timeout_s=10.0)
-    async with raw_engine(serve_broken) as url, rig(tmp_path, url, card=CARD, tuning=quick) as it:
+    async with listen(serve_broken) as url, rig(tmp_path, url, card=CARD, tuning=quick) as it:
         text = await it.read()
         calls, failure = it.calls, it.gateway.describe("s1").failure
     if failure is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
+from gateway.test_text_completions import client
 from rig import ASK, RENDERING, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
 from tugline.gateway.prefix import CallTree
 from tugline.traces.lineage import Continuation, trace_lineage
-from tugline.types import Branch, CallOutcome
+from tugline.types import Branch, Call, CallOutcome
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 
@@ -33,6 +33,15 @@ def describe(tree: CallTree) -> list[tuple[Any, ...]]:
         )
         for turn in tree._turns
     ]
+
+
+def assert_restored(it: Rig) -> tuple[Call, ...]:
+    """The recorded calls, of which the same turns are made again."""
+    calls = it.recording.calls
+    again = CallTree(RENDERING)
+    again.restore(calls)
+    assert describe(again) == describe(it.session.transcript.turns)
+    return calls
 
 
 async def talk(it: Rig) -> None:
@@ -64,16 +73,12 @@ async def test_restored_turns_equal_the_live_ones(tmp_path: Path, answers: tuple
     play = in_turn(*answers, delay_s=0.02)
     async with rig(tmp_path, play, tuning=CallSettings(grace_s=0.01)) as it:
         await talk(it)
-        live = it.session.transcript
-        calls = it.recording.calls
+        calls = assert_restored(it)
         asked = [one.prompt_ids.tolist() for one in it.engines[0].calls]
         assert [call.prompt_ids.tolist() for call in calls] == asked
         assert Branch.HISTORY_EDITED in {call.branch for call in calls}
         assert calls[-1].resumed
-        again = CallTree(RENDERING)
-        again.restore(calls)
-        assert describe(again) == describe(live.turns)
-        assert len(describe(again)) >= 6
+        assert len(describe(it.session.transcript.turns)) >= 6
 
 
 async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
@@ -82,14 +87,9 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
     Also the rest of an answer that broke off, and what goes on from it.
     """
     quick = CallSettings(grace_s=0.01)
-    async with (
-        rig(tmp_path, says("It is 4, I think.", delay_s=0.01), tuning=quick) as it,
-        openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key=it.key, max_retries=0) as sdk,
-    ):
-
-        async def ask(prompt: Any, **options: Any) -> Any:
-            options = {"max_tokens": 400, **options}
-            return await sdk.completions.create(model="m", prompt=prompt, **options)
+    play = says("It is 4, I think.", delay_s=0.01)
+    async with client(tmp_path, play, tuning=quick) as me:
+        it, ask = me.it, me.ask
 
         def grown(*more: int) -> list[int]:
             last = it.calls[-1]
@@ -104,19 +104,11 @@ async def test_restored_raw_prompts_equal_the_live_ones(tmp_path: Path) -> None:
         await ask("2+2=")
         await ask([*grown()[:-4], 9])
         await ask("2+2=It is 5")
-        stream = await ask("Hello", stream=True)
-        async for chunk in stream:
-            if chunk.choices[0].text:
-                break
-        await stream.close()
+        await me.hang_up("Hello")
         await until(lambda: it.calls[-1].outcome is CallOutcome.CLIENT_GONE)
         await ask("Hello")
         await ask(grown(8))
-        live = it.session.transcript
-        calls = it.recording.calls
-        again = CallTree(RENDERING)
-        again.restore(calls)
-        assert describe(again) == describe(live.turns)
+        calls = assert_restored(it)
     new, edited = Branch.NEW_THREAD, Branch.HISTORY_EDITED
     branches = [None, None, new, None, None, None, None, edited, edited, new, None, None]
     assert [call.branch for call in calls] == branches

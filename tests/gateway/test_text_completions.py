@@ -44,6 +44,14 @@ class Client:
             model="m", prompt=prompt, **{"max_tokens": 400, **options}
         )
 
+    async def hang_up(self, prompt: str, **options: Any) -> None:
+        """Ask for a stream, and leave with the first of its text."""
+        stream = await self.ask(prompt, stream=True, **options)
+        async for chunk in stream:
+            if chunk.choices[0].text:
+                break
+        await stream.close()
+
 
 @contextlib.asynccontextmanager
 async def client(folder: Path, *plays: Any, **options: Any) -> AsyncIterator[Client]:
@@ -54,9 +62,7 @@ async def client(folder: Path, *plays: Any, **options: Any) -> AsyncIterator[Cli
             yield made
 
 
-def encode(text: str) -> list[int]:
-    """The ids of a text."""
-    return RENDERING.tokenizer.encode(text)
+encode = RENDERING.tokenizer.encode
 
 
 async def test_the_answer_is_the_text_as_it_was_sampled(tmp_path: Path) -> None:
@@ -166,11 +172,7 @@ async def test_a_repeated_request_gets_the_rest_of_its_answer(tmp_path: Path) ->
     quick = CallSettings(grace_s=0.01)
     async with client(tmp_path, says(text, delay_s=0.005), tuning=quick) as me:
         for number, options in enumerate(({}, {"logprobs": 0})):
-            stream = await me.ask("Hi" + str(options), stream=True, **options)
-            async for chunk in stream:
-                if chunk.choices[0].text:
-                    break
-            await stream.close()
+            await me.hang_up("Hi" + str(options), **options)
             await until(lambda n=number: len(me.it.calls) > 2 * n)
             reply = (await me.ask("Hi" + str(options), **options)).choices[0]
             assert reply.text == text

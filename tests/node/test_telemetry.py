@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from observed import observed, task, until
+from observed import observed, task
+from rig import until
 from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
 from tugline.types import Status

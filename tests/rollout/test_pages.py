@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import sys
 from inspect import signature
@@ -8,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from stub_model import StubGateway
+from rig import rig, says
 from tugline.plugins import BUILT_IN, find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
@@ -35,8 +36,9 @@ async def test_parts_written_as_the_pages_say_work(
     page("evaluators", monkeypatch)
     programs = tmp_path / "bin"
     programs.mkdir()
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]})
     script = (
-        "cat ~/.aider.conf.yml; curl -sf -d '{\"messages\":[]}'"
+        f"cat ~/.aider.conf.yml; curl -sf -d '{body}'"
         ' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
     )
     for name, text in {"aider": script, "make": "test -f a.txt"}.items():
@@ -51,11 +53,11 @@ async def test_parts_written_as_the_pages_say_work(
         runtime=PluginSpec("local"),  # where the programs of this test can be seen
         files={"a.txt": ""},
     )
-    async with StubGateway(["Done."]).listening() as gateway:
+    async with rig(tmp_path / "gateway", says("Done.")) as it:
         trajectory = await roll_out(
             task,
             Session(id="t-0", task="t", sample=0),
-            gateway=gateway,
+            gateway=it.gateway,
             directory=tmp_path / "s",
             parts=Parts(),
         )

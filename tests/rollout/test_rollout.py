@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -13,10 +14,12 @@ import pytest
 
 from bad_parts import Uninstallable
 from observed import CALL
+from rig import in_turn, rig
 from rollout.test_failures import FILES
-from stub_model import Step, StubGateway
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.gateway.app import Gateway
+from tugline.recording import file as recordings
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
@@ -37,11 +40,17 @@ from tugline.types import (
 
 ROOT = Path(__file__).parents[2]
 AGENT = str(ROOT / "examples" / "agents" / "openai_loop.py")
-FIX: list[Step] = [
-    ("read", {"path": "bill.py"}),
-    ("edit", {"path": "bill.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
+FIX = [
+    *(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in (
+            ("read", {"path": "bill.py"}),
+            ("edit", {"path": "bill.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
+        )
+    ),
     "Done.",
 ]
+SESSION = Session(id="t-0", task="t", sample=0)
 PI = PluginSpec("pi")
 LOOP = PluginSpec("shell", {"command": ["python3", AGENT]})
 
@@ -66,15 +75,15 @@ def shell(script: str) -> PluginSpec:
 
 
 @pytest.fixture
-async def gateway() -> AsyncIterator[StubGateway]:
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     """A gateway whose model fixes the bug."""
-    async with StubGateway(FIX).listening() as gateway:
-        yield gateway
+    async with rig(tmp_path / "gateway", in_turn(*FIX), window=200_000) as it:
+        yield it.gateway
 
 
 async def rolled(
     task: Task,
-    gateway: StubGateway,
+    gateway: Gateway,
     folder: Path,
     parts: Parts | None = None,
     slots: StageSlots | None = None,
@@ -83,7 +92,7 @@ async def rolled(
     stages: list[Status] = []
     trajectory = await roll_out(
         task,
-        Session(id="t-0", task="t", sample=0),
+        SESSION,
         gateway=gateway,
         directory=folder,
         parts=parts or Parts(),
@@ -102,7 +111,7 @@ def cause_of(trajectory: Trajectory) -> Cause | None:
     "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
 )
 async def test_a_rollout_ends_with_traces_and_a_reward(
-    harness: PluginSpec, gateway: StubGateway, tmp_path: Path
+    harness: PluginSpec, gateway: Gateway, tmp_path: Path
 ) -> None:
     """A real agent reads, edits and is judged; each stage is timed; the ledger is balanced."""
     trajectory, stages = await rolled(a_task(harness), gateway, tmp_path)
@@ -112,17 +121,14 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
     assert trajectory.reward.value == 1.0, trajectory.report
     assert len(trajectory.traces) == 1
     assert trajectory.ledger.balanced
-    assert trajectory.ledger.trained == 6
+    assert trajectory.ledger.trained == trajectory.ledger.sampled > 0
     assert set(trajectory.seconds) == {"init", "ready", "run", "build", "eval"}
     assert stages == [Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL]
-    first, _, third = gateway.requests["t-0"]
-    assert first["messages"][-1]["content"] in (
-        "Fix the bug in bill.py.",
-        [{"type": "text", "text": "Fix the bug in bill.py."}],
-    )
+    first, _, third = gateway.read_calls("t-0")
+    assert first.messages[-1].content == "Fix the bug in bill.py."
     # Both agents answer an edit in the same words, so a model can go from one to the other.
-    assert third["messages"][-1]["content"] == "Successfully replaced 1 block(s) in bill.py."
-    assert {"read", "bash", "edit"} <= {tool["function"]["name"] for tool in first["tools"]}
+    assert third.messages[-1].content == "Successfully replaced 1 block(s) in bill.py."
+    assert {"read", "bash", "edit"} <= {tool.name for tool in first.tools}
 
 
 @pytest.mark.pi
@@ -130,14 +136,12 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
     "instruction", ["@bill.py is broken", "--help me", "-p", "two\nlines 'q' $X"]
 )
 async def test_pi_takes_any_instruction_for_text(
-    instruction: str, gateway: StubGateway, tmp_path: Path
+    instruction: str, gateway: Gateway, tmp_path: Path
 ) -> None:
     """What looks like a file or an option reaches the model as it was written."""
-    gateway.script = ["No."]
     trajectory, _ = await rolled(a_task(PI, instruction=instruction), gateway, tmp_path)
     assert trajectory.failure is None
-    content = gateway.requests["t-0"][0]["messages"][-1]["content"]
-    assert content[0]["text"].lstrip(" ") == instruction
+    assert gateway.read_calls("t-0")[0].messages[-1].content.lstrip(" ") == instruction
 
 
 @pytest.mark.pi
@@ -199,7 +203,7 @@ class Given(Parts):
     ],
 )
 async def test_an_evaluation_is_tried_twice(
-    failures: list[Exception], reward: float | None, gateway: StubGateway, tmp_path: Path
+    failures: list[Exception], reward: float | None, gateway: Gateway, tmp_path: Path
 ) -> None:
     """One crash of the evaluator costs nothing; two are named and not charged to the policy."""
     parts = Given(evaluator=Moody(failures))
@@ -242,7 +246,7 @@ class Unclosed(LocalRuntime):
 
 @pytest.mark.parametrize("agent", [LOOP, shell("exit 3")], ids=["good", "crash"])
 async def test_a_sandbox_that_is_not_closed_well_costs_nothing(
-    agent: PluginSpec, gateway: StubGateway, tmp_path: Path
+    agent: PluginSpec, gateway: Gateway, tmp_path: Path
 ) -> None:
     """What was captured and judged stays, and so does the failure that there was before."""
     trajectory, _ = await rolled(a_task(agent), gateway, tmp_path, Given(runtime=Unclosed()))
@@ -254,7 +258,7 @@ async def test_a_sandbox_that_is_not_closed_well_costs_nothing(
 
 
 async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
-    gateway: StubGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its programs saw errors that say nothing of the policy."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
@@ -293,7 +297,7 @@ class NotedSlots(StageSlots):
 
 
 async def test_time_in_ready_does_not_count_towards_agent_s(
-    gateway: StubGateway, tmp_path: Path
+    gateway: Gateway, tmp_path: Path
 ) -> None:
     """The agent's timeout starts once the session holds a slot of RUN, not while it waits."""
     slots = NotedSlots()
@@ -301,7 +305,7 @@ async def test_time_in_ready_does_not_count_towards_agent_s(
     assert slots.events == [Status.INIT, Status.RUN, 60.0, Status.BUILD, Status.EVAL]
 
 
-async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_path: Path) -> None:
+async def test_waiting_for_a_judge_is_nobodys_failure(gateway: Gateway, tmp_path: Path) -> None:
     """When `total_s` is over while it waits, the evaluator has not even begun."""
     trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
     assert trajectory.status is Status.TIMED_OUT
@@ -324,7 +328,7 @@ class SlowInstall(Uninstallable):
 
 
 async def test_an_installation_is_not_charged_to_the_session(
-    gateway: StubGateway, tmp_path: Path
+    gateway: Gateway, tmp_path: Path
 ) -> None:
     """Not to `total_s` either: how long it takes is the machine's doing. After it time passes."""
     slots = StageSlots(60.0)
@@ -352,25 +356,24 @@ async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
 
 
 async def test_what_was_sampled_before_a_failure_is_accounted_for(
-    gateway: StubGateway, tmp_path: Path
+    gateway: Gateway, tmp_path: Path
 ) -> None:
     """A session that is lost in RUN has its traces and a ledger of every token, in both places."""
     trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(runtime=Dying()))
     assert trajectory.failure == Failure(Boundary.RUNTIME, "the machine is gone", Cause.SANDBOX)
     assert trajectory.ledger.sampled == trajectory.ledger.trained > 0
     assert sum(int(trace.mask.sum()) for trace in trajectory.traces) == trajectory.ledger.trained
-    assert gateway.results["t-0"].ledger == trajectory.ledger
+    written = recordings.read(gateway.recording_path(SESSION)).result
+    assert written.ledger == trajectory.ledger
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])
-async def test_cancelling_ends_the_agent(
-    delay: float, gateway: StubGateway, tmp_path: Path
-) -> None:
+async def test_cancelling_ends_the_agent(delay: float, gateway: Gateway, tmp_path: Path) -> None:
     """A cancelled rollout leaves no process and no open session, and is no result."""
     task = asyncio.create_task(rolled(a_task(shell("sleep 300")), gateway, tmp_path))
     await asyncio.sleep(delay)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not gateway.open_now
+    assert "t-0" not in [live.id for live in gateway._sessions]
     assert not await asyncio.to_thread(LocalRuntime().reap, tmp_path)

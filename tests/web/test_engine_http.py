@@ -6,31 +6,13 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers import Peer, listen
 from tugline.web.engine_http import EngineHttp, Reply
-
-
-class Peer(NamedTuple):
-    """The engine's end of a connection."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    number: int
-    """Of the connection, from 1."""
-
-    async def next_request(self) -> None:
-        """Read one without a body."""
-        await self.reader.readuntil(b"\r\n\r\n")
-
-    async def send(self, data: bytes) -> None:
-        """Send at once."""
-        self.writer.write(data)
-        await self.writer.drain()
 
 
 def sized(text: object) -> bytes:
@@ -41,23 +23,8 @@ def sized(text: object) -> bytes:
 @contextlib.asynccontextmanager
 async def engine(handle: Callable[[Peer], Awaitable[None]]) -> AsyncIterator[EngineHttp]:
     """Connections to a server that does with each of its own what `handle` does."""
-    served: list[asyncio.Task[None]] = []
-
-    async def serve(peer: Peer) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await handle(peer)
-        peer.writer.close()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append(asyncio.create_task(serve(Peer(reader, writer, len(served) + 1))))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with EngineHttp(f"http://127.0.0.1:{port}") as http:
+    async with listen(handle) as url, EngineHttp(url) as http:
         yield http
-    server.close()
-    async with asyncio.timeout(5):
-        await asyncio.gather(*served)
 
 
 async def ask(http: EngineHttp) -> str:

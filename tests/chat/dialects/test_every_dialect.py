@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -23,70 +24,46 @@ from chat.dialects.wires import (
     WIRES,
     TalkWire,
     Wire,
+    finished,
     pieces_of,
     sse,
 )
+from tugline import errors
 from tugline.chat.dialects import DIALECTS
 from tugline.chat.dialects.base import Action, HttpRequest
 from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
-from tugline.chat.model_call import Request, TextDelta, ThreadInfo, ToolChoice, Usage
-from tugline.errors import (
-    BudgetExhausted,
-    ContextOverflow,
-    EngineError,
-    RequestError,
-    TooLarge,
-    TuglineError,
-    Unauthorized,
-    UpgradeRequired,
+from tugline.chat.model_call import (
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    ThreadInfo,
+    ToolChoice,
+    Usage,
 )
+from tugline.errors import ContextOverflow, RequestError
 from tugline.types import Finish, Image, Message, Role, Tool, ToolCall
 
 each_wire = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 every_wire = pytest.mark.parametrize("wire", ALL_WIRES.values(), ids=ALL_WIRES)
 READ, RUN = ToolCall("a", "read", '{"path":"x"}'), ToolCall("b", "read", '{"n":[1,2.5]}')
 PIXEL = "data:image/png;base64,AA=="
+PIECES = {"text": TextDelta, "reasoning": ReasoningDelta, "call": lambda call: ToolCall(**call)}
+HERE = Path(__file__).parent
+REQUESTS = yaml.safe_load((HERE / "requests.yaml").read_text(encoding="utf-8"))
+TABLES = yaml.safe_load((HERE / "tables.yaml").read_text(encoding="utf-8"))
+UNDERSTOOD = [json.loads(line) for line in (HERE / "understood.jsonl").read_text().splitlines()]
+"""Fields or headers of a request, and the parts of the neutral request that they set."""
 
 
 # --------------------------------------------------------------------------- routes and secrets
-@pytest.mark.parametrize(
-    ("owner", "action", "route"),
-    [
-        ("anthropic", Action.ANSWER, ("POST", "v1", "/messages", "", {})),
-        ("anthropic", Action.COUNT, ("POST", "v1", "/messages/count_tokens", "", {})),
-        ("anthropic", Action.MODELS, ("GET", "v1", "/models", "", {"anthropic-version": "1"})),
-        ("anthropic", Action.MODEL, ("GET", "v1", "/models/m", "", {"anthropic-version": "1"})),
-        ("google", Action.ANSWER, ("POST", "v1beta", "/models/m:generateContent", "", {})),
-        ("google", Action.ANSWER, ("POST", "v1", "/models/org/m:7b:streamGenerateContent", "", {})),
-        ("google", Action.COUNT, ("POST", "", "/models/m:countTokens", "", {})),
-        ("google", Action.MODELS, ("GET", "v1beta", "/models", "", {})),
-        ("google", Action.MODEL, ("GET", "v1beta", "/models/m", "", {})),
-        ("google", Action.MODELS, ("GET", "v1", "/models", "key=k", {})),
-        ("google", Action.MODEL, ("GET", "v1", "/models/m", "", {"x-goog-api-key": "k"})),
-        ("openai_chat", Action.ANSWER, ("POST", "v1", "/chat/completions", "", {})),
-        ("openai_chat", Action.MODELS, ("GET", "v1", "/models", "", {"authorization": "Bearer k"})),
-        ("openai_chat", Action.MODEL, ("GET", "v1", "/models/m", "", {})),
-        ("openai_completions", Action.ANSWER, ("POST", "v1", "/completions", "", {})),
-        ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses", "", {})),
-        ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses/compact", "", {})),
-        ("openai_responses", Action.COUNT, ("POST", "v1", "/responses/input_tokens", "", {})),
-        (None, None, ("GET", "v1", "/messages", "", {})),
-        (None, None, ("POST", "v1beta", "/models/m:embedContent", "", {})),
-        (None, None, ("GET", "v1", "/chat/completions", "", {})),
-        (None, None, ("POST", "v1", "/models", "", {})),
-        (None, None, ("GET", "v1", "/completions", "", {})),
-        (None, None, ("GET", "v1", "/responses", "", {})),
-        (None, None, ("GET", "v1", "/responses/resp_1", "", {})),
-    ],
-)
-def test_every_route_has_one_dialect(
-    owner: str | None, action: Action | None, route: tuple[Any, ...]
-) -> None:
+@pytest.mark.parametrize("row", TABLES["routes"], ids=lambda row: f"{row['request'][:4]}")
+def test_every_route_has_one_dialect(row: dict[str, Any]) -> None:
     """The model routes are shared: version, key or header decides; Chat takes what is left."""
-    request = HttpRequest(*route)
+    request = HttpRequest(*row["request"])
     found = [(d.name, d.match(request)) for d in DIALECTS if d.match(request) is not None]
-    assert found[:1] == ([(owner, action)] if owner else [])
+    owner = row["dialect"]
+    assert found[:1] == ([(owner, Action[row["action"]])] if owner else [])
 
 
 @pytest.mark.parametrize(
@@ -206,11 +183,14 @@ def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
             assert said(text, cache) == said(text, ParseCache()) == contents
 
 
-UNDERSTOOD = [
-    json.loads(line)
-    for line in Path(__file__).with_name("understood.jsonl").read_text().splitlines()
-]
-"""Fields or headers of a request, and the parts of the neutral request that they set."""
+@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case["name"])
+def test_a_request_means_what_its_client_says(case: dict[str, Any]) -> None:
+    """All of the neutral request; what does not change the meaning changes nothing."""
+    wire = ALL_WIRES[case["dialect"]]
+    meant = msgspec.convert({"model": "m", **case["means"]}, Request)
+    for body in case["bodies"]:
+        sent = wire.request(body, case.get("path"), headers=case.get("headers", {}))
+        assert replace(wire.dialect.parse(sent, ParseCache()), echo=b"") == meant
 
 
 @pytest.mark.parametrize(
@@ -265,6 +245,45 @@ def test_an_echoed_answer_keeps_its_meaning(wire: TalkWire, data: st.DataObject)
         assert [call.id for call in back.tool_calls] == [call.id for call in message.tool_calls]
 
 
+@pytest.mark.parametrize("case", TABLES["replies"], ids=lambda case: case["name"])
+def test_a_reply_has_the_parts_and_events_of_its_api(case: dict[str, Any]) -> None:
+    """Whole and streamed, with what becomes of calls that the model garbled."""
+    wire = WIRES[case["dialect"]]
+    request = wire.hello(tools=wire.tools, **case.get("fields", {}))
+    message = msgspec.convert(case["message"], Message)
+    assert wire.answer(wire.whole(request, message)) == case["answer"]
+    stream = wire.streamed(request, message)
+    assert wire.collect(stream) == case["answer"]
+    if "events" in case:
+        assert_events(stream, case["events"])
+
+
+@pytest.mark.parametrize("case", TABLES["streams"], ids=lambda case: case["name"])
+def test_a_stream_has_the_events_of_its_api(case: dict[str, Any]) -> None:
+    """Whatever the order in which its choices go on, and however long it is silent meanwhile."""
+    wire = WIRES[case["dialect"]]
+    request = wire.hello(tools=wire.tools, **case.get("fields", {}))
+    stream = wire.dialect.stream(request, "s1-4", 17)
+    sent = stream.start(Usage(31, 0))
+    for step in case["steps"]:
+        if step == "keep_alive":
+            sent += stream.keep_alive()
+        else:
+            piece = next(make(step[name]) for name, make in PIECES.items() if name in step)
+            sent += stream.add(piece, step.get("choice", 0))
+    done = [
+        finished(msgspec.convert(one["message"], Message), finish=Finish(one.get("finish", "stop")))
+        for one in case["finish"]
+    ]
+    assert_events(sent + stream.finish(done), case["events"])
+
+
+def assert_events(stream: bytes, expected: list[dict[str, Any]]) -> None:
+    """These events and no others, each with these fields."""
+    found = sse(stream)
+    assert [event | fields for event, fields in zip(found, expected, strict=True)] == found
+
+
 @pytest.mark.parametrize(
     ("finish", "stop", "calls", "reasons"),
     [
@@ -289,51 +308,19 @@ def test_why_an_answer_ended(
             assert reply["stop_sequence"] == stop
 
 
-CHAT_USAGE = {
-    "prompt_tokens": 31,
-    "completion_tokens": 7,
-    "total_tokens": 38,
-    "prompt_tokens_details": {"cached_tokens": 20},
-    "completion_tokens_details": {"reasoning_tokens": 2},
-}
-USAGE = {
-    "anthropic": {
-        "input_tokens": 31,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-        "output_tokens": 7,
-        "output_tokens_details": {"thinking_tokens": 2},
-    },
-    "google": {
-        "promptTokenCount": 31,
-        "candidatesTokenCount": 5,
-        "totalTokenCount": 38,
-        "thoughtsTokenCount": 2,
-        "cachedContentTokenCount": 20,
-    },
-    "openai_chat": CHAT_USAGE,
-    "openai_completions": CHAT_USAGE,
-    "openai_responses": {
-        "input_tokens": 31,
-        "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
-        "output_tokens": 7,
-        "output_tokens_details": {"reasoning_tokens": 2},
-        "total_tokens": 38,
-    },
-}
-
-
 @every_wire
 def test_usage_is_true(wire: Wire) -> None:
-    """In a whole reply, and the same at the end of a stream."""
+    """In a whole reply, and at the end of a stream, which those of OpenAI must be asked for."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
     request = wire.hello(stream_options={"include_usage": True})
     reply = wire.whole(request, message)
     usage = reply.get("usage", reply.get("usageMetadata"))
-    assert usage == USAGE[wire.dialect.name]
+    assert usage == TABLES["usage"][wire.dialect.name]
     stream = wire.streamed(request, message)
     assert json.dumps(usage, separators=(",", ":")) in stream.decode()
-    assert stream.endswith(b"data: [DONE]\n\n") is (wire in (CHAT, COMPLETIONS))
+    chunked = wire in (CHAT, COMPLETIONS)
+    assert stream.endswith(b"data: [DONE]\n\n") is chunked
+    assert (b"usage" not in wire.streamed(wire.hello(), message)) is chunked
 
 
 @pytest.mark.parametrize(
@@ -353,7 +340,20 @@ def test_thoughts_are_hidden_from_clients_that_turn_them_off(
     (part,) = wire.answer(reply)
     assert part["text"] == "Yes."
     assert wire.collect(wire.streamed(request, message)) == [part]
-    assert reply.get("usage", reply.get("usageMetadata")) == USAGE[wire.dialect.name]
+    assert reply.get("usage", reply.get("usageMetadata")) == TABLES["usage"][wire.dialect.name]
+
+
+@pytest.mark.parametrize(
+    ("wire", "reply"),
+    [
+        (ANTHROPIC, {"input_tokens": 12}),
+        (GOOGLE, {"totalTokens": 12}),
+        (RESPONSES, {"object": "response.input_tokens", "input_tokens": 12}),
+    ],
+)
+def test_a_count_has_the_shape_of_its_api(wire: Wire, reply: dict[str, Any]) -> None:
+    """Clients compact by it."""
+    assert json.loads(wire.dialect.encode_count(12)) == reply
 
 
 @every_wire
@@ -367,85 +367,35 @@ def test_models(wire: Wire) -> None:
 
 
 # --------------------------------------------------------------------------- errors
-NO, PARAM = RequestError("no"), RequestError("no", param="n")
-REFUSED = "invalid_request_error"
-
-
 @pytest.mark.parametrize(
-    ("wire", "error", "status", "expected", "retry"),
-    [
-        (ANTHROPIC, NO, 400, REFUSED, "false"),
-        (ANTHROPIC, BudgetExhausted("no", status=404), 404, "not_found_error", "false"),
-        (ANTHROPIC, Unauthorized("no"), 401, "authentication_error", "false"),
-        (ANTHROPIC, TooLarge("no"), 413, "request_too_large", "false"),
-        (ANTHROPIC, EngineError("no"), 529, "overloaded_error", None),
-        (ANTHROPIC, EngineError("no", status=503, retry_after=2), 529, "overloaded_error", None),
-        (ANTHROPIC, EngineError("no", status=422), 500, "api_error", "false"),
-        (ANTHROPIC, TuglineError("no"), 500, "api_error", None),
-        (GOOGLE, NO, 400, "INVALID_ARGUMENT", "false"),
-        (GOOGLE, BudgetExhausted("no"), 400, "INVALID_ARGUMENT", "false"),
-        (GOOGLE, Unauthorized("no"), 401, "UNAUTHENTICATED", "false"),
-        (GOOGLE, EngineError("no"), 503, "UNAVAILABLE", None),
-        (GOOGLE, EngineError("no", status=503, retry_after=2), 503, "UNAVAILABLE", None),
-        (GOOGLE, EngineError("no", status=422), 500, "INTERNAL", "false"),
-        (GOOGLE, TuglineError("no"), 500, "INTERNAL", None),
-        *(
-            (wire, *row)
-            for wire in (CHAT, RESPONSES, COMPLETIONS)
-            for row in (
-                (PARAM, 400, REFUSED, "false"),
-                (ContextOverflow("no"), 400, "context_length_exceeded", "false"),
-                (BudgetExhausted("no", status=401), 401, REFUSED, "false"),
-                (Unauthorized("no"), 401, "invalid_api_key", "false"),
-                (TooLarge("no"), 413, REFUSED, "false"),
-                (UpgradeRequired("no"), 426, REFUSED, "false"),
-                (EngineError("no", status=429, retry_after=2), 429, "rate_limit_error", None),
-                (EngineError("no", status=503), 503, "server_error", None),
-                (EngineError("no", status=400), 502, "server_error", "false"),
-                (EngineError("no"), 502, "server_error", None),
-                (TuglineError("no"), 500, "server_error", None),
-            )
-        ),
-    ],
+    ("dialect", "row"),
+    [(name, row) for name, rows in TABLES["errors"].items() for row in rows],
+    ids=lambda part: part if isinstance(part, str) else f"{part['error']}-{part['status']}",
 )
-def test_errors_have_the_original_shape(
-    wire: Wire, error: TuglineError, status: int, expected: str, retry: str | None
-) -> None:
+def test_errors_have_the_original_shape(dialect: str, row: dict[str, Any]) -> None:
     """Status, text and type; a retry that cannot help is not asked for; the same in a stream."""
+    wire, options = ALL_WIRES[dialect], row.get("with", {})
+    error = getattr(errors, row["error"])("no", **options)
     found, headers, body = wire.dialect.encode_error(error)
     inner = json.loads(body)["error"]
-    assert (found, inner["message"]) == (status, "no")
-    assert expected in {*map(str, inner.values())}
-    assert headers.get("x-should-retry") == retry
-    assert headers.get("retry-after") == ("2" if getattr(error, "retry_after", None) else None)
+    assert (found, inner["message"]) == (row["status"], "no")
+    assert row["value"] in {*map(str, inner.values())}
+    assert headers.get("x-should-retry") == row.get("retry")
+    assert headers.get("retry-after") == ("2" if "retry_after" in options else None)
     if wire in (CHAT, RESPONSES, COMPLETIONS):
-        assert inner["param"] == getattr(error, "param", None)
+        assert inner["param"] == options.get("param")
     stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
     (event, *_) = sse(stream.fail(error))
     assert event.get("error", event)["message"] == "no"
 
 
-@pytest.mark.parametrize(
-    ("wire", "counts", "message"),
-    [
-        (ANTHROPIC, (210, 200), "prompt is too long: 210 tokens > 200 maximum"),
-        (ANTHROPIC, (None, None), "prompt is too long: no room"),
-        (
-            GOOGLE,
-            (210, 200),
-            "The input token count (210) exceeds the maximum number of tokens allowed (200).",
-        ),
-        (CHAT, (210, 200), "no room"),
-        (RESPONSES, (210, 200), "no room"),
-        (COMPLETIONS, (210, 200), "no room"),
-    ],
-)
-def test_an_overflow_is_worded_as_clients_expect_it(
-    wire: Wire, counts: tuple[int | None, int | None], message: str
-) -> None:
+@pytest.mark.parametrize("row", TABLES["overflows"], ids=lambda row: row["dialect"])
+def test_an_overflow_is_worded_as_clients_expect_it(row: dict[str, Any]) -> None:
     """Claude Code compacts on "prompt is too long"; OpenAI's clients look at the code."""
-    error = ContextOverflow("no room", prompt=counts[0], window=counts[1])
-    assert json.loads(wire.dialect.encode_error(error)[2])["error"]["message"] == message
+    prompt, window = row["counts"]
+    error = ContextOverflow("no room", prompt=prompt, window=window)
+    body = ALL_WIRES[row["dialect"]].dialect.encode_error(error)[2]
+    assert json.loads(body)["error"]["message"] == row["words"]
 
 
 @every_wire

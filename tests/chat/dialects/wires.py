@@ -20,8 +20,16 @@ from tugline.chat.dialects.decoding import ParseCache
 from tugline.chat.dialects.google import Google
 from tugline.chat.dialects.openai_chat import OpenAIChat, OpenAICompletions
 from tugline.chat.dialects.openai_responses import OpenAIResponses
-from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
-from tugline.types import Finish, Message, Role, ToolCall
+from tugline.chat.model_call import (
+    Piece,
+    ReasoningDelta,
+    Request,
+    Response,
+    TextDelta,
+    Usage,
+    serialize_message,
+)
+from tugline.types import Finish, Message, Role
 
 Json = dict[str, Any]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -310,23 +318,7 @@ class _ChatWire(TalkWire):
 
     def write(self, messages: Sequence[Message]) -> Json:
         """Content with an image is a list of parts."""
-        return {"messages": [self._write(message) for message in messages]}
-
-    def _write(self, message: Message) -> Json:
-        fields: Json = {"role": message.role.value, "content": message.content}
-        if message.images:
-            urls = [{"type": "image_url", "image_url": {"url": one.url}} for one in message.images]
-            fields["content"] = [{"type": "text", "text": message.content}, *urls]
-        if message.reasoning:
-            fields["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            fields["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": _function(c)}
-                for c in message.tool_calls
-            ]
-        if message.tool_call_id:
-            fields["tool_call_id"] = message.tool_call_id
-        return fields
+        return {"messages": [serialize_message(message) for message in messages]}
 
     def answer(self, reply: Json) -> Any:
         message = reply["choices"][0]["message"]
@@ -358,10 +350,6 @@ class _ChatWire(TalkWire):
 
     def reason(self, reply: Json) -> str:
         return str(reply["choices"][0]["finish_reason"])
-
-
-def _function(call: ToolCall) -> Json:
-    return {"name": call.name, "arguments": call.arguments}
 
 
 def _add_call(calls: list[Json], part: Json) -> None:
@@ -419,10 +407,9 @@ class _ResponsesWire(TalkWire):
                 items.append({"type": "reasoning", "summary": summary})
             if content:
                 items.append({"role": message.role.value, "content": content})
-            items += [
-                {"type": "function_call", "call_id": call.id, **_function(call)}
-                for call in message.tool_calls
-            ]
+            for one in message.tool_calls:
+                call = {"call_id": one.id, "name": one.name, "arguments": one.arguments}
+                items.append({"type": "function_call", **call})
         return {"input": items}
 
     def answer(self, reply: Json) -> Any:
@@ -433,6 +420,9 @@ class _ResponsesWire(TalkWire):
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
         assert done == events[-1]["response"]["output"]
+        for event in events[2:-1]:
+            about = event.get("item_id") or event["item"]["id"]
+            assert about == done[event["output_index"]]["id"]
         return done
 
     def echo(self, answer: Any, rewrite: str) -> Json:

@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import yaml
 
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, parse_engine_error
 from tugline.chat.engines.chat import ObservedChat, TextChat, VllmChat
 from tugline.chat.engines.generate import Embedded, VllmCompletions, VllmGenerate
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
-from tugline.chat.model_call import ChoiceMode, Constraint, ConstraintKind, Request, ToolChoice
+from tugline.chat.model_call import Request
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, Unsupported
-from tugline.types import Finish, Image, Message, Mode, Role, Sampling, Tool, ToolCall, VersionSpan
+from tugline.types import Finish, Mode, Sampling, VersionSpan
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("recorded.json").read_text(encoding="utf-8")
@@ -29,16 +30,17 @@ FORMATS: dict[str, EngineFormat] = {
     "sglang_generate": SglangGenerate(),
     "sglang_chat": SglangChat(),
 }
+BY_CLASS = {type(wire).__name__: wire for wire in (*FORMATS.values(), Embedded(), TextChat())}
+PAYLOADS = yaml.safe_load(Path(__file__).with_name("payloads.yaml").read_text(encoding="utf-8"))
 EXACT = [name for name, wire in FORMATS.items() if wire.mode is Mode.EXACT]
 OBSERVED = [name for name, wire in FORMATS.items() if wire.mode is Mode.OBSERVED]
-TOOL = Tool("read", "Read a file.", {"type": "object"})
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=9, seed=3, stop=("END",))
 
 
 def ask_for(wire: EngineFormat, banned: tuple[int, ...] = (), **more: Any) -> EngineRequest:
     """A request that this format takes; `more` is the harness's own part of it."""
-    given: dict[str, Any] = {"model": "m", "stream": True}
-    request = Request(**(given | {"messages": (Message(Role.USER, "Hi."),)} | more))
+    given = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Hi."}]}
+    request = msgspec.convert(given | more, Request)
     asked = EngineRequest(
         request=request, model="m", sampling=SAMPLING, request_id="r-1", banned=banned
     )
@@ -143,30 +145,10 @@ def test_versions_are_read_where_the_engine_reports_them() -> None:
 
 def test_weights_that_change_in_the_middle_are_two_spans() -> None:
     """SGLang's and vLLM's own words for it, on one answer of four tokens."""
-    pairs = [[-0.5, 10 + n, None] for n in range(4)]
-    versions = [
-        {"version": "default", "start": 0, "end": 1},
-        {"version": "v3", "start": 1, "end": 4},
-    ]
-    meta = {
-        "finish_reason": {"type": "stop", "matched": 2},
-        "completion_tokens": 4,
-        "weight_version": "v3",
-        "output_token_logprobs": pairs,
-        "weight_versions": versions,
-    }
-    reader = SglangGenerate().make_reader()
-    (delta,) = reader.read_body(json.dumps({"meta_info": meta}).encode())
+    sglang, vllm = (json.dumps(body).encode() for body in PAYLOADS["weights_changed"].values())
+    (delta,) = SglangGenerate().make_reader().read_body(sglang)
     assert delta.spans == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 4))
-    choice = {
-        "token_ids": [10, 11, 12, 13],
-        "logprobs": {"content": [{"logprob": -0.5}] * 4},
-        "finish_reason": "stop",
-        "weight_versions": versions,
-    }
-    first, second = (
-        VllmGenerate().make_reader().read_body(json.dumps({"choices": [choice]}).encode())
-    )
+    first, second = VllmGenerate().make_reader().read_body(vllm)
     assert (first.version, first.ids) == (0, [10])
     assert (second.version, second.ids, second.finish) == (3, [11, 12, 13], Finish.STOP)
 
@@ -269,100 +251,39 @@ def test_other_refusals_keep_their_words() -> None:
 
 
 # --------------------------------------------------------------------------- asking
-def sent(wire: EngineFormat, ask: EngineRequest) -> dict[str, Any]:
-    """The JSON that an engine is sent."""
-    body: dict[str, Any] = json.loads(b"".join(wire.build_request(ask).body))
+def sent(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The JSON that the engine of a row is sent."""
+    wire = BY_CLASS[row["wire"]]
+    post = wire.build_request(ask_for(wire, tuple(row.get("banned", ())), **fields))
+    body: dict[str, Any] = json.loads(b"".join(post.body))
     return body
 
 
-def test_the_prompt_goes_out_as_its_digits() -> None:
-    """No id is changed on the way, whatever the field is called; a banned one is biased out."""
-    for wire, field in (
-        (VllmGenerate(), "token_ids"),
-        (Embedded(), "token_ids"),
-        (VllmCompletions(), "prompt"),
-        (SglangGenerate(), "input_ids"),
-    ):
-        banned = () if isinstance(wire, Embedded) else (3,)
-        body = sent(wire, ask_for(wire, banned=banned))
-        assert body[field] == [5, 6, 7]
-        settings = body.get("sampling_params", body)
-        assert settings.get("max_tokens", settings.get("max_new_tokens")) == 9
-        assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
-        assert (settings["min_p"], settings["repetition_penalty"]) == (0, 1)
-        assert settings["stop_token_ids"] == [2]
-        assert "stop" not in settings
-        assert settings.get("logit_bias", {}) == dict.fromkeys(map(str, banned), -100.0)
+@pytest.mark.parametrize("row", PAYLOADS["sent"], ids=lambda row: row["wire"])
+def test_what_an_engine_is_sent(row: dict[str, Any]) -> None:
+    """No id is changed on the way, a banned one is biased out; or a conversation goes out whole."""
+    assert sent(row, **row.get("fields", {})) == row["body"]
 
 
-@pytest.mark.parametrize(
-    "wire", [VllmChat(), SglangChat(), TextChat()], ids=lambda w: type(w).__name__
-)
-def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
-    """Roles, calls, results, images in their place, tools and what is asked of them."""
-    messages = (
-        Message(Role.DEVELOPER, "Help."),
-        Message(Role.USER, "before after", images=(Image("data:x", 7, "low"),)),
-        Message(Role.ASSISTANT, "", (ToolCall("c1", "read", '{"path":1}'),), reasoning="Hm."),
-        Message(Role.TOOL, "x = 1", tool_call_id="c1"),
-    )
-    choice = ToolChoice(ChoiceMode.NAMED, ("read",))
-    parallel = isinstance(wire, SglangChat)
-    asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=parallel)
-    body = sent(wire, asked)
-    system, user, assistant, tool = body["messages"]
-    assert system == {"role": "system", "content": "Help."}
-    assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
-    assert user["content"][1]["image_url"] == {"url": "data:x", "detail": "low"}
-    assert assistant["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":1}'}
-    thought = {VllmChat: "reasoning", SglangChat: "reasoning_content"}
-    if type(wire) in thought:
-        assert assistant[thought[type(wire)]] == "Hm."
-    else:
-        assert not {"reasoning", "reasoning_content"} & set(assistant)
-    assert tool == {"role": "tool", "content": "x = 1", "tool_call_id": "c1"}
-    assert body["tool_choice"] == {"type": "function", "function": {"name": "read"}}
-    assert body.get("parallel_tool_calls", True) is parallel
-    assert (body["stop"], body["stream"]) == (["END"], True)
-    assert body["stream_options"] == {"include_usage": True}
-    assert "include_reasoning" not in body
-
-
-def test_structured_output_is_asked_for_in_each_engines_words() -> None:
+@pytest.mark.parametrize("row", PAYLOADS["constrained"], ids=lambda row: row["wire"])
+def test_structured_output_is_asked_for_in_each_engines_words(row: dict[str, Any]) -> None:
     """A schema, or any JSON object."""
-    schema = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}', "thing")
-    body = sent(VllmGenerate(), ask_for(VllmGenerate(), constraint=schema))
-    assert body["sampling_params"]["structured_outputs"] == {"json": {"type": "object"}}
-    body = sent(SglangGenerate(), ask_for(SglangGenerate(), constraint=schema))
-    assert body["sampling_params"]["json_schema"] == '{"type":"object"}'
-    body = sent(TextChat(), ask_for(TextChat(), constraint=schema))
-    assert body["response_format"]["json_schema"] == {"name": "thing", "schema": {"type": "object"}}
-    anything = Constraint(ConstraintKind.JSON_OBJECT)
-    for wire, field in ((SglangGenerate(), "json_schema"), (VllmGenerate(), "structured_outputs")):
-        body = sent(wire, ask_for(wire, constraint=anything))
-        assert body["sampling_params"][field] in ({"json_object": True}, '{"type":"object"}')
+    expected = sent(row)
+    for name, fields in row["asks"].items():
+        expected[name] = expected.get(name, {}) | fields
+    assert sent(row, constraint=row["constraint"]) == expected
 
 
 def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
     """One tool call at most: asked for, the server makes several all the same."""
-    wire = SglangChat()
+    wire, tool = SglangChat(), {"name": "read", "description": "", "parameters": {}}
     with pytest.raises(Unsupported, match="one tool call") as caught:
-        wire.build_request(ask_for(wire, tools=(TOOL,), parallel=False))
+        wire.build_request(ask_for(wire, tools=[tool], parallel=False))
     assert caught.value.param == "parallel_tool_calls"
 
 
-def test_an_abort_names_the_request_as_its_route_does() -> None:
-    """VLLM knows a request by its id with the route's own words around it."""
-    named = {
-        type(wire): msgspec.json.decode(b"".join(post.body))
-        for wire in (*FORMATS.values(), Embedded())
-        if (post := wire.build_abort("r-1")) is not None
-    }
-    assert named == {
-        VllmGenerate: {"request_ids": ["generate-tokens-r-1"]},
-        VllmCompletions: {"request_ids": ["cmpl-r-1-0"]},
-        VllmChat: {"request_ids": ["chatcmpl-r-1"]},
-        SglangGenerate: {"rid": "r-1"},
-        SglangChat: {"rid": "r-1"},
-        Embedded: {"request_ids": ["r-1"]},
-    }
+@pytest.mark.parametrize("name", BY_CLASS)
+def test_an_abort_names_the_request_as_its_route_does(name: str) -> None:
+    """Its id, with the words that the route puts around it."""
+    post = BY_CLASS[name].build_abort("r-1")
+    assert (post and json.loads(b"".join(post.body))) == PAYLOADS["aborts"][name]
