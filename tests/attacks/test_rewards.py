@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import subprocess
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 from attacked import Arena, running, shell, token
+from judging import Judge
 from rig import rig, says
 from tugline.errors import SandboxError
-from tugline.evaluators.base import Evaluator, SessionOutcome
+from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.sandbox.base import Content, Sandbox
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.limits import find_cgroup_parent
 from tugline.schema import read_values
 from tugline.types import Limits, PluginSpec, Session, Status, Task, Workspace
@@ -59,24 +59,18 @@ async def earned(
 ) -> float:
     """The reward of an agent that is this script, on `FILES` or on a repository."""
     files = FILES if base is None else {}
-    place = {"workspace": replace(base or arena.workspace, image=arena.workspace.image)}
-    task = a_task(arena, script, files=files, **place)
+    workspace = replace(base or arena.workspace, image=arena.workspace.image)
     turn = next(TURNS)
-    judges = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        given = {"mounts": evaluator.mounts(task), **place}
-        async with arena.box(f"judge-{turn}-{next(judges)}", **given) as sandbox:
-            await sandbox.put(sandbox.workdir, files)
-            yield sandbox
-
-    async with arena.box(f"agent-{turn}", files=files, **place) as sandbox:
+    async with arena.box(f"agent-{turn}", files=files, workspace=workspace) as sandbox:
         env = {"HOME": str(sandbox.home), **ATTACKS["variables"]}
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
+    task = a_task(arena, script, files=files, workspace=workspace)
+    spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
+    folder = arena.folder / f"judge-{turn}"
+    judge = Judge(folder, task, timeout_s=20.0, runtime=arena.runtime(), spec=spec)
+    outcome = judge.outcome(patch.files)
     # On a busy machine there is no verdict; the server runs such a session again.
     for _ in range(3):
         with contextlib.suppress(SandboxError):
