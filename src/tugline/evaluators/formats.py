@@ -128,14 +128,13 @@ class _GoPackage:
 
     def close(self, report: TestReport, package: str) -> None:
         """Report the package's tests."""
+        ended = {test for test, _ in self.ends}
+        self.ends += [(test, TestOutcome.FAIL) for test in self.ran - ended]
         for test, outcome in self.ends:
             if test in self.ran:
-                report.add(test, outcome)
-                report.add(f"{package}::{test}", outcome)
-        ended = {test for test, _ in self.ends}
-        for test in self.ran - ended:
-            report.add(test, TestOutcome.FAIL, "it did not end")
-            report.add(f"{package}::{test}", TestOutcome.FAIL)
+                reason = "" if test in ended else "it did not end"
+                report.add(test, outcome, reason)
+                report.add(f"{package}::{test}", outcome, reason)
         report.complete = True
         self.ran, self.ends = set(), []
 
