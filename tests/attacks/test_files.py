@@ -168,5 +168,5 @@ async def test_leave_traps_for_who_cleans_up(sandbox: Arena, outside: Path) -> N
     async with sandbox.box() as box:
         await python(box, code, outside)
         await python(box, code.replace("'out'", "'/tmp/out'"), outside)
-    assert await asyncio.to_thread(sandbox.runtime().reap, sandbox.folder) >= 0
+    assert await asyncio.to_thread(sandbox.runtime.reap, sandbox.folder) >= 0
     untouched(outside)

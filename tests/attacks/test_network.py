@@ -66,7 +66,7 @@ async def test_reach_the_control_plane(anywhere: Arena) -> None:
         async with anywhere.box() as sandbox:
             await sandbox.put(sandbox.home, {"asks": ask})
             got = await python(sandbox, ASK, sandbox.home / "asks")
-    assert got.text.endswith(" 200\n") is not anywhere.contains, got.text
+    assert got.text.endswith(" 200\n") is not anywhere.isolated, got.text
 
 
 async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
@@ -75,7 +75,7 @@ async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
     async with anywhere.box() as sandbox:
         await sandbox.expose(gateway.url)
         got = await python(sandbox, CONNECT, urlsplit(replica).netloc)
-    assert ("reached" in got.text) is not anywhere.contains, got.text
+    assert ("reached" in got.text) is not anywhere.isolated, got.text
 
 
 async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
@@ -89,7 +89,7 @@ async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
             places = [f"{host}:{port}" for host in ("127.0.0.1", own, "::1", "localhost")]
             got = await python(sandbox, CONNECT, *places)
     reached = got.text.count("reached")
-    assert (reached == 0) if anywhere.contains else (reached >= 2), got.text
+    assert (reached == 0) if anywhere.isolated else (reached >= 2), got.text
 
 
 async def test_reach_anything_else(sandbox: Arena) -> None:
@@ -143,7 +143,7 @@ async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
                 got = await python(sandbox, SOCKET, name)
     except PermissionError:
         pytest.skip(f"{folder} is not ours to write to")
-    assert ("reached" in got.text) is not anywhere.contains, got.text
+    assert ("reached" in got.text) is not anywhere.isolated, got.text
 
 
 async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) -> None:

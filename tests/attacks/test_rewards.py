@@ -48,7 +48,7 @@ def a_task(arena: Arena, script: str, **changes: Any) -> Task:
     return Task(
         id="t",
         instruction="Mend it.",
-        runtime=PluginSpec(arena.part, arena.fixed),
+        runtime=PluginSpec(arena.plugin, arena.options),
         limits=Limits(agent_s=20.0, eval_s=20.0),
         **{"workspace": arena.workspace, **given, **changes},
     )
@@ -69,7 +69,7 @@ async def earned(
     task = a_task(arena, script, files=files, workspace=workspace)
     spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
     folder = arena.folder / f"judge-{turn}"
-    judge = Judge(folder, task, timeout_s=20.0, runtime=arena.runtime(), spec=spec)
+    judge = Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
     outcome = judge.outcome(patch.files)
     # On a busy machine there is no verdict; the server runs such a session again.
     for _ in range(3):
