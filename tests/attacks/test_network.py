@@ -170,8 +170,13 @@ async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) ->
 
 
 async def test_command_the_gateway(sandbox: Arena, gateway: Rig) -> None:
-    """What is a node's or a trainer's to ask is not served where agents are."""
+    """What is a node's or a trainer's to ask is not served where agents are.
+
+    Nor can the session's own secret post a result.
+    """
     paths = ("/v1/weights", "/v1/weights/pause", "/v1/tasks", "/metrics", "/v1/nodes", "/s/s1", "/")
+    paths += ("/v1/sessions", "/v1/sessions/s1/result?epoch=0", "/s/s1/v1/sessions/s1/result")
+    paths += ("/s/s1/conclude",)
     asks = [(how, path, gateway.key) for path in paths for how in ("GET", "POST")]
     codes = await asked(sandbox, gateway.url, asks)
     assert set(codes) <= {"401", "404", "405"}, list(zip(asks, codes, strict=True))

@@ -7,24 +7,20 @@ import contextlib
 import itertools
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import judging
 from attacked import Arena, running, shell, token
-from judging import Judge
-from rig import rig, says
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
 from tugline.evaluators.tests import TestsEvaluator
-from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.limits import find_cgroup_parent
 from tugline.schema import read_values
-from tugline.types import Limits, PluginSpec, Session, Status, Task, Workspace
+from tugline.types import Workspace
 
 FILES = {
     "bill.py": "def total(a, b):\n    return a - b\n",
@@ -41,19 +37,6 @@ EVALUATOR, HASTY_EVALUATOR = TestsEvaluator(timeout_s=10.0), TestsEvaluator(time
 """Shared, for they find out once whether pytest runs here. The hasty one is for endless tests."""
 
 
-def a_task(arena: Arena, script: str, **changes: Any) -> Task:
-    """A task with a bug, for an agent that is a shell script."""
-    given: dict[str, Any] = {"evaluator": PluginSpec("tests"), "files": FILES}
-    given["harness"] = PluginSpec("shell", {"command": ["sh", "-c", script]})
-    return Task(
-        id="t",
-        instruction="Mend it.",
-        runtime=PluginSpec(arena.plugin, arena.options),
-        limits=Limits(agent_s=20.0, eval_s=20.0),
-        **{"workspace": arena.workspace, **given, **changes},
-    )
-
-
 async def earned(
     arena: Arena, script: str, evaluator: Evaluator, base: Workspace | None = None
 ) -> float:
@@ -66,10 +49,10 @@ async def earned(
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    task = a_task(arena, script, files=files, workspace=workspace)
+    task = judging.task(files, workspace)
     spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
     folder = arena.folder / f"judge-{turn}"
-    judge = Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
+    judge = judging.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
     outcome = judge.outcome(patch.files)
     # On a busy machine there is no verdict; the server runs such a session again.
     for _ in range(3):
@@ -148,45 +131,6 @@ async def test_earn_a_reward_of_a_script(sandbox: Arena, judge: Evaluator, attac
 async def test_a_script_rewards_honest_work(sandbox: Arena, judge: Evaluator) -> None:
     """The same script, with the task done."""
     assert await earned(sandbox, HONEST, judge) == 1.0
-
-
-CALL = """
-import json, os, sys, urllib.error, urllib.request as r
-origin, _, session = os.environ["ANTHROPIC_BASE_URL"].partition("/s/")
-head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-head["content-type"] = "application/json"
-def post(url, body):
-    try: return r.urlopen(r.Request(url, json.dumps(body).encode(), head), timeout=8).status
-    except urllib.error.HTTPError as error: return error.code
-ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-result = {"session": session, "status": "completed", "reward": {"value": 1.0}}
-print(post(f"{origin}/s/{session}/v1/chat/completions", ask))
-for path in (f"/v1/sessions/{session}/result?epoch=0", f"/s/{session}/v1/sessions/{session}/result",
-             f"/s/{session}/conclude", "/v1/sessions", f"/s/{session}"):
-    for top in (origin, "http://127.0.0.1:8700"):
-        try: print(post(top + path, result))
-        except OSError as error: print("none")
-"""
-
-
-async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
-    """With the session's own secret: the gateway takes model calls, and nothing else is there."""
-    agent = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
-    async with rig(tmp_path / "gateway", says("Done.")) as model:
-        trajectory = await roll_out(
-            a_task(sandbox, "", harness=agent),
-            Session(id="s7", task="t", sample=0),
-            gateway=model.gateway,
-            directory=tmp_path / "session",
-            parts=Parts(),
-        )
-    (log,) = (tmp_path / "session" / "agent").rglob("agent.log")
-    first, *others = log.read_text().split()
-    assert first == "200"
-    assert set(others) <= {"401", "404", "405", "none"}, others
-    assert trajectory.status is Status.COMPLETED
-    assert trajectory.reward is not None
-    assert trajectory.reward.value == 0.0
 
 
 @pytest.fixture

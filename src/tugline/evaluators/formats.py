@@ -347,16 +347,12 @@ class Format(NamedTuple):
     """Variables that make each run of the test program write its report to ``{report}``."""
 
 
+_PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
 FORMATS = {
     "junit": Format(
         read_junit, ("python", "java"), normalize_junit, "--junitxml={report} for pytest"
     ),
-    "pytest": Format(
-        _read_pytest,
-        ("python",),
-        normalize_junit,
-        env={"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"},
-    ),
+    "pytest": Format(_read_pytest, ("python",), normalize_junit, env=_PYTEST_ENV),
     "go": Format(read_go, ("go",)),
     "cargo": Format(read_cargo, ("rust",)),
     "jest": Format(_read_jest, ("node",), reports="--json --outputFile={report}"),
