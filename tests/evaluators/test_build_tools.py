@@ -16,15 +16,12 @@ from typing import Any
 
 import pytest
 
-from containers import podman
 from judging import Judge, task
-from sandboxes import WITH_PYTHON, Driver, driver, run_shell
+from sandboxes import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
-
-__all__ = ["driver", "podman"]
 
 pytestmark = pytest.mark.timeout(600)
 

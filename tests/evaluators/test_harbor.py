@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import DEBIAN, podman
+from containers import DEBIAN
 from tugline.datasets.base import Solution
 from tugline.evaluators.harbor import parse_rewards
 from tugline.plugins import find
@@ -31,8 +31,6 @@ RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > $reward"
 FOLDER = "/logs/verifier"
 REWARDS = f"reward={FOLDER}/reward.txt; json={FOLDER}/reward.json\n"
 """Names for what a script may write."""
-
-__all__ = ["podman"]
 
 Judge = Callable[..., TaskValidation]
 

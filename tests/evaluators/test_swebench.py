@@ -13,14 +13,11 @@ import msgspec
 import pytest
 
 import judging
-from containers import podman
-from sandboxes import WITH_PYTHON, Driver, driver
+from sandboxes import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.script import parse_apart
 from tugline.evaluators.swebench import _GRADE, SweBenchEvaluator
-
-__all__ = ["driver", "podman"]
 
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",

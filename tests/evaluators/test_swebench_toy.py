@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from containers import DEBIAN, podman
+from containers import DEBIAN
 from sandboxes import read_log, run_shell
 from swe_toy import make, tasks, written
 from tugline.datasets.base import Solution
@@ -23,7 +23,6 @@ from tugline.rollout.task_validation import validate_task
 from tugline.sandbox.base import SandboxSpec
 from tugline.types import Task
 
-__all__ = ["podman"]
 pytestmark = pytest.mark.timeout(300)
 
 
