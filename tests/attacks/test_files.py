@@ -49,12 +49,16 @@ LINKS = ("folder", "relative", "chain", "magic")
 async def test_put_through_planted_links(
     anywhere: Arena, outside: Path, content: str | None
 ) -> None:
-    """What is put or removed is the box's own, whatever stands at its path or above it."""
+    """What is put or removed is the box's own, whatever stands at its path or above it.
+
+    Also if the path itself leads out.
+    """
     async with anywhere.box() as sandbox:
         await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
         for root in (sandbox.workdir, sandbox.home):
             files = [f"{link}/{name}" for link in LINKS for name in ("secret", "new")]
-            for path in (*files, "file", "dangling", "loop", "folder"):
+            above = "../" * 30 + f"{outside}/new"
+            for path in (*files, "file", "dangling", "loop", "folder", above, f"{outside}/new"):
                 with contextlib.suppress(SandboxError, UsageError):
                     async with asyncio.timeout(DEADLINE):
                         await sandbox.put(root, {path: content})
