@@ -7,20 +7,20 @@ succeed wherever it harms nobody: no attack fails because it was written wrongly
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tugline.plugins import find
-from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
-from tugline.types import Workspace
+from containers import DEBIAN
+from sandboxes import Driver, running
+from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
+
+__all__ = ["running"]
 
 WITHIN = 20.0
-IMAGE = "localhost/tugline/debian:12"
+IMAGE = DEBIAN
 
 
 class Said(NamedTuple):
@@ -30,52 +30,18 @@ class Said(NamedTuple):
     exit: Exit
 
 
-@dataclass
-class Arena:
-    """One runtime and a folder."""
+@dataclass(kw_only=True)
+class Arena(Driver):
+    """A runtime and a folder."""
 
-    name: str
     folder: Path
-    made: dict[str, Runtime] = field(default_factory=dict)
-    mounts: tuple[Mount, ...] = ()
-    """What its boxes have besides, whatever else is asked for."""
-    engine: str = ""
-    """The URL of a Podman."""
-
-    @property
-    def contains(self) -> bool:
-        """Whether it is meant to keep programs in."""
-        return self.name != "local"
-
-    @property
-    def workspace(self) -> Workspace:
-        """What its boxes begin with, if nothing else is asked for."""
-        return Workspace(image=IMAGE) if self.name == "podman" else Workspace()
-
-    @property
-    def part(self) -> str:
-        """The plug-in's name."""
-        return "container" if self.name == "podman" else self.name
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """Options that it always has."""
-        return {"engine": self.engine} if self.name == "podman" else {}
-
-    def runtime(self, **options: Any) -> Runtime:
-        """One with these options."""
-        key = json.dumps(options, sort_keys=True)
-        if key not in self.made:
-            self.made[key] = find("runtime", self.part)(**self.fixed, **options)
-        return self.made[key]
 
     @contextlib.asynccontextmanager
     async def box(
         self, name: str = "attacker", options: dict[str, Any] | None = None, **place: Any
     ) -> AsyncIterator[Sandbox]:
         """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
-        runtime = self.runtime(**(options or {}))
-        place["mounts"] = (*self.mounts, *place.get("mounts", ()))
+        runtime = self.bounded(**options) if options else self.runtime
         given = SandboxSpec(**{"workspace": self.workspace, **place})
         async with runtime.open(self.folder / name, given) as sandbox:
             yield sandbox
@@ -101,14 +67,3 @@ async def said(box: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Said:
 def token() -> str:
     """Text that is nowhere else."""
     return f"tok{secrets.token_hex(8)}"
-
-
-def running(mark: str) -> list[int]:
-    """Processes of this machine with `mark` in their command line, but for this one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if mark.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found

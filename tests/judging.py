@@ -6,24 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
-from tugline.types import (
-    Call,
-    Finish,
-    Message,
-    PluginSpec,
-    Role,
-    Sampling,
-    Task,
-    Timings,
-    VersionSpan,
-    Workspace,
-)
+from tugline.types import PluginSpec, Task, Workspace
 
 DONE = Exit(0, timed_out=False, seconds=1.0)
 
@@ -92,23 +79,3 @@ class Judge:
     ) -> Verdict:
         """The verdict on a patch."""
         return await evaluator.evaluate(self.outcome(files))
-
-
-def call(number: int, *messages: Message, answer: str = "", **more: object) -> Call:
-    """A model call of some session."""
-    given: dict[str, object] = {
-        "session": "s",
-        "number": number,
-        "dialect": "openai_chat",
-        "messages": messages,
-        "answer": Message(Role.ASSISTANT, answer),
-        "sampling": Sampling(),
-        "prompt_ids": np.array([1], np.int32),
-        "sampled_ids": np.array([2, 3], np.int32),
-        "logprobs": np.array([-1.0, -1.0], np.float32),
-        "versions": (VersionSpan(0, 0, 2),),
-        "finish": Finish.STOP,
-        "engine": "stub",
-        "timings": Timings(0.0),
-    }
-    return Call(**{**given, **more})  # type: ignore[arg-type]

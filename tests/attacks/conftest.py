@@ -4,30 +4,32 @@ from pathlib import Path
 
 import pytest
 
-from attacked import Arena
+from attacked import IMAGE, Arena
 from containers import podman
+from sandboxes import WITH_PYTHON
+from tugline.types import Workspace
 
 __all__ = ["podman"]
 
-SANDBOXES = ["bubblewrap", pytest.param("podman", marks=pytest.mark.podman)]
-
 
 def _arena(request: pytest.FixtureRequest, folder: Path) -> Arena:
-    engine = request.getfixturevalue("podman") if request.param == "podman" else ""
-    arena = Arena(request.param, folder, engine=engine)
-    reason = arena.runtime().check_available()
-    if reason is not None:
+    given = {}
+    if request.param == "container":
+        engine = request.getfixturevalue("podman")
+        given = {"options": {"engine": engine}, "workspace": Workspace(image=IMAGE)}
+    arena = Arena(name=request.param, folder=folder, **given)
+    if reason := arena.runtime.check_available():
         pytest.skip(f"{arena.name}: {reason}")
     return arena
 
 
-@pytest.fixture(params=["local", *SANDBOXES])
+@pytest.fixture(params=WITH_PYTHON)
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
     """Each sandbox, and a place that contains nothing, where the attack must succeed."""
     return _arena(request, tmp_path)
 
 
-@pytest.fixture(params=SANDBOXES)
+@pytest.fixture(params=WITH_PYTHON[1:])
 def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
     """Each sandbox."""
     return _arena(request, tmp_path)

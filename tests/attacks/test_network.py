@@ -14,6 +14,7 @@ import pytest
 import served
 from attacked import Arena, python, shell, token
 from rig import Rig, rig, says
+from tugline.sandbox.base import Sandbox
 from tugline.types import PluginSpec, Session, Task
 
 CONNECT = """
@@ -24,8 +25,9 @@ for address in sys.argv[1:]:
     except OSError as error: print(address, error)
 """
 ASK = """
-import json, sys, urllib.error, urllib.request as r
-for line in open(0 if sys.argv[1] == "-" else sys.argv[1]):
+import os, sys, urllib.error, urllib.request as r
+os.environ.pop("NO_PROXY", 0); os.environ.pop("no_proxy", 0)
+for line in open(sys.argv[1]):
     method, url, key = line.split()
     body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "status": "completed"}'
     head = {"authorization": "Bearer " + key, "content-type": "application/json"}
@@ -43,30 +45,28 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Rig]:
         yield made
 
 
-async def asked(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
+async def ask(box: Sandbox, asks: list[tuple[str, str, str]]) -> list[str]:
+    """The status of each (method, URL, key), or the first word of what is wrong."""
+    await box.put(box.home, {"asks": "\n".join(map(" ".join, asks))})
+    got = await python(box, ASK, box.home / "asks")
+    answers = [line.split()[2] for line in got.text.splitlines()]
+    assert (got.exit.code, len(answers)) == (0, len(asks)), got.text
+    return answers
+
+
+async def ask_gateway(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
     """The answers to (method, path, key), asked in a box that reaches `url`."""
     async with arena.box() as sandbox:
-        inside = await sandbox.expose(url)
-        origin = f"http://{urlsplit(inside).netloc}"
-        lines = [f"{method} {origin}{path} {key}" for method, path, key in asks]
-        await sandbox.put(sandbox.home, {"asks": "\n".join(lines)})
-        got = await python(sandbox, ASK, sandbox.home / "asks")
-    assert got.exit.code == 0, got.text
-    answers = got.text.splitlines()
-    assert len(answers) == len(asks), got.text
-    return [line.split()[2] for line in answers]
+        origin = f"http://{urlsplit(await sandbox.expose(url)).netloc}"
+        return await ask(sandbox, [(how, f"{origin}{path}", key) for how, path, key in asks])
 
 
 async def test_reach_the_control_plane(anywhere: Arena) -> None:
     """Not even with a token that is right: there is no way to it."""
-    async with served.serve(
-        f"sqlite:{anywhere.folder}/store.db", anywhere.folder / "server"
-    ) as server:
-        ask = f"GET {server.url}/v1/tasks {served.TOKENS.client}"
-        async with anywhere.box() as sandbox:
-            await sandbox.put(sandbox.home, {"asks": ask})
-            got = await python(sandbox, ASK, sandbox.home / "asks")
-    assert got.text.endswith(" 200\n") is not anywhere.contains, got.text
+    store = f"sqlite:{anywhere.folder}/store.db"
+    async with served.serve(store, anywhere.folder / "server") as server, anywhere.box() as box:
+        codes = await ask(box, [("GET", f"{server.url}/v1/tasks", served.TOKENS.client)])
+    assert (codes == ["200"]) is not anywhere.isolated, codes
 
 
 async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
@@ -75,7 +75,7 @@ async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
     async with anywhere.box() as sandbox:
         await sandbox.expose(gateway.url)
         got = await python(sandbox, CONNECT, urlsplit(replica).netloc)
-    assert ("reached" in got.text) is not anywhere.contains, got.text
+    assert ("reached" in got.text) is not anywhere.isolated, got.text
 
 
 async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
@@ -89,7 +89,7 @@ async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
             places = [f"{host}:{port}" for host in ("127.0.0.1", own, "::1", "localhost")]
             got = await python(sandbox, CONNECT, *places)
     reached = got.text.count("reached")
-    assert (reached == 0) if anywhere.contains else (reached >= 2), got.text
+    assert (reached == 0) if anywhere.isolated else (reached >= 2), got.text
 
 
 async def test_reach_anything_else(sandbox: Arena) -> None:
@@ -143,7 +143,7 @@ async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
                 got = await python(sandbox, SOCKET, name)
     except PermissionError:
         pytest.skip(f"{folder} is not ours to write to")
-    assert ("reached" in got.text) is not anywhere.contains, got.text
+    assert ("reached" in got.text) is not anywhere.isolated, got.text
 
 
 async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) -> None:
@@ -161,7 +161,7 @@ async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) ->
         ]
         asks += [("POST", f"/s/s2{chat}", guess or "none") for guess in guesses]
         asks += [("POST", chat, guess or "none") for guess in guesses]
-        codes = await asked(sandbox, gateway.url, asks)
+        codes = await ask_gateway(sandbox, gateway.url, asks)
         assert codes[0] == "200"
         assert set(codes[1:]) <= {"401", "404"}, codes
         assert codes[5:] == ["401"] * (2 * len(guesses))
@@ -170,10 +170,15 @@ async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) ->
 
 
 async def test_command_the_gateway(sandbox: Arena, gateway: Rig) -> None:
-    """What is a node's or a trainer's to ask is not served where agents are."""
+    """What is a node's or a trainer's to ask is not served where agents are.
+
+    Nor can the session's own secret post a result.
+    """
     paths = ("/v1/weights", "/v1/weights/pause", "/v1/tasks", "/metrics", "/v1/nodes", "/s/s1", "/")
+    paths += ("/v1/sessions", "/v1/sessions/s1/result?epoch=0", "/s/s1/v1/sessions/s1/result")
+    paths += ("/s/s1/conclude",)
     asks = [(how, path, gateway.key) for path in paths for how in ("GET", "POST")]
-    codes = await asked(sandbox, gateway.url, asks)
+    codes = await ask_gateway(sandbox, gateway.url, asks)
     assert set(codes) <= {"401", "404", "405"}, list(zip(asks, codes, strict=True))
 
 
@@ -187,14 +192,6 @@ async def test_an_evaluators_box_has_no_network(sandbox: Arena, gateway: Rig) ->
 
 async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
     """Neither the host behind the proxy nor what is not on the list can be had through it."""
-    code = (
-        "import os, urllib.request as r, urllib.error, sys\n"
-        "os.environ.pop('NO_PROXY', 0); os.environ.pop('no_proxy', 0)\n"
-        "for url in sys.argv[1:]:\n"
-        "    try: r.urlopen(url, timeout=5); print('reached', url)\n"
-        "    except urllib.error.HTTPError as error: print('answered', error.code)\n"
-        "    except OSError as error: print('unreachable')\n"
-    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         urls = [
@@ -205,8 +202,8 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
         ]
         async with sandbox.box(options={"allow": ["localhost:*", "b.example:443"]}) as box:
             await box.expose(gateway.url)
-            got = await python(box, code, *urls)
-    assert got.text.splitlines() == ["answered 403"] * len(urls)
+            codes = await ask(box, [("GET", url, "none") for url in urls])
+    assert codes == ["403"] * len(urls)
 
 
 FAMILIES = """

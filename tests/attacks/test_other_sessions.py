@@ -56,7 +56,7 @@ async def test_read_another_sessions_files(anywhere: Arena) -> None:
     secret = token()
     async with victim(anywhere, secret) as (_, folder), anywhere.box() as sandbox:
         got = await python(sandbox, READ, secret, folder)
-    assert got.text == ("nothing\n" if anywhere.contains else "found\n")
+    assert got.text == ("nothing\n" if anywhere.isolated else "found\n")
 
 
 ENVIRONMENTS = """
@@ -77,7 +77,7 @@ async def test_read_another_sessions_environment(anywhere: Arena) -> None:
         got = await python(sandbox, ENVIRONMENTS, secret[::-1])
     assert got.exit.code == 0, got.text
     found = {line.split()[-1] for line in got.text.splitlines()}
-    assert found == (set() if anywhere.contains else {"environ", "cmdline"})
+    assert found == (set() if anywhere.isolated else {"environ", "cmdline"})
 
 
 async def test_read_the_nodes_files(anywhere: Arena) -> None:
@@ -89,8 +89,8 @@ async def test_read_the_nodes_files(anywhere: Arena) -> None:
         got = await shell(
             sandbox, 'cat "$1"; ls -A "$2"', anywhere.folder / "node/token", Path.home()
         )
-    assert (secret in got.text) is not anywhere.contains
-    if anywhere.contains:
+    assert (secret in got.text) is not anywhere.isolated
+    if anywhere.isolated:
         # A Python that is installed there is the one that sandboxes have, too.
         given = {Path(sys.prefix), Path(sys.base_prefix)}
         ways = {
@@ -116,7 +116,7 @@ async def test_see_processes_of_the_host(
     mark = str(outsider.args[-1])  # type: ignore[index]
     async with anywhere.box() as sandbox:
         got = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
-    assert (mark in got.text) is not anywhere.contains
+    assert (mark in got.text) is not anywhere.isolated
 
 
 async def test_signal_processes_of_the_host(
@@ -126,7 +126,7 @@ async def test_signal_processes_of_the_host(
     async with anywhere.box() as sandbox:
         await python(sandbox, "import os, sys; os.kill(int(sys.argv[1]), 9)", outsider.pid)
     await asyncio.sleep(0.05)
-    assert (outsider.poll() is None) is anywhere.contains
+    assert (outsider.poll() is None) is anywhere.isolated
 
 
 ATTACH = """
@@ -143,9 +143,9 @@ async def test_attach_to_processes_of_the_host(
     """Nor can it be debugged."""
     async with anywhere.box() as sandbox:
         got = await python(sandbox, ATTACH, outsider.pid)
-    if not anywhere.contains and "attached" not in got.text:
+    if not anywhere.isolated and "attached" not in got.text:
         pytest.skip("this machine lets nobody debug another's child")
-    assert ("attached" in got.text) is not anywhere.contains, got.text
+    assert ("attached" in got.text) is not anywhere.isolated, got.text
 
 
 KEYS = """
@@ -192,8 +192,8 @@ async def test_leave_something_for_another_session(anywhere: Arena, channel: str
         on_the_node = await asyncio.to_thread(find_on_the_node, name)
         await python(one, channel, name, "remove")
     assert got.exit.code == 0, got.text
-    if channel == KEYS and not anywhere.contains and "found" not in mine.text:
+    if channel == KEYS and not anywhere.isolated and "found" not in mine.text:
         pytest.skip("this kernel has no keyrings")
     assert "found" in mine.text or channel == KEYS
-    assert ("found" in got.text) is not anywhere.contains, got.text
-    assert not (on_the_node and anywhere.contains)
+    assert ("found" in got.text) is not anywhere.isolated, got.text
+    assert not (on_the_node and anywhere.isolated)

@@ -6,161 +6,35 @@ import asyncio
 import contextlib
 import itertools
 import subprocess
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+import judging
 from attacked import Arena, running, shell, token
-from rig import rig, says
 from tugline.errors import SandboxError
-from tugline.evaluators.base import Evaluator, SessionOutcome
+from tugline.evaluators.base import Evaluator
 from tugline.evaluators.harbor import HarborEvaluator
 from tugline.evaluators.tests import TestsEvaluator
-from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
-from tugline.sandbox.base import Content, Sandbox
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.limits import find_cgroup_parent
-from tugline.types import Limits, PluginSpec, Session, Status, Task, Workspace
+from tugline.schema import read_values
+from tugline.types import Workspace
 
 FILES = {
     "bill.py": "def total(a, b):\n    return a - b\n",
     "test_bill.py": "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n",
 }
 HONEST = "sed -i s/-/+/ bill.py"
-HOOK = """import pytest
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    outcome.get_result().outcome = "passed"
-def pytest_sessionfinish(session): session.exitstatus = 0
-"""
-MEND = "import bill\\nbill.total = lambda a, b: a + b\\n"
-"""What code has to do that runs before the tests do."""
-REPORT = (
-    '<testsuites><testsuite name="pytest" errors="0" failures="0" skipped="0" tests="1">'
-    '<testcase classname="test_bill" name="test_total" file="test_bill.py"/>'
-    "</testsuite></testsuites>"
-)
-PYC = (
-    "import importlib.util as u, marshal, pathlib, sys, _imp\n"
-    "pathlib.Path('__pycache__').mkdir(exist_ok=True)\n"
-    "for name, text in (('bill', 'def total(a, b): return a + b'),"
-    " ('test_bill', 'def test_total(): pass')):\n"
-    "    code = compile(text, name + '.py', 'exec')\n"
-    "    data = u.MAGIC_NUMBER + (1).to_bytes(4, 'little') + b'x' * 8 + marshal.dumps(code)\n"
-    "    tag = sys.implementation.cache_tag\n"
-    "    for end in ('', '.opt-1', '-pytest-7.2.1', '-pytest-8.3.4', '-pytest-9.2.0'):\n"
-    "        pathlib.Path(f'__pycache__/{name}.{tag}{end}.pyc').write_bytes(data)\n"
-)
-ATTACKS = {
-    "nothing": "true",
-    "edit the tests": "echo 'def test_total(): pass' > test_bill.py",
-    "delete the tests": "rm test_bill.py",
-    "link the tests elsewhere": (
-        "echo 'def test_total(): pass' > mine.py; ln -sf mine.py test_bill.py"
-    ),
-    "make a folder of the tests": "rm test_bill.py; mkdir test_bill.py; touch test_bill.py/x.py",
-    "add tests": "echo 'def test_total(): pass' > test_more.py; cp test_more.py x_test.py",
-    "conftest": f"printf '%s' '{HOOK}' > conftest.py",
-    "conftest in the folders above": (
-        f"for d in .. ~ /tmp /; do printf '%s' '{HOOK}' > $d/conftest.py; done"
-    ),
-    "sitecustomize": f"printf '{MEND}' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
-    "customize in the home": (
-        "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d;"
-        f" printf '{MEND}' > $d/usercustomize.py; cp $d/usercustomize.py $d/sitecustomize.py"
-    ),
-    "a .pth file": (
-        "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d;"
-        " echo 'import os; os._exit(0)' > $d/x.pth; cp $d/x.pth ."
-    ),
-    "programs of the runner's names": (
-        "for d in . ~ ~/bin ~/.local/bin /usr/local/bin /tmp; do mkdir -p $d;"
-        " for p in python3 python pytest sh env; do"
-        " printf '#!/bin/true\\n' > $d/$p; chmod +x $d/$p; done; done"
-    ),
-    "settings of the shell": (
-        "for f in .profile .bashrc .bash_profile .env; do"
-        " echo 'export PYTEST_ADDOPTS=--co PATH=/tmp; exit 0' > ~/$f; cp ~/$f .; done"
-    ),
-    "pytest.ini": (
-        f"printf '%s' '{HOOK}' > evil.py;"
-        " printf '[pytest]\\naddopts = -p evil\\npython_files = nothing.py\\n' > pytest.ini"
-    ),
-    "pyproject.toml": (
-        f"printf '%s' '{HOOK}' > evil.py;"
-        " printf '[tool.pytest.ini_options]\\naddopts = \"-p evil\"\\n' > pyproject.toml"
-    ),
-    "setup.cfg and tox.ini": (
-        f"printf '%s' '{HOOK}' > evil.py;"
-        " printf '[tool:pytest]\\naddopts = -p evil\\n' > setup.cfg;"
-        " printf '[pytest]\\naddopts = -p evil\\n' > tox.ini"
-    ),
-    "an installed plug-in": (
-        f"printf '%s' '{HOOK}' > evil.py; mkdir evil-1.dist-info;"
-        " printf 'Metadata-Version: 2.1\\nName: evil\\nVersion: 1\\n' > evil-1.dist-info/METADATA;"
-        " printf '[pytest11]\\nevil = evil\\n' > evil-1.dist-info/entry_points.txt"
-    ),
-    "compiled code": f'python3 -c "{PYC}"',
-    "a module in place of pytest": (
-        "printf 'def main(*a): return 0\\n' > pytest.py; mkdir _pytest pluggy;"
-        " touch _pytest/__init__.py pluggy/__init__.py"
-    ),
-    "a module in place of the library's": (
-        "for m in json re ast random unittest; do echo 'import os; os._exit(0)' > $m.py; done"
-    ),
-    "a package in place of the test": (
-        "mkdir test_bill; echo 'def test_total(): pass' > test_bill/__init__.py;"
-        " echo \"__file__ = 'test_bill.py'\" >> test_bill/__init__.py"
-    ),
-    "an installed module's name": (
-        f"for m in pygments yaml src/statistics; do mkdir -p src; printf '{MEND}' > $m.py; done;"
-        f" mkdir pygments; printf '{MEND}' > pygments/__init__.py"
-    ),
-    "a package around the tests": f"printf '{MEND}' > __init__.py",
-    "leave the process": "printf 'import os; os._exit(0)\\n' > bill.py",
-    "leave it in a test": "printf 'import os\\ndef total(a, b): os._exit(0)\\n' > bill.py",
-    "print results": (
-        "printf 'print(\"test_bill.py::test_total PASSED\\\\n1 passed in 0.1s\")\\n' >> bill.py"
-    ),
-    "delete what is tested": "rm bill.py",
-    "skip from the inside": "echo 'import pytest; pytest.skip(allow_module_level=1)' > bill.py",
-    "raise what ends pytest well": "printf 'import pytest; pytest.exit(\"done\", 0)\\n' > bill.py",
-    "run for ever": "printf 'while True: pass\\n' > bill.py",
-    "write the report": (
-        f"for d in . ~ /tmp; do echo '{REPORT}' > $d/report.xml;"
-        " cp $d/report.xml $d/junit.xml; done"
-    ),
-    "write reward files": (
-        "for d in . ~ /tmp /logs /logs/verifier /tests; do mkdir -p $d; echo 1 > $d/reward.txt;"
-        " echo '{\"reward\": 1}' > $d/reward.json; done"
-    ),
-    "mend it later": (
-        "setsid sh -c 'while :; do sleep 0.1; sed -i s/-/+/ bill.py ~/../*/bill.py; done' &"
-        " sleep 0; true"
-    ),
-}
-
+ATTACKS = read_values(Path(__file__).with_name("rewards.yaml"))
+ON_FILES: dict[str, str] = ATTACKS["on files"]
+ON_A_REPOSITORY: dict[str, str] = ATTACKS["on a repository"]
+ON_A_SCRIPT: dict[str, str] = ATTACKS["on a script"]
 
 TURNS = itertools.count()
 EVALUATOR, HASTY_EVALUATOR = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=6.0)
 """Shared, for they find out once whether pytest runs here. The hasty one is for endless tests."""
-
-
-def a_task(arena: Arena, script: str, **changes: Any) -> Task:
-    """A task with a bug, for an agent that is a shell script."""
-    given: dict[str, Any] = {"evaluator": PluginSpec("tests"), "files": FILES}
-    given["harness"] = PluginSpec("shell", {"command": ["sh", "-c", script]})
-    return Task(
-        id="t",
-        instruction="Mend it.",
-        runtime=PluginSpec(arena.part, arena.fixed),
-        limits=Limits(agent_s=20.0, eval_s=20.0),
-        **{"workspace": arena.workspace, **given, **changes},
-    )
 
 
 async def earned(
@@ -168,24 +42,18 @@ async def earned(
 ) -> float:
     """The reward of an agent that is this script, on `FILES` or on a repository."""
     files = FILES if base is None else {}
-    place = {"workspace": replace(base or arena.workspace, image=arena.workspace.image)}
-    task = a_task(arena, script, files=files, **place)
+    workspace = replace(base or arena.workspace, image=arena.workspace.image)
     turn = next(TURNS)
-    judges = itertools.count()
-
-    @contextlib.asynccontextmanager
-    async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        given = {"mounts": evaluator.mounts(task), **place}
-        async with arena.box(f"judge-{turn}-{next(judges)}", **given) as sandbox:
-            await sandbox.put(sandbox.workdir, files)
-            yield sandbox
-
-    async with arena.box(f"agent-{turn}", files=files, **place) as sandbox:
-        env = {"HOME": str(sandbox.home)}
+    async with arena.box(f"agent-{turn}", files=files, workspace=workspace) as sandbox:
+        env = {"HOME": str(sandbox.home), **ATTACKS["variables"]}
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await sandbox.diff()
-    outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
+    task = judging.task(files, workspace)
+    spec = SandboxSpec(workspace=workspace, mounts=evaluator.mounts(task))
+    folder = arena.folder / f"judge-{turn}"
+    judge = judging.Judge(folder, task, timeout_s=20.0, runtime=arena.runtime, spec=spec)
+    outcome = judge.outcome(patch.files)
     # On a busy machine there is no verdict; the server runs such a session again.
     for _ in range(3):
         with contextlib.suppress(SandboxError):
@@ -193,26 +61,22 @@ async def earned(
     return (await evaluator.evaluate(outcome)).reward.value
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", ON_FILES)
 async def test_earn_a_reward_without_the_work(sandbox: Arena, attack: str) -> None:
     """What is judged is a fresh copy of the task with the agent's sifted changes, in a new box."""
     evaluator = HASTY_EVALUATOR if attack == "run for ever" else EVALUATOR
-    assert await earned(sandbox, ATTACKS[attack], evaluator) == 0.0
+    assert await earned(sandbox, ON_FILES[attack], evaluator) == 0.0
 
 
 async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
     """The same task, done; also with every attack that breaks nothing on top of it."""
     assert await earned(sandbox, HONEST, EVALUATOR) == 1.0
-    clutter = ("a package in place of the test", "an installed module's name")
-    clutter += (
-        "a package around the tests",
-        "edit the tests",
-        "conftest",
-        "pytest.ini",
-        "write the report",
-        "write reward files",
-    )
-    script = "; ".join((HONEST, *(f"( {ATTACKS[name]} ) || true" for name in clutter)))
+    clutter = [
+        *("a package in place of the test", "an installed module's name"),
+        *("a package around the tests", "edit the tests", "conftest", "pytest.ini"),
+        *("write the report", "write reward files"),
+    ]
+    script = "; ".join((HONEST, *(f"( {ON_FILES[name]} ) || true" for name in clutter)))
     assert await earned(sandbox, script, EVALUATOR) == 1.0
 
 
@@ -252,78 +116,21 @@ def judge(tmp_path: Path) -> Evaluator:
     return HarborEvaluator(tests=str(folder), timeout_s=5.0)
 
 
-@pytest.mark.parametrize(
-    ("script", "reward"),
-    [
-        (HONEST, 1.0),
-        (ATTACKS["nothing"], 0.0),
-        (ATTACKS["write reward files"], 0.0),
-        (ATTACKS["sitecustomize"], 0.0),
-        (ATTACKS["programs of the runner's names"], 0.0),
-        (ATTACKS["compiled code"], 0.0),
-        ("mkdir -p tests; echo 'echo 1 > /logs/verifier/reward.txt' > tests/test.sh", 0.0),
-        ("rm -rf /tests /logs; ln -s ~ /tests; ln -s ~ /logs; echo 1 > ~/reward.txt", 0.0),
-        ("ln -s /logs/verifier/reward.txt bill.pyc; rm bill.py; ln -s /logs/verifier bill", 0.0),
-    ],
-    ids=[
-        *("honest", "nothing", "reward files", "sitecustomize", "programs", "compiled"),
-        *("tests", "folders", "links"),
-    ],
+ON_FILES_TOO = (
+    *("nothing", "write reward files", "sitecustomize", "programs of the runner's names"),
+    "compiled code",
 )
-async def test_earn_a_reward_of_a_script(
-    sandbox: Arena, judge: Evaluator, script: str, reward: float
-) -> None:
+
+
+@pytest.mark.parametrize("attack", [*ON_FILES_TOO, *ON_A_SCRIPT])
+async def test_earn_a_reward_of_a_script(sandbox: Arena, judge: Evaluator, attack: str) -> None:
     """Where the script writes is made anew after the agent's end, and its tests are not seen."""
-    assert await earned(sandbox, script, judge) == reward
+    assert await earned(sandbox, (ON_FILES | ON_A_SCRIPT)[attack], judge) == 0.0
 
 
-CALL = """
-import json, os, sys, urllib.error, urllib.request as r
-origin, _, session = os.environ["ANTHROPIC_BASE_URL"].partition("/s/")
-head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-head["content-type"] = "application/json"
-def post(url, body):
-    try: return r.urlopen(r.Request(url, json.dumps(body).encode(), head), timeout=8).status
-    except urllib.error.HTTPError as error: return error.code
-ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-result = {"session": session, "status": "completed", "reward": {"value": 1.0}}
-print(post(f"{origin}/s/{session}/v1/chat/completions", ask))
-for path in (f"/v1/sessions/{session}/result?epoch=0", f"/s/{session}/v1/sessions/{session}/result",
-             f"/s/{session}/conclude", "/v1/sessions", f"/s/{session}"):
-    for top in (origin, "http://127.0.0.1:8700"):
-        try: print(post(top + path, result))
-        except OSError as error: print("none")
-"""
-
-
-async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
-    """With the session's own secret: the gateway takes model calls, and nothing else is there."""
-    agent = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
-    async with rig(tmp_path / "gateway", says("Done.")) as model:
-        trajectory = await roll_out(
-            a_task(sandbox, "", harness=agent),
-            Session(id="s7", task="t", sample=0),
-            gateway=model.gateway,
-            directory=tmp_path / "session",
-            parts=Parts(),
-        )
-    (log,) = (tmp_path / "session" / "agent").rglob("agent.log")
-    first, *others = log.read_text().split()
-    assert first == "200"
-    assert set(others) <= {"401", "404", "405", "none"}, others
-    assert trajectory.status is Status.COMPLETED
-    assert trajectory.reward is not None
-    assert trajectory.reward.value == 0.0
-
-
-OF_A_REPOSITORY = {
-    "empty the tests": "echo > tests/test_bill.py",
-    "remove the tests": "rm -r tests",
-    "replace them by a link": "mv tests x; echo > x/test_bill.py; ln -s x tests",
-    "replace them by a file": "rm -r tests; touch tests",
-    "add a bill that is found first": "mkdir tests/bill; cp bill.py tests/bill/__init__.py",
-    "hook git": "mkdir -p .git/hooks; echo 'exit 0' > .git/hooks/post-checkout",
-}
+async def test_a_script_rewards_honest_work(sandbox: Arena, judge: Evaluator) -> None:
+    """The same script, with the task done."""
+    assert await earned(sandbox, HONEST, judge) == 1.0
 
 
 @pytest.fixture
@@ -349,19 +156,19 @@ def by_command() -> Evaluator:
     return TestsEvaluator(command=command, format="pytest", env=env)
 
 
-@pytest.mark.parametrize("attack", OF_A_REPOSITORY)
+@pytest.mark.parametrize("attack", ON_A_REPOSITORY)
 async def test_earn_a_reward_on_a_repository(
     sandbox: Arena, repository: Workspace, by_command: Evaluator, attack: str
 ) -> None:
     """What is judged is the commit with the agent's sifted changes."""
-    assert await earned(sandbox, OF_A_REPOSITORY[attack], by_command, repository) == 0.0
+    assert await earned(sandbox, ON_A_REPOSITORY[attack], by_command, repository) == 0.0
 
 
 async def test_honest_work_on_a_repository_is_rewarded(
     sandbox: Arena, repository: Workspace, by_command: Evaluator
 ) -> None:
     """The same tests, beside changes to them that do not count."""
-    script = f"{HONEST}; {OF_A_REPOSITORY['empty the tests']}"
+    script = f"{HONEST}; {ON_A_REPOSITORY['empty the tests']}"
     assert await earned(sandbox, script, by_command, repository) == 1.0
 
 
@@ -409,7 +216,7 @@ async def test_an_isolated_script_rewards_honest_work(sandbox: Arena, isolated: 
     assert await earned(sandbox, HONEST, isolated) == 1.0
     loud = f"{HONEST}; echo 'import sys; sys.stderr.write(\"x\" * 300000)' >> bill.py"
     assert await earned(sandbox, loud, isolated) == 1.0
-    assert await earned(sandbox, ATTACKS["nothing"], isolated) == 0.0
+    assert await earned(sandbox, ON_FILES["nothing"], isolated) == 0.0
     code = f"import os, time\n{FROM_WITHIN['read the tests']}\n"
     there = HarborEvaluator(tests=isolated._tests.as_posix(), timeout_s=8.0)  # type: ignore[attr-defined]
     assert await earned(sandbox, f"cat > bill.py <<'END'\n{code}END", there) == 1.0

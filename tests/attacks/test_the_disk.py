@@ -47,8 +47,8 @@ threading.Thread(target=hold).start()
 @pytest.mark.parametrize("how", [MAPPED, RENAMED, THREAD], ids=["mapped", "renamed", "thread"])
 async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
     """Whoever holds a file has it on the disk, whether or not anybody can find it by its name."""
-    arena = Arena("bubblewrap", tmp_path)
-    if reason := await asyncio.to_thread(arena.runtime().check_available):
+    arena = Arena(name="bubblewrap", folder=tmp_path)
+    if reason := await asyncio.to_thread(arena.runtime.check_available):
         pytest.skip(reason)
     if how == MAPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what is mapped")

@@ -26,6 +26,6 @@ async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixt
 
 async def test_what_a_sandbox_does_not_contain_here_is_known(sandbox: Arena) -> None:
     """Lines for people, and none of them that every attack on this machine disproves."""
-    lines = await asyncio.to_thread(sandbox.runtime().list_weaknesses)
+    lines = await asyncio.to_thread(sandbox.runtime.list_weaknesses)
     assert all(line and "\n" not in line for line in lines)
     assert not [line for line in lines if "network" in line or "files" in line]

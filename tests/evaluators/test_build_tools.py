@@ -10,25 +10,22 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from containers import podman
 from judging import Judge, task
-from sandboxes import WITH_PYTHON, Driver, driver, run_shell
+from sandboxes import WITH_PYTHON, Driver, run_shell
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
-__all__ = ["driver", "podman"]
-
 pytestmark = pytest.mark.timeout(600)
 
+PROJECTS = Path(__file__).with_name("projects")
 WITHIN = 120.0
 COMMITTED = 1_600_000_000
 """When the sources were changed last."""
@@ -39,62 +36,39 @@ NEEDED = (
     "org/apache/maven/plugins/maven-surefire-plugin",
     "junit/junit/4.x",
 )
-MAKEFILE = """test: build/t_calc
-	@build/t_calc
-build/t_calc: calc.c t_calc.c
-	@mkdir -p build
-	@cc -o build/t_calc calc.c t_calc.c
-"""
-T_CALC = """#include <stdio.h>
-int total(int a, int b);
-int main(void) {
-    int right = total(2, 3) == 5;
-    printf("%sok 1 - adds\\n1..1\\n", right ? "" : "not ");
-    return !right;
-}
-"""
 OUTPUTS = ("build/", "target/")
-POM = """<project xmlns="http://maven.apache.org/POM/4.0.0">
-  <modelVersion>4.0.0</modelVersion>
-  <groupId>shop</groupId><artifactId>bill</artifactId><version>1</version>
-  <properties>
-    <maven.compiler.release>11</maven.compiler.release>
-    <project.build.sourceEncoding>UTF-8</project.build.sourceEncoding>
-  </properties>
-  <dependencies><dependency>
-    <groupId>junit</groupId><artifactId>junit</artifactId><version>4.x</version>
-    <scope>test</scope>
-  </dependency></dependencies>
-</project>
-"""
 
 
 @dataclass
 class Tool:
-    """A build tool, and a project with a bug for it."""
+    """A build tool, with a project that has a bug: a minus instead of a plus."""
 
-    command: str
-    base: Mapping[str, str]
+    project: str
+    """Its folder below `PROJECTS`."""
     source: str
-    """The file with the bug, a minus instead of a plus."""
+    """The file with the bug."""
+    command: str
     test: str
     options: dict[str, Any]
     """Of the evaluator."""
     mounts: tuple[Mount, ...] = ()
 
     @property
+    def wrong(self) -> str:
+        """The text of `source`."""
+        return (PROJECTS / self.project / self.source).read_text()
+
+    @property
     def right(self) -> dict[str, str]:
         """The honest work."""
-        return {self.source: self.base[self.source].replace("a - b", "a + b")}
+        return {self.source: self.wrong.replace("a - b", "a + b")}
 
 
 def use_make(_: Path) -> Tool:
     """C, built by make and cc."""
     if shutil.which("make") is None or shutil.which("cc") is None:
         pytest.skip("there is no make or no cc")
-    calc = "int total(int a, int b) { return a - b; }\n"
-    base = {"Makefile": MAKEFILE, "calc.c": calc, "t_calc.c": T_CALC}
-    return Tool("make -s test", base, "calc.c", "adds", {"format": "tap", "env": {}})
+    return Tool("make", "calc.c", "make -s test", "adds", {"format": "tap", "env": {}})
 
 
 def use_cargo(_: Path) -> Tool:
@@ -106,19 +80,10 @@ def use_cargo(_: Path) -> Tool:
     if found.returncode != 0:
         pytest.skip("there is no cargo that works")
     env = {"CARGO_HOME": "/tmp/cargo", "PATH": "/srv/rust/bin:/usr/bin:/bin"}  # noqa: S108
-    test = "#[test]\nfn adds() { assert_eq!(bill::total(2, 3), 5); }\n"
-    return Tool(
-        "cargo test --offline --test adds",
-        {
-            "Cargo.toml": '[package]\nname = "bill"\nversion = "1.0.0"\nedition = "2021"\n',
-            "src/lib.rs": "pub fn total(a: i32, b: i32) -> i32 { a - b }\n",
-            "tests/adds.rs": test,
-        },
-        "src/lib.rs",
-        "adds",
-        {"format": "cargo", "env": env},
-        (Mount("/srv/rust", found.stdout.strip()),),
-    )
+    options = {"format": "cargo", "env": env}
+    mounts = (Mount("/srv/rust", found.stdout.strip()),)
+    command = "cargo test --offline --test adds"
+    return Tool("cargo", "src/lib.rs", command, "adds", options, mounts)
 
 
 def use_maven(folder: Path) -> Tool:
@@ -134,24 +99,17 @@ def use_maven(folder: Path) -> Tool:
         copy = folder / f"settings-{number}"
         shutil.copytree(linked, copy)
         mounts.append(Mount(str(linked), str(copy)))
-    java = "class Bill { static int total(int a, int b) { return a - b; } }\n"
-    test = (
-        "import org.junit.*;\npublic class BillTest {\n  @Test public void adds()"
-        " { Assert.assertEquals(5, Bill.total(2, 3)); }\n}\n"
-    )
-    return Tool(
+    options = {
+        "format": "junit",
+        "report": "target/surefire-reports/TEST-BillTest.xml",
+        "env": {"MAVEN_OPTS": "-XX:TieredStopAtLevel=1"},
+    }
+    command = (
         f"[ -e /tmp/m2 ] || cp -rs {REPOSITORY} /tmp/m2;"
-        " exec mvn -o -q -B -DforkCount=0 -Dmaven.repo.local=/tmp/m2 test",
-        {"pom.xml": POM, "src/main/java/Bill.java": java, "src/test/java/BillTest.java": test},
-        "src/main/java/Bill.java",
-        "BillTest::adds",
-        {
-            "format": "junit",
-            "report": "target/surefire-reports/TEST-BillTest.xml",
-            "env": {"MAVEN_OPTS": "-XX:TieredStopAtLevel=1"},
-        },
-        tuple(mounts),
+        " exec mvn -o -q -B -DforkCount=0 -Dmaven.repo.local=/tmp/m2 test"
     )
+    source = "src/main/java/Bill.java"
+    return Tool("maven", source, command, "BillTest::adds", options, tuple(mounts))
 
 
 @pytest.fixture(
@@ -168,10 +126,9 @@ def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
 def judge(tool: Tool, driver: Driver, tmp_path: Path) -> Judge:
     """Judges work on the project, whose files are as old as their commit."""
     base = tmp_path / "base"
-    for path, text in tool.base.items():
-        (base / path).parent.mkdir(parents=True, exist_ok=True)
-        (base / path).write_text(text)
-        os.utime(base / path, (COMMITTED, COMMITTED))
+    shutil.copytree(PROJECTS / tool.project, base)
+    for path in base.rglob("*"):
+        os.utime(path, (COMMITTED, COMMITTED))
     spec = driver.spec(base, mounts=(*driver.host_programs, *tool.mounts))
     given = task(workspace=Workspace(folder=str(base)))
     return Judge(tmp_path, given, timeout_s=WITHIN, runtime=driver.runtime, spec=spec)
@@ -192,7 +149,7 @@ async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
         assert await passes(tool, sandbox, tool.right[tool.source]), log.read_text()
         patch = await sandbox.diff()
         built = {path: one for path, one in patch.files.items() if path.startswith(OUTPUTS)}
-        believed = await passes(tool, sandbox, tool.base[tool.source])
+        believed = await passes(tool, sandbox, tool.wrong)
         assert believed, "the forgery is none: the tool has built again"
     assert built
     return built

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -15,6 +15,7 @@ from tugline.evaluators.filters import (
 )
 from tugline.sandbox.base import Mount
 from tugline.sandbox.patch import FileChange, Patch
+from tugline.schema import read_values
 
 RULES = Rules(
     trusted=["tests/test_bill.py"],
@@ -26,38 +27,8 @@ RULES = Rules(
     mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
 )
 TEXT = FileChange(b"x = 1\n")
-REFUSED: dict[str, str] = {
-    "tests/test_bill.py": "belongs to the tests",
-    "tests": "stands in the way",
-    "tests/test_bill.py/x": "stands in the way",
-    ".git/config": "belongs to git",
-    "sub/.git": "belongs to git",
-    "src/sitecustomize.py": "loaded automatically",
-    "sitecustomize/__init__.py": "loaded automatically",
-    "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded automatically",
-    "lib/site-packages/evil.pth": "loaded automatically",
-    "venv/lib/python3.11/site-packages/_pytest/runner.py": "loaded automatically",
-    "evil.egg-info/entry_points.txt": "loaded automatically",
-    "evil-1.dist-info/entry_points.txt": "loaded automatically",
-    "tests/__pycache__/test_bill.cpython-311.pyc": "loaded automatically",
-    "deep/er/conftest.py": "protected (conftest.py)",
-    "setup.cfg": "protected (setup.cfg)",
-    "data/deep/x.lock": "protected (data/*.lock)",
-    "pytest.py": "in place of pytest",
-    "_pytest/__init__.py": "in place of _pytest",
-    "json/__init__.py": "in place of json",
-    "random.so": "in place of random",
-    "numpy.py": "in place of numpy",
-    "src/numpy/__init__.py": "in place of numpy",
-    "src/json.py": "in place of json",
-    "tests/test_bill/__init__.py": "in place of tests/test_bill",
-    "tests/test_bill.abi3.so": "in place of tests/test_bill",
-    "tests.py": "in place of tests",
-    "src/tests/__init__.py": "in place of tests",
-    "tests/__init__.py": "in place of a folder of tests",
-    "tests/inspect.py": "in place of inspect",
-    "verifier/reward.txt": "evaluator puts its own",
-}
+PATHS = read_values(Path(__file__).with_name("paths.toml"))
+REFUSED: dict[str, str] = PATHS["refused"]
 KEPT = (
     *("bill.py", "types/new.py", "types/json.py", "tests/data.txt", "gitignore", "a.lock"),
     # No module: other languages and data may have any name.
@@ -151,38 +122,14 @@ def test_patterns_fit_as_they_are_documented(path: str, pattern: str, fits: bool
     assert (find_match(PurePosixPath(path), [pattern]) == pattern) is fits
 
 
-JUDGING = {
-    "python": "pkg/test_a.py pkg/a_test.py app/tests.py tests/helpers.py test/__init__.py tox.ini"
-    " .coveragerc setup.cfg pyproject.toml sub/pytest.ini",
-    "go": "pkg/a_test.go testdata/want.golden vendor/x/assert.go vendor/modules.txt go.mod go.work",
-    "rust": "tests/cli.rs crates/x/tests/it.rs build.rs x/build.rs Cargo.toml rust-toolchain.toml"
-    " target/debug/deps/t-1 .config/nextest.toml .cargo/config.toml",
-    "node": "src/a.spec.ts a.test.mjs test.js spec.ts x-test.js x_test.cjs test-x.ts test/x.js"
-    " package.json node_modules/jest/index.js vitest.workspace.ts jest.setup.js .yarnrc"
-    " .yarnrc.yml .pnp.cjs .pnp.loader.mjs .nycrc.json .c8rc.json .swcrc .taprc bunfig.toml"
-    " deno.json deno.jsonc tsconfig.base.json",
-    "tap": "a.bats deep/b.t t/lib.sh .proverc GNUmakefile makefile build/t_calc calc.o .taprc",
-    "java": "core/src/test/java/ATest.java gradlew mvnw settings.gradle.kts buildSrc/a.kt pom.xml"
-    " target/test-classes/T.class build/t junit-platform.properties .mvn/x",
-}
-WORK = {
-    "python": "latest.py contest/a.py bill.py attestation.py",
-    "go": "calc.go pkg/testing.go",
-    "rust": "src/tests.rs src/lib.rs",
-    "node": "src/latest.js spec.yaml test.json src/testing.ts inspect.js",
-    "tap": "a.txt lib/t.sh",
-    "java": "src/main/java/A.java",
-}
-
-
 @pytest.mark.parametrize("language", TESTS)
 def test_every_language_protects_what_judges(language: str) -> None:
     """Tests as runners find them, what these import, their settings, and what is built."""
-    judging, work = JUDGING[language].split(), WORK[language].split()
-    patch = Patch(dict.fromkeys((*judging, *work), TEXT))
+    paths = PATHS["languages"][language]
+    patch = Patch(dict.fromkeys((*paths["refused"], *paths["kept"]), TEXT))
     kept, refused = filter_patch(patch, Rules(protected=TESTS[language]))
-    assert set(refused) == set(judging)
-    assert list(kept.files) == work
+    assert set(refused) == set(paths["refused"])
+    assert list(kept.files) == paths["kept"]
 
 
 def test_what_is_laid_has_no_two_things_in_one_place() -> None:

@@ -18,77 +18,27 @@ from tugline.evaluators.filters import TESTS
 from tugline.evaluators.formats import FORMATS, read_report
 from tugline.evaluators.scoring import TestOutcome, TestReport
 from tugline.evaluators.script import parse_apart
+from tugline.schema import read_values
 
 GOLDEN = Path(__file__).parent / "golden"
-P, F, S = TestOutcome.PASS, TestOutcome.FAIL, TestOutcome.SKIP
+P, F = TestOutcome.PASS, TestOutcome.FAIL
 
-PYTEST = {
-    "test_a.py::test_param[1]": P,
-    "test_a.py::test_param[2]": P,
-    "test_a.py::test_fail": F,
-    "test_a.py::test_skip": S,
-    "test_a.py::test_xfail": S,
-    "test_a.py::test_xpass": P,
-    "test_a.py::test_error": F,
-    "test_a.py::TestZero::test_zero": P,
-    "test_a.py::TestZero::test_strs[a b]": P,
-    "test_a.py::TestZero::test_strs[x - y]": P,
-    "test_a.py::TestZero::test_strs[p::q]": P,
-}
-GO = {
-    "TestAdd": P,
-    "TestPrints": P,
-    "TestTable": F,
-    "TestTable/one_case": P,
-    "TestTable/bad": F,
-    "TestLater": S,
-}
-CARGO = {
-    "tests::adds": P,
-    "tests::later": S,
-    "tests::later_why": S,
-    "tests::panics": P,
-    "tests::fails": F,
-    "tests::prints": P,
-    "whole": P,
-    "src/lib.rs - add (line 2)": P,
-}
-JEST = {
-    "adds": P,
-    "group prints": P,
-    "group fails": F,
-    "group deep ok": P,
-    "group later": S,
-    "group some day": S,
-}
-TAP = {
-    "adds": P,
-    "prints": P,
-    "fails": F,
-    "later": S,
-    "todo": S,
-    "group > inner # one": P,
-    "group > bad": F,
-    "group": F,
-}
-Case = tuple[str, str | bytes, dict[str, TestOutcome]]
+OUTPUTS = read_values(GOLDEN / "outputs.yaml")
+REAL = [tool for tool, output in OUTPUTS.items() if "file" in output]
+Case = tuple[str, bytes, dict[str, TestOutcome]]
 
 
-def golden(file: str, format_name: str, outcomes: dict[str, TestOutcome]) -> Case:
-    """What a real tool has written."""
-    normalize = FORMATS[format_name].normalize
-    return format_name, (GOLDEN / file).read_bytes(), {normalize(k): v for k, v in outcomes.items()}
+def load(tool: str) -> Case:
+    """The format of what a tool has written, the output, and the outcomes in it."""
+    output = OUTPUTS[tool]
+    text = (GOLDEN / output["file"]).read_bytes() if "file" in output else output["text"].encode()
+    return output["format"], text, output["outcomes"]
 
 
-REAL: dict[str, Case] = {
-    "pytest": golden("pytest_junit.xml", "junit", PYTEST),
-    "go": golden(
-        "go_json.txt", "go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}
-    ),
-    "cargo": golden("cargo.txt", "cargo", CARGO),
-    "jest": golden("jest.json", "jest", JEST),
-    "node": golden("node_tap.txt", "tap", TAP),
-}
+def load_half(tool: str) -> tuple[str, bytes]:
+    """Its format, and what has come of its output by then."""
+    format_name, text, _ = load(tool)
+    return format_name, text[: len(text) // 2]
 
 
 def go(*events: str) -> str:
@@ -107,63 +57,6 @@ t/a.t .. \n1..2\nok 1 - adds\nok 2 - subs\nok
 Files=1, Tests=2,  0 wallclock secs ( 0.00 usr +  0.01 sys =  0.01 CPU)
 Result: PASS
 """
-TRYBUILD = """\
-test tests/ui/a.rs ... ok\ntest tests/ui/b.rs [should fail to compile] ... ok\n
-"""
-WAYS: dict[str, Case] = {
-    "cargo with trybuild": (
-        "cargo",
-        (
-            f"\nrunning 2 tests\ntest adds ... ok\n\n{TRYBUILD}test ui ... ok\n\n"
-            "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out\n"
-        ),
-        {"adds": P, "ui": P},
-    ),
-    "cargo with trybuild, one thread and no capture": (
-        "cargo",
-        (
-            f"\nrunning 2 tests\ntest adds ... ok\ntest ui ... \n{TRYBUILD}ok\n\n"
-            "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out\n"
-        ),
-        {"adds": P, "ui": P},
-    ),
-    "cargo with a runner whose tests are files": (
-        "cargo",
-        (
-            "running 2 tests\ntest ui/a.rs ... ok\ntest ui/b.rs ... FAILED\n\n"
-            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out\n"
-        ),
-        {"ui/a.rs": P, "ui/b.rs": F},
-    ),
-    "prove -v of a file": ("tap", PROVE.format(""), {"adds": P, "subs": P}),
-    "prove -v of files": (
-        "tap",
-        PROVE.format("t/long.t ....... \nok 1 - other\n1..1\nok\n"),
-        {"adds": P, "subs": P, "other": P},
-    ),
-    "tap in its oldest form": (
-        "tap",
-        "1..3\nok adds\nnot ok\nok 3 subtracts # skip later\n",
-        {"adds": P, "": F, "subtracts": S},
-    ),
-    "tap with nothing to do": ("tap", "1..0 # SKIP no database\n", {}),
-    "go does not build": ("go", "# shop\n./a_test.go:3:1: undefined: Add\n" + go("fail"), {}),
-    "go panics in a test": (
-        "go",
-        go("run TestA", "output panic: no", "fail"),
-        {"TestA": F, "shop::TestA": F},
-    ),
-    "go tells of a test that never began": (
-        "go",
-        go("run TestA", "pass TestB", "pass TestA", "pass"),
-        {"TestA": P, "shop::TestA": P},
-    ),
-    "go after a test wrote without a newline": (
-        "go",
-        go("run TestX", "output hello--- PASS: TestX (0.00s)", "pass"),
-        {"TestX": P, "shop::TestX": P},
-    ),
-}
 
 
 def read(format_name: str, text: str | bytes) -> TestReport:
@@ -171,10 +64,10 @@ def read(format_name: str, text: str | bytes) -> TestReport:
     return FORMATS[format_name].read(text.encode() if isinstance(text, str) else text)
 
 
-@pytest.mark.parametrize("way", [*REAL, *WAYS])
-def test_what_the_real_tools_write_is_understood(way: str) -> None:
+@pytest.mark.parametrize("tool", OUTPUTS)
+def test_what_the_real_tools_write_is_understood(tool: str) -> None:
     """Every test has its outcome, whatever tests print and however the tool is called."""
-    format_name, text, outcomes = (REAL | WAYS)[way]
+    format_name, text, outcomes = load(tool)
     report = read(format_name, text)
     assert report.outcomes == outcomes
     assert (report.complete, report.inconsistency) == (True, "")
@@ -183,8 +76,8 @@ def test_what_the_real_tools_write_is_understood(way: str) -> None:
 @pytest.mark.parametrize("tool", ["go", "cargo", "node"])
 def test_terminals_and_bad_bytes_change_nothing(tool: str) -> None:
     """Carriage returns, colours and bytes that are no UTF-8 between the lines are passed over."""
-    format_name, text, outcomes = REAL[tool]
-    raw = bytes(text).replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
+    format_name, text, outcomes = load(tool)
+    raw = text.replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
     assert read(format_name, raw).outcomes == outcomes
 
 
@@ -200,7 +93,7 @@ NO_ENDS: dict[str, tuple[str, str | bytes]] = {
     "tap lacks a plan": ("tap", "ok 1 - a\n"),
     "a bomb of entities": ("junit", BOMB),
     **{name: ("junit", XML.format(name)) for name in ("x-foo", "rot13", "undefined", "utf-16")},
-    **{f"half of {tool}": (name, text[: len(text) // 2]) for tool, (name, text, _) in REAL.items()},
+    **{f"half of {tool}": load_half(tool) for tool in REAL},
 }
 
 
@@ -212,9 +105,9 @@ def test_a_run_that_was_cut_off_is_not_complete(case: str) -> None:
 
 def test_reasons_are_kept() -> None:
     """Why a test failed is report in one line, where the output says so."""
-    report = read(*REAL["pytest"][:2])
+    report = read(*load("pytest")[:2])
     assert report.find_reason("test_a::test_fail") == "AssertionError: no - good"
-    report = read(*REAL["jest"][:2])
+    report = read(*load("jest")[:2])
     assert report.find_reason("group fails").startswith("Error: expect(received)")
 
 
@@ -336,7 +229,7 @@ async def test_a_large_output_is_read_alike_in_another_process(
     monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     """Outcomes, cases and reasons come back as they were read there."""
-    name, data = REAL[tool][0], bytes(REAL[tool][1])
+    name, data, _ = load(tool)
     here = await read_report(name, data)
     monkeypatch.setattr(formats, "_SMALL_BYTES", 0)
     assert await read_report(name, data) == here == FORMATS[name].read(data)

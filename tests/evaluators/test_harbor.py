@@ -14,21 +14,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import DEBIAN, podman
+from containers import DEBIAN
 from tugline.datasets.base import Solution
 from tugline.evaluators.harbor import parse_rewards
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, validate_task
+from tugline.schema import read_values
 from tugline.types import Cause, Limits, PluginSpec, Task, Workspace
 
 RUNTIMES = [
     pytest.param("bubblewrap", id="bubblewrap"),
     pytest.param("container", id="container", marks=pytest.mark.podman),
 ]
-RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
-
-__all__ = ["podman"]
+RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > $reward"
+FOLDER = "/logs/verifier"
+REWARDS = f"reward={FOLDER}/reward.txt; json={FOLDER}/reward.json\n"
+"""Names for what a script may write."""
 
 Judge = Callable[..., TaskValidation]
 
@@ -55,7 +57,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         shutil.rmtree(tests, ignore_errors=True)
         tests.mkdir()
         if script:
-            (tests / "test.sh").write_text(script)
+            (tests / "test.sh").write_text(REWARDS + script)
         (tests / "secret.txt").write_text("42")
         task = Task(
             id="t",
@@ -67,69 +69,30 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
             files={"given.txt": "given"},
             limits=Limits(eval_s=60.0),
         )
-        solution = Solution(argv=("sh", "-c", command))
+        solution = Solution(argv=("sh", "-c", REWARDS + command))
         return asyncio.run(validate_task(task, solution, tmp_path / "sandboxes", Parts()))
 
     return judged
 
 
-NUMBER = "echo {} > /logs/verifier/reward.txt"
-TWO = "echo 9 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json"
-ONE_IS_0 = TWO.replace("9", "0")
-IF_DONE = "if test -e done; then echo {}; else echo 0; fi > /logs/verifier/reward.txt"
-KILLED = "echo 1 > /logs/verifier/reward.txt; if test -e done; then kill -9 $$; fi"
-PLANT = """mkdir -p /tests /logs/verifier; ls -A /tests > seen
-mkdir /tests/.hidden; touch /tests/conftest.py
-echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json
-echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh"""
-NOT_SEEN = """cat seen; [ -e /tests/conftest.py ] || [ -e /tests/.hidden ] || grep secret seen ||
-echo 0.5 > /logs/verifier/reward.txt"""
-IN_HOME = 'if [ -f "$HOME/done" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
-PROXY = 'if [ -n "$HTTPS_PROXY" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
-ALLOW = ["packages.example.org:443"]
-EARNED: dict[str, tuple[str, str, dict[str, Any], float]] = {
-    "right work": ("touch done", RIGHT, {}, 1.0),
-    "wrong work": ("true", RIGHT, {}, 0.0),
-    "a number, and the task's files": ("true", f"cat given.txt && {NUMBER.format(0.25)}", {}, 0.25),
-    "the one called reward": ("true", TWO.format('{"reward": 0.5, "a": 1}'), {}, 0.5),
-    "true is one, false is none": ("true", TWO.format('{"a": true, "b": false}'), {}, 0.5),
-    "less than nothing": ("true", TWO.format("-3"), {"reward_range": [-3, 1]}, -3.0),
-    "the mean": ("true", TWO.format('{"a": 1, "b": 0}'), {}, 0.5),
-    "the one named": ("true", TWO.format('{"a": 1, "b": 0}'), {"reward": "a"}, 1.0),
-    "the smaller of two files": ("true", ONE_IS_0.format('{"reward": 1}'), {}, 0.0),
-    "the smaller one by name": ("true", ONE_IS_0.format('{"a": 1}'), {"reward": "a"}, 0.0),
-    "beyond its range": ("touch done", IF_DONE.format(5), {}, 0.0),
-    "no number": ("touch done", IF_DONE.format("nan"), {}, 0.0),
-    "a larger range": ("touch done", IF_DONE.format(5), {"reward_range": [-1, 10]}, 5.0),
-    "killed by the work": ("touch done", KILLED, {}, 0.0),
-    "not killed": ("true", KILLED, {}, 1.0),
-    "planted": (PLANT, NOT_SEEN, {}, 0.5),
-    "planted in place": (PLANT, NOT_SEEN, {"in_place": True}, 0.5),
-    "tests are read-only": ("true", f"echo x >> /tests/secret.txt || {NUMBER.format(1)}", {}, 1.0),
-    "the home in place": ('touch "$HOME/done"', IN_HOME, {"in_place": True}, 1.0),
-    "the home": ('touch "$HOME/done"', IN_HOME, {}, 0.0),
-    "no network": ("true", PROXY, {"allow": ALLOW}, 0.0),
-    "no network allowed": ("true", PROXY, {"network": True}, 0.0),
-    "a network by choice": ("true", PROXY, {"allow": ALLOW, "network": True}, 1.0),
-}
-"""The agent's command, the task's script, options, and what is earned."""
+EARNED = read_values(Path(__file__).with_name("harbor.yaml"))
 
 
 @pytest.mark.parametrize("case", EARNED)
 def test_the_work_is_judged_by_the_script(judge: Judge, case: str) -> None:
     """Its number is the reward; what an agent leaves beside its work does not count."""
-    command, script, options, reward = EARNED[case]
-    proof = judge(command, script, **options)
-    assert proof.reward == reward, proof.reason
+    given = EARNED[case]
+    proof = judge(given.get("agent", "true"), given["script"], **given.get("options", {}))
+    assert proof.reward == given["earns"], proof.reason
 
 
 @pytest.mark.parametrize(
     ("script", "why"),
     [
         ("exit 3", "no reward was written (exit 3)"),
-        (NUMBER.format("many"), "must be a number"),
-        (NUMBER.format("1e300"), "must be from 0 to 1 (reward_range)"),
-        ("ln -s /etc/hostname /logs/verifier/reward.txt", "no reward was written"),
+        ("echo many > $reward", "must be a number"),
+        ("echo 1e300 > $reward", "must be from 0 to 1 (reward_range)"),
+        ("ln -s /etc/hostname $reward", "no reward was written"),
         ("", "there is no test.sh in"),
     ],
 )
@@ -145,7 +108,7 @@ def test_a_script_without_a_readable_reward_is_no_verdict(
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
     """Without it the script gives a reward, so there is a verdict; a loop is a verdict, too."""
-    proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > /logs/verifier/reward.txt")
+    proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > $reward")
     assert proof.failure is None
     assert (proof.reward, proof.reason) == (0.0, "no reward was written (exit 1)")
     proof = judge("true", "sleep 60", timeout_s=1.0)
@@ -159,7 +122,7 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
 ) -> None:
     """Where a Dockerfile copies them there, the agent finds an empty folder."""
     for name, text in {
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
+        "tests/test.sh": f"{REWARDS}echo 1 > $reward",
         "environment/Dockerfile": f"FROM {DEBIAN}\nCOPY secret.txt /tests/\nWORKDIR /app\n",
         "environment/secret.txt": "42",
     }.items():
@@ -183,18 +146,18 @@ def test_the_script_has_its_environment(judge: Judge, monkeypatch: pytest.Monkey
     """Values of the task, and variables of the node as far as they are passed."""
     monkeypatch.setenv("NODE_KEY", "k3y")
     env = {"A": "plain", "B": "${NODE_KEY}", "C": "${OTHER_KEY:-none}"}
-    script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > /logs/verifier/reward.txt'
+    script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > $reward'
     assert judge("true", script, env=env, pass_env=["NODE_KEY"]).reward == 1.0
 
 
 def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     """Unless the task says that this is what is asked for."""
-    script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+    script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > $reward"
     left_out = judge("touch json.py sitecustomize.py", script)
     assert left_out.reward == 0.0
     assert left_out.reason.endswith("(not applied: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
-    lines = "cat calendar.py | wc -l > /logs/verifier/reward.txt"
+    lines = "cat calendar.py | wc -l > $reward"
     there = judge("echo >> calendar.py", lines, reward_range=[0, 2])
     assert there.reward == 2.0, there.reason
 

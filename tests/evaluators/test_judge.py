@@ -15,18 +15,24 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from calls import make_call
 from judging import Judge as Place
-from judging import call, task
+from judging import task
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import SessionOutcome
 from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
-from tugline.types import Message, Role, ToolCall, Workspace
+from tugline.types import Call, Message, Role, ToolCall, Workspace
 
 RUBRIC = [
     {"name": "right", "text": "The bill is right.", "weight": 3},
     {"name": "clear", "text": "The code is clear."},
 ]
 GOOD = {"right": 10, "clear": 6}
+
+
+def call(number: int, *messages: Message, answer: str = "") -> Call:
+    """A model call with these new messages."""
+    return make_call(number, [1], [2, 3], messages=messages, answer=Message(Role.ASSISTANT, answer))
 
 
 def said(scores: dict[str, Any], **more: Any) -> str:
@@ -96,7 +102,7 @@ def outcome(tmp_path: Path) -> SessionOutcome:
     runs = Message(Role.ASSISTANT, "I look.", (ToolCall("1", "bash", '{"cmd": "pytest"}'),))
     first = msgspec.structs.replace(call(0, Message(Role.SYSTEM, "Be terse."), asks), answer=runs)
     place = Place(tmp_path, task({"bill.py": "a - b\n"}), timeout_s=60.0)
-    calls = [first, call(1, tool, answer="It is mended.", parent=0)]
+    calls = [first, call(1, tool, answer="It is mended.")]
     return replace(place.outcome({"bill.py": "a + b\n"}), calls=calls)
 
 

@@ -6,23 +6,26 @@ from typing import Any
 
 import pytest
 
-from judging import Judge, call, task
+from calls import make_call
+from judging import Judge, task
 from tugline.evaluators.base import SessionCompletedEvaluator
 from tugline.sandbox.base import Exit
 from tugline.types import Call, Cause, SpentLimit
+
+CALL = make_call(0, [1], [2])
 
 
 @pytest.mark.parametrize(
     ("calls", "changes", "value", "reason"),
     [
-        ([call(0)], {}, 1.0, "completed"),
+        ([CALL], {}, 1.0, "completed"),
         # Agents use exit codes as they like.
-        ([call(0)], {"exit": Exit(1, timed_out=False, seconds=1.0)}, 1.0, "completed"),
+        ([CALL], {"exit": Exit(1, timed_out=False, seconds=1.0)}, 1.0, "completed"),
         ([], {}, 0.0, "no model call"),
-        ([call(0)], {"exit": Exit(-9, timed_out=True, seconds=9.0)}, 0.0, "out of time"),
-        ([call(0)], {"exit": None}, 0.0, "out of time"),
-        ([call(0)], {"exit": Exit(137, False, 9.0, Cause.AGENT_MEMORY)}, 0.0, "agent_memory"),
-        ([call(0)], {"spent": SpentLimit.MAX_TURNS}, 0.0, "max_turns is spent"),
+        ([CALL], {"exit": Exit(-9, timed_out=True, seconds=9.0)}, 0.0, "out of time"),
+        ([CALL], {"exit": None}, 0.0, "out of time"),
+        ([CALL], {"exit": Exit(137, False, 9.0, Cause.AGENT_MEMORY)}, 0.0, "agent_memory"),
+        ([CALL], {"spent": SpentLimit.MAX_TURNS}, 0.0, "max_turns is spent"),
     ],
 )
 async def test_an_end_of_its_own_is_a_one(

@@ -13,13 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import judging
-from containers import podman
-from sandboxes import WITH_PYTHON, Driver, driver
+from sandboxes import WITH_PYTHON, Driver
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
-
-__all__ = ["driver", "podman"]
 
 CALC = {"src/calc.py": "def total(a, b):\n    return a - b\n", "src/random.py": "SEED = 1\n"}
 RIGHT = {"src/calc.py": "def total(a, b):\n    return a + b\n"}

@@ -13,60 +13,17 @@ import msgspec
 import pytest
 
 import judging
-from containers import podman
-from sandboxes import WITH_PYTHON, Driver, driver
+from sandboxes import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.script import parse_apart
 from tugline.evaluators.swebench import _GRADE, SweBenchEvaluator
 
-__all__ = ["driver", "podman"]
-
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
     "tests/test_calc.py": "from calc import add, sub\n",
 }
-TESTS = """\
-from calc import add, sub
-
-def test_add():
-    assert add(2, 1) == 3
-
-def test_add_again():
-    assert add(2, 2) == 4
-
-def test_sub():
-    assert sub(2, 1) == 1
-"""
-RUNNER = """\
-import sys
-sys.path[:0] = [".", "tests"]
-import test_calc
-failed = 0
-for name, test in vars(test_calc).items():
-    if name.startswith("test_"):
-        try:
-            test()
-            print(f"PASSED tests/test_calc.py::{name}")
-        except AssertionError:
-            failed = 1
-            print(f"FAILED tests/test_calc.py::{name} - AssertionError")
-sys.exit(failed)
-"""  # what pytest tells, in a tenth of its time
-SCRIPT = f"""\
-#!/bin/bash
-set -uxo pipefail
-mkdir -p tests
-cat > tests/test_calc.py <<'EOF'
-{TESTS}
-EOF
-cat > "$HOME/run.py" <<'EOF'
-{RUNNER}
-EOF
-: '>>>>> Start Test Output'
-python3 -B "$HOME/run.py"
-: '>>>>> End Test Output'
-"""
+SCRIPT = Path(__file__).with_name("swe_eval.sh").read_text()
 PYTEST = "python3 -m pytest -rA -p no:cacheprovider --rootdir=. tests/test_calc.py"
 ALONE = "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"
 """Our own plug-ins take seconds to import."""

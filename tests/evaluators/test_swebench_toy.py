@@ -11,81 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from commands import run_command
-from containers import DEBIAN, podman
+from containers import DEBIAN
+from sandboxes import read_log, run_shell
 from swe_toy import make, tasks, written
 from tugline.datasets.base import Solution
 from tugline.datasets.swe import SweTaskSet
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import validate_task
 from tugline.sandbox.base import SandboxSpec
-from tugline.types import PluginSpec, Task
+from tugline.types import Task
 
-__all__ = ["podman"]
 pytestmark = pytest.mark.timeout(300)
 
 
-class Toy:
-    """The repository, its rows as tasks, and where to try them."""
-
-    def __init__(self, folder: Path, parts: Parts, runtime: PluginSpec, **options: Any) -> None:
-        self.folder, self.parts, self.runtime, self.tried = folder, parts, runtime, 0
-        self.rows = make(folder)
-        self.options = {"path": str(folder / "rows.jsonl"), **options}
-        self.tasks: list[Task] = tasks(
-            SweTaskSet(**self.options), runtime=msgspec.to_builtins(runtime)
-        )
-
-    def validated(self) -> dict[str, tuple[str, float, float]]:
-        """What `tugline task validate` says: state, and what solution and nothing earned."""
-        file = self.folder / "tasks.json"
-        shell = {"name": "shell", "options": {"command": "true"}}
-        template = {"harness": shell, "runtime": msgspec.to_builtins(self.runtime)}
-        taskset = {"name": "swe", "options": self.options}
-        file.write_text(json.dumps({"taskset": taskset, "template": template}))
-        done = run_command("task", "validate", file, "--json", timeout=250)
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        return {one["task"]: (one["state"], one["reference"], one["empty"]) for one in lines}
-
-    async def earns(self, task: Task, solution: Solution) -> float | None:
-        """What some work earns."""
-        self.tried += 1
-        proof = await validate_task(task, solution, self.folder / str(self.tried), self.parts)
-        assert proof.failure is None, proof.reason
-        return proof.reward
-
-    async def says(self, task: Task, command: str) -> str:
-        """What a program prints where the agent would be."""
-        self.tried += 1
-        runtime = self.parts.runtime(self.runtime)
-        place = SandboxSpec(workspace=task.workspace)
-        async with runtime.open(self.folder / str(self.tried), place) as sandbox:
-            await sandbox.run(("sh", "-c", command), env={}, timeout_s=30, log_name="said")
-            return (sandbox.logs / "said.log").read_text()
-
-    async def check(self) -> None:
-        """Gold 1, empty 0, and no later history where the agent is."""
-        fine = dict.fromkeys((task.id for task in self.tasks), ("fine", 1.0, 0.0))
-        assert self.validated() == fine
-        titles = [row["problem_statement"].partition("\n")[0] for row in self.rows]
-        for number, task in enumerate(self.tasks):
-            git = "git -c safe.directory=*"
-            said = await self.says(
-                task, f"{git} log --all --reflog --format=%s; {git} fsck --unreachable --no-reflogs"
-            )
-            assert "Start" in said
-            assert not [title for title in titles[number:] if title in said]
-            assert "unreachable" not in said
-
-
-@pytest.fixture
-def parts() -> Parts:
-    """What makes runtimes and evaluators."""
-    return Parts()
+async def earns(folder: Path, task: Task, solution: Solution) -> float | None:
+    """What some work earns."""
+    proof = await validate_task(task, solution, folder, Parts())
+    assert proof.failure is None, proof.reason
+    return proof.reward
 
 
 def built(name: str, context: Path, lines: str) -> None:
@@ -109,11 +54,36 @@ def images(tmp_path: Path, podman: str) -> Iterator[str]:  # noqa: ARG001 - it h
     subprocess.run(["podman", "rmi", "-f", *made], capture_output=True, check=False)
 
 
+@pytest.fixture
+def runtime(podman: str) -> dict[str, Any]:
+    """The runtime of a task file."""
+    return {"name": "container", "options": {"engine": podman, "memory_mb": 512}}
+
+
+LOG = "git -c safe.directory=* log --all --reflog --format=%s"
+FSCK = "git -c safe.directory=* fsck --unreachable --no-reflogs"
+
+
 @pytest.mark.podman
-async def test_in_containers(tmp_path: Path, parts: Parts, images: str, podman: str) -> None:
-    """With images as the public data sets have them: the repository lies in the image."""
-    runtime = PluginSpec("container", {"engine": podman, "memory_mb": 512})
-    await Toy(tmp_path, parts, runtime, images=images).check()
+async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any]) -> None:
+    """With images as the public data sets have them: the repository lies in the image.
+
+    Gold 1, empty 0, and no later history where the agent is.
+    """
+    titles = [row["problem_statement"].partition("\n")[0] for row in make(tmp_path)]
+    taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), images=images)
+    for number, task in enumerate(tasks(taskset, runtime=runtime)):
+        gold = taskset.solution(task)
+        assert gold is not None
+        assert await earns(tmp_path / f"gold-{number}", task, gold) == 1.0
+        assert await earns(tmp_path / f"empty-{number}", task, Solution()) == 0.0
+        spec = SandboxSpec(workspace=task.workspace)
+        async with Parts().runtime(task.runtime).open(tmp_path / f"{number}", spec) as sandbox:
+            await run_shell(sandbox, f"{LOG}; {FSCK}")
+            said = read_log(sandbox)
+        assert "Start" in said
+        assert not [title for title in titles[number:] if title in said]
+        assert "unreachable" not in said
 
 
 @pytest.fixture
@@ -140,18 +110,17 @@ def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG00
 
 @pytest.mark.podman
 async def test_tests_in_an_image_are_not_the_agents_to_see(
-    tmp_path: Path, parts: Parts, r2e: dict[str, str], podman: str
+    tmp_path: Path, r2e: dict[str, str], runtime: dict[str, Any]
 ) -> None:
     """A row of R2E: the agent's box has their folder empty, and the evaluator's has not."""
-    runtime = PluginSpec("container", {"engine": podman, "memory_mb": 512})
-    toy = Toy(tmp_path, parts, runtime)
     taskset = SweTaskSet(path=written(tmp_path / "r2e.jsonl", r2e))
-    (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))
+    (task,) = tasks(taskset, runtime=runtime)
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
-    proof = await validate_task(task, peek, tmp_path / "peek", parts)
+    proof = await validate_task(task, peek, tmp_path / "peek", Parts())
     assert (proof.reward, proof.failure) == (0.0, None), proof.reason
     assert "solution" not in proof.reason
-    gold = Solution(home={"p": toy.rows[0]["patch"]}, argv=("sh", "-c", "git apply $HOME/p"))
-    assert await toy.earns(task, gold) == 1.0
+    patch = make(tmp_path)[0]["patch"]
+    gold = Solution(home={"p": patch}, argv=("sh", "-c", "git apply $HOME/p"))
+    assert await earns(tmp_path / "gold", task, gold) == 1.0
     forged = {"run_tests.sh": "echo PASSED r2e_tests/test_1.py::TestParse::test_mixed\n"}
-    assert await toy.earns(task, Solution(changes=forged)) == 0.0
+    assert await earns(tmp_path / "forged", task, Solution(changes=forged)) == 0.0

@@ -13,17 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import podman
 from judging import Judge, task
-from sandboxes import WITH_PYTHON, Driver, driver
+from sandboxes import WITH_PYTHON, Driver
 from tugline.errors import EvaluatorError, SandboxError
 from tugline.evaluators.tests import TestsEvaluator, find_tests
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import LocalSandbox
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
-
-__all__ = ["driver", "podman"]
 
 BILL = "def total(a, b):\n    return a - b\n"
 GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}

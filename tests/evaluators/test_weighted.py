@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,19 @@ from tugline.types import PluginSpec, Reward, Session, Status, Task
 RUNNING: list[str] = []
 
 
+@dataclass(kw_only=True, eq=False)
 class Says(Evaluator):
     """An evaluator that says what it is told to."""
 
-    def __init__(
-        self,
-        *,
-        value: float = 1.0,
-        fails: str = "",
-        takes_s: float = 0.0,
-        mount: tuple[str, str | None] | None = None,
-        in_place: bool = False,
-        hides: tuple[str, ...] = (),
-        model: bool = False,
-    ) -> None:
-        self.value, self.fails, self.takes_s = value, fails, takes_s
-        self.mount, self.in_place, self.hides = mount, in_place, hides
-        self.opens_sandbox, self.graded_by_model = False, model
+    opens_sandbox = False
+
+    value: float = 1.0
+    fails: str = ""
+    takes_s: float = 0.0
+    mount: tuple[str, str | None] | None = None
+    in_place: bool = False
+    hides: Sequence[str] = ()
+    graded_by_model: bool = False
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """At most one."""
@@ -94,15 +92,15 @@ async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) ->
 @pytest.mark.parametrize("mode", ["mean", "product", "min"])
 async def test_a_model_adds_nothing_to_failed_work(judge: Judge, mode: str) -> None:
     """Neither by its praise nor by giving no verdict; of other work its failure leaves none."""
-    for talked in (says(model=True), says(model=True, fails="evaluator")):
+    for talked in (says(graded_by_model=True), says(graded_by_model=True, fails="evaluator")):
         verdict = await judge(
             WeightedEvaluator(parts={"tests": says(value=0.0), "style": talked}, mode=mode)
         )
         assert (verdict.reward.value, verdict.reward.parts["style"]) == (0.0, 0.0)
         assert "discounted" in verdict.report["style"]
-    parts = {"tests": says(), "style": says(value=0.5, model=True)}
+    parts = {"tests": says(), "style": says(value=0.5, graded_by_model=True)}
     assert (await judge(WeightedEvaluator(parts=parts))).reward.value == 0.75
-    parts["style"] = says(model=True, fails="evaluator")
+    parts["style"] = says(graded_by_model=True, fails="evaluator")
     with pytest.raises(EvaluatorError, match="part 'style': broken"):
         await judge(WeightedEvaluator(parts=parts))
 

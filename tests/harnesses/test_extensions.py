@@ -49,13 +49,7 @@ for line in sys.stdin:
     answer = {"jsonrpc": "2.0", "id": request["id"], "result": known.get(request["method"], {})}
     print(json.dumps(answer), flush=True)
 """
-SKILL = """\
----
-name: count-moons
-description: How the moons of Zog are counted.
----
-Count them twice.
-"""
+SKILL = Path(__file__).with_name("SKILL.md").read_text()
 
 
 async def run_scripted(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -33,25 +32,14 @@ ONE_EACH = {case.harness: case for case in reversed(CASES)}
 PARTS = Parts()
 
 
-class Done(NamedTuple):
-    """What came of a rollout, and where its sandbox was."""
-
-    trajectory: Trajectory
-    sandbox: Path
-
-
 def script(case: Case) -> tuple[ScriptedTurn, ...]:
     """Look at the file, change it, say so."""
-
-    def run(command: str) -> tuple[str, dict[str, object]]:
-        return case.call(command)
-
-    end = (run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),) if case.ends_by_command else ()
+    end = (case.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
     return (
-        ScriptedTurn("I look at it.", calls=(run("cat bill.py"),)),
+        ScriptedTurn("I look at it.", calls=(case.call("cat bill.py"),)),
         # Qwen Code refuses `sed -i` for a file that its own tool did not read.
-        ScriptedTurn("I mend it.", calls=(run("sed s/-/+/ bill.py > new; mv new bill.py"),)),
-        ScriptedTurn(LAST_WORDS, calls=end),
+        ScriptedTurn("I mend it.", calls=(case.call("sed s/-/+/ bill.py > new; mv new bill.py"),)),
+        ScriptedTurn(LAST_WORDS, calls=end if case.ends_by_command else ()),
     )
 
 
@@ -93,7 +81,9 @@ async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> Asyn
         releasing.cancel()
 
 
-async def rolled(case: Case, place: PluginSpec, folder: Path, *, stalls: bool = False) -> Done:
+async def rolled(
+    case: Case, place: PluginSpec, folder: Path, *, stalls: bool = False
+) -> Trajectory:
     """The whole way, with a model that never answers its second turn if it `stalls`."""
     faults = {1: Reply(first_s=600.0)} if stalls else {}
     task = Task(
@@ -111,7 +101,7 @@ async def rolled(case: Case, place: PluginSpec, folder: Path, *, stalls: bool = 
         slots = StageSlots(200.0)
         held = released(slots, model.model, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:
-            trajectory = await roll_out(
+            return await roll_out(
                 task,
                 Session(id="t-0", task="t", sample=0),
                 gateway=gateway,
@@ -119,14 +109,6 @@ async def rolled(case: Case, place: PluginSpec, folder: Path, *, stalls: bool = 
                 parts=PARTS,
                 slots=slots,
             )
-    return Done(trajectory, folder / "session" / "agent")
-
-
-def read_own_log(done: Done, case: Case) -> list[str]:
-    """What was kept of the program's own log."""
-    logs = done.sandbox / "logs" / "home"
-    patterns = find("harness", case.harness)(**case.options).log_globs
-    return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
 
 
 async def test_the_right_patch_earns_its_reward(
@@ -134,13 +116,16 @@ async def test_the_right_patch_earns_its_reward(
 ) -> None:
     """The program edits in its sandbox, its patch passes in another, its own log is kept."""
     done = await rolled(case, place, tmp_path)
-    assert done.trajectory.failure is None, (done.sandbox / "logs/agent.log").read_text()
-    assert done.trajectory.status is Status.COMPLETED
-    assert done.trajectory.reward is not None
-    assert done.trajectory.reward.value == 1.0, done.trajectory.report
-    assert done.trajectory.ledger.balanced
-    assert len(done.trajectory.traces) == 1
-    assert any(LAST_WORDS in text for text in read_own_log(done, case))
+    logs = tmp_path / "session" / "agent" / "logs"
+    assert done.failure is None, (logs / "agent.log").read_text()
+    assert done.status is Status.COMPLETED
+    assert done.reward is not None
+    assert done.reward.value == 1.0, done.report
+    assert done.ledger.balanced
+    assert len(done.traces) == 1
+    patterns = find("harness", case.harness)(**case.options).log_globs
+    kept = [path for pattern in patterns for path in (logs / "home").glob(pattern)]
+    assert any(LAST_WORDS in path.read_text(errors="replace") for path in kept)
 
 
 async def test_out_of_time_keeps_what_there_is(
@@ -148,13 +133,13 @@ async def test_out_of_time_keeps_what_there_is(
 ) -> None:
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
     done = await rolled(case, place, tmp_path, stalls=True)
-    assert done.trajectory.status is Status.TIMED_OUT, done.trajectory.failure
-    assert done.trajectory.failure is not None
-    assert done.trajectory.failure.cause is Cause.AGENT_TIMEOUT
-    assert done.trajectory.ledger.trained > 0
-    assert done.trajectory.ledger.balanced
-    assert done.trajectory.reward is not None
-    assert done.trajectory.reward.value == 0.0
+    assert done.status is Status.TIMED_OUT, done.failure
+    assert done.failure is not None
+    assert done.failure.cause is Cause.AGENT_TIMEOUT
+    assert done.ledger.trained > 0
+    assert done.ledger.balanced
+    assert done.reward is not None
+    assert done.reward.value == 0.0
 
 
 @pytest.mark.podman

@@ -24,24 +24,9 @@ async def no_trial(_: Path) -> None:
     """Nothing is started."""
 
 
-ASKING = """
-[ "$1" = --version ] && echo v22.19.0 && exit
-exec python3 - <<'EOF'
-import json, os, urllib.error, urllib.request
-folder = os.environ["PI_CODING_AGENT_DIR"]
-url = json.load(open(f"{folder}/models.json"))["providers"]["tugline"]["baseUrl"]
-try:
-    urllib.request.urlopen(f"{url}/chat/completions", data=b"{}")
-except urllib.error.HTTPError:
-    pass
-EOF
-"""
-"""As much of Node, with pi in it, as a trial needs: it asks its model once."""
-INSTALLING = """
-mkdir -p node_modules/@earendil-works/pi-coding-agent
-cd node_modules/@earendil-works/pi-coding-agent
-touch cli.js && echo '{"bin": {"pi": "cli.js"}}' > package.json"""
-"""As much of npm as an installation of pi needs."""
+PROGRAMS = Path(__file__).with_name("programs")
+ASKING = (PROGRAMS / "node.sh").read_text()
+INSTALLING = (PROGRAMS / "npm.sh").read_text()
 
 
 Programs = Callable[..., None]

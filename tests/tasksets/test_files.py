@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,35 +16,13 @@ from tugline.datasets.files import gather, load_tasks
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec
 
-ROWS = [
-    {"name": "a/1", "q": "1 + 1", "meta": {"answer": "2", "level": 3}, "start": {"x.py": "pass"}},
-    {"name": "a/2", "q": "2 + 2", "meta": {"answer": "4", "level": 5}, "start": {"x.py": "1"}},
-]
-SET = """
-taskset:
-  name: jsonl
-  options:
-    path: rows.jsonl
-    id: name
-    instruction: "Say {q}, level {meta.level}."
-    evaluator: {expected: meta.answer}
-    files: start
-    solution: {answer.txt: meta.answer}
-    tags: [meta.level]
-template:
-  instruction: "{instruction} Be brief."
-  harness: {name: pi}
-  evaluator: {name: function, options: {target: "m:f"}}
-  samples: 4
-  limits: {agent_s: 9}
-  tags: {run: one}
-prefix: x-
-"""
+SUMS = Path(__file__).with_name("sums")
+SET = (SUMS / "set.yaml").read_text()
 
 
 def written(folder: Path, text: str = SET) -> Path:
     """A task-set file with its rows beside it."""
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    shutil.copy(SUMS / "rows.jsonl", folder)
     (folder / "set.yaml").write_text(text)
     return folder / "set.yaml"
 

@@ -13,22 +13,8 @@ from tugline.datasets.harbor import HarborTaskSet
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
-TOML = """
-version = "1.0"
-[metadata]
-difficulty = "hard"
-tags = ["a"]
-[agent]
-timeout_sec = 90
-[verifier]
-timeout_sec = 30.0
-env = { MODE = "quick" }
-[environment]
-cpus = 2
-memory = "1G"
-storage_mb = 512
-workdir = "/srv"
-"""
+FILES = Path(__file__).with_name("harbor")
+TOML = (FILES / "task.toml").read_text()
 
 
 def made(folder: Path, toml: str = TOML) -> Path:
@@ -43,12 +29,17 @@ def made(folder: Path, toml: str = TOML) -> Path:
     return folder
 
 
+def load(path: Path, template: dict[str, Any] | None = None, **options: Any) -> list[Task]:
+    """The tasks of a folder."""
+    values = {"harness": {"name": "pi"}} | (template or {})
+    return list(
+        HarborTaskSet(path=str(path), **options).tasks(TaskTemplate.read(values, "t", path))
+    )
+
+
 def read(folder: Path, template: dict[str, Any] | None = None, **options: Any) -> Task:
     """Its only task."""
-    values = {"harness": {"name": "pi"}} | (template or {})
-    (task,) = HarborTaskSet(path=str(folder), **options).tasks(
-        TaskTemplate.read(values, "t", folder)
-    )
+    (task,) = load(folder, template, **options)
     return task
 
 
@@ -138,37 +129,9 @@ def test_a_folder_without_a_file_or_with_services_is_refused(
         read(tmp_path / "one")
 
 
-PUBLISHED = """
-schema_version = "1.1"
-artifacts = []
-[task]
-name = "org/one"
-keywords = ["a", "b"]
-[[task.authors]]
-name = "Somebody"
-[metadata]
-expert_time_estimate_min = 5.0
-tags = ["a"]
-[verifier]
-timeout_sec = 900.0
-[agent]
-timeout_sec = 900.0
-[environment]
-docker_image = "org/one:1"
-cpus = 1
-memory_mb = 2048
-gpus = 0
-allow_internet = true
-mcp_servers = []
-[verifier.env]
-[environment.env]
-[solution.env]
-"""
-
-
 def test_what_is_published_is_read_without_a_word(tmp_path: Path) -> None:
     """The keys that Terminal-Bench 2 writes are known, also where they are empty."""
-    folder = made(tmp_path / "one", PUBLISHED)
+    folder = made(tmp_path / "one", (FILES / "published.toml").read_text())
     with structlog.testing.capture_logs() as logged:
         task = read(folder)
     assert logged == []
@@ -180,10 +143,8 @@ def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
     """The others of its set are as they are, and it is warned about."""
     made(tmp_path / "one")
     made(tmp_path / "two", "[[steps]]\nname = 'a'\n")
-    template = TaskTemplate.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
-        found = HarborTaskSet(path=str(tmp_path), leave_out=True).tasks(template)
-        assert [task.id for task in found] == ["one"]
+        assert [task.id for task in load(tmp_path, leave_out=True)] == ["one"]
     assert "steps has 1 steps" in logged[0]["reason"]
 
 
@@ -192,9 +153,8 @@ def test_settings_without_an_effect_are_warned_about_once(tmp_path: Path) -> Non
     toml = TOML + "gpus = 1\nflavour = 'mint'\n"
     for name in ("one", "two"):
         made(tmp_path / name, toml)
-    template = TaskTemplate.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
-        assert len(list(HarborTaskSet(path=str(tmp_path)).tasks(template))) == 2
+        assert len(load(tmp_path)) == 2
     assert [(each["event"], each["key"]) for each in logged] == [
         ("ignored setting", "environment.gpus"),
         ("ignored setting", "environment.flavour"),

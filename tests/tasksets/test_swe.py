@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,74 +14,13 @@ from tugline.datasets.base import TaskSet
 from tugline.datasets.swe import END, START, SweTaskSet, list_files
 from tugline.errors import ConfigError
 from tugline.evaluators.swebench import SweBenchEvaluator
+from tugline.schema import read_values
 from tugline.types import PluginSpec
 
-TEST_PATCH = """\
-diff --git a/tests/test_a.py b/tests/test_a.py
-index 1..2 100644
---- a/tests/test_a.py
-+++ b/tests/test_a.py
-@@ -1 +1,2 @@
- import a
-+def test_new(): assert a.new
-diff --git a/tests/data.json b/tests/data.json
-new file mode 100644
-index 0..1
---- /dev/null
-+++ b/tests/data.json
-@@ -0,0 +1 @@
-+{}
-diff --git a/tests/old.py b/tests/old.py
-deleted file mode 100644
-index 1..0
---- a/tests/old.py
-+++ /dev/null
-@@ -1 +0,0 @@
--x
-diff --git a/tests/here.py b/tests/there.py
-similarity index 100%
-rename from tests/here.py
-rename to tests/there.py
-"""
-GOLD = "diff --git a/setup.cfg b/setup.cfg\n--- a/setup.cfg\n+++ b/setup.cfg\n@@ -1 +1 @@\n-a\n+b\n"
-GYM = {
-    "instance_id": "getmoto__moto-5752",
-    "repo": "getmoto/moto",
-    "base_commit": "b2300f1eae1323e3e8bc45f97e530ce129dff12e",
-    "version": "4.0",
-    "problem_statement": "describe_parameters breaks",
-    "hints_text": "look at ssm",
-    "patch": GOLD,
-    "test_patch": TEST_PATCH,
-    "FAIL_TO_PASS": ["tests/test_a.py::test_new"],
-    "PASS_TO_PASS": [],
-    "created_at": "2022-12-07",
-}
-BENCH = GYM | {
-    "instance_id": "psf__requests-1921",
-    "repo": "psf/requests",
-    "FAIL_TO_PASS": '["t::a"]',
-    "PASS_TO_PASS": '["t::b", "t::c"]',
-    "image": "swebench/sweb.eval.x86_64.psf_1776_requests-1921:latest",
-    "eval_script": f"#!/bin/bash\n: '{START}'\npytest -rA t\n: '{END}'\n",
-    "log_parser": "parse_log_pytest_options",
-    "eval_type": "pass_and_fail",
-}
-REBENCH = GYM | {
-    "instance_id": "a__b-1",
-    "repo": "a/b",
-    "docker_image": "swerebench/sweb.eval.x86_64.a_1776_b-1",
-    "install_config": {"test_cmd": "pytest -rA --tb=no", "log_parser": "parse_log_pytest"},
-}
-R2E = {
-    "repo_name": "orange3",
-    "docker_image": "namanjain12/orange3_final:1",
-    "commit_hash": "0123456789abcdef0123",
-    "problem_statement": "[ISSUE]\n**Title** it breaks\n[/ISSUE]",
-    "expected_output_json": json.dumps(
-        {"TestA.test_one": "PASSED", "\x1b[1mTestA.test_two\x1b[0m": "PASSED", "x": "FAILED"}
-    ),
-}
+ROWS = read_values(Path(__file__).with_name("rows.yaml"))
+GYM, BENCH, REBENCH, MYPY, R2E = (ROWS[name] for name in ("gym", "bench", "rebench", "mypy", "r2e"))
+NO_COMMAND = {"test_command": "make test", "log_parser": "parse_log_pytest"}
+"""What a data set lacks, said for all rows."""
 
 
 def one(path: Path, row: object, **options: Any) -> Any:
@@ -96,9 +34,7 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     task = one(tmp_path, GYM)
     assert task.id == task.tags["instance"] == "getmoto__moto-5752"
     assert task.tags["repo"] == "getmoto/moto"
-    image = "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-5752:latest"
-    assert (task.workspace.image, task.workspace.path) == (image, "/testbed")
-    assert task.workspace.commit == GYM["base_commit"]
+    assert (task.workspace.path, task.workspace.commit) == ("/testbed", GYM["base_commit"])
     assert task.runtime == PluginSpec("container")
     assert (task.limits.init_s, task.limits.eval_s) == (1200, 3660)
     assert "describe_parameters breaks" in task.instruction
@@ -107,11 +43,64 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     assert options["fail_to_pass"] == ["tests/test_a.py::test_new"]
     assert options["log_parser"] == "parse_log_pytest"
     script = options["eval_script"]
-    ran = script.split(f": '{START}'\n")[1].split(f": '{END}'\n")[0]
-    assert ran == "pytest -n0 -rA tests/test_a.py tests/there.py\n"
     back = "git checkout b2300f1eae1323e3e8bc45f97e530ce129dff12e -- "
     assert script.count(f"{back}tests/test_a.py tests/old.py tests/here.py\n") == 2
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "command"),
+    [
+        (GYM, {}, "pytest -n0 -rA tests/test_a.py tests/there.py"),
+        (REBENCH, {}, "pytest -rA --tb=no tests/test_a.py tests/there.py"),
+        (MYPY, {}, "pytest -n0 -rA -k 'testNew or testOther'"),
+        (GYM | {"repo": "x/y"}, NO_COMMAND, "make test tests/test_a.py tests/there.py"),
+    ],
+    ids=["swe-gym", "swe-rebench", "cases of mypy", "options"],
+)
+def test_the_tests_are_run_by_the_right_command(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, str], command: str
+) -> None:
+    """The row's own, its repository's or the option's, with the test files or cases of the row."""
+    script = one(tmp_path, row, **options).evaluator.options["eval_script"]
+    assert script.split(f": '{START}'\n")[1].split(f": '{END}'\n")[0] == f"{command}\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "image", "repo"),
+    [
+        (GYM, {}, "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-5752:latest", None),
+        (BENCH, {}, "swebench/sweb.eval.x86_64.psf_1776_requests-1921:latest", None),
+        (REBENCH, {}, "swerebench/sweb.eval.x86_64.a_1776_b-1", None),
+        (
+            GYM,
+            {"images": "swebench"},
+            "docker.io/swebench/sweb.eval.x86_64.getmoto_1776_moto-5752:latest",
+            None,
+        ),
+        (GYM, {"images": "mine/{instance_id}:2"}, "mine/getmoto__moto-5752:2", None),
+        (GYM, {"repos": "{repo}.git"}, None, "{folder}/getmoto/moto.git"),
+        (
+            GYM,
+            {"repos": "https://example.org/{repo}", "images": "i"},
+            "i",
+            "https://example.org/getmoto/moto",
+        ),
+    ],
+)
+def test_files_come_from_an_image_or_a_repository(
+    tmp_path: Path,
+    row: dict[str, Any],
+    options: dict[str, str],
+    image: str | None,
+    repo: str | None,
+) -> None:
+    """The image that the row names, a publisher's or one of one's own, or `repos` and none."""
+    task = one(tmp_path, row, **options, folder="/code")
+    space = task.workspace
+    assert (space.image, space.repo) == (image, repo and repo.format(folder=tmp_path))
+    assert (space.commit, space.path) == (GYM["base_commit"], "/code")
+    assert task.runtime == PluginSpec("container" if image else "auto")
 
 
 def test_what_judges_is_not_the_agents(tmp_path: Path) -> None:
@@ -127,20 +116,11 @@ def test_what_judges_is_not_the_agents(tmp_path: Path) -> None:
 
 
 def test_a_row_of_swe_bench_brings_its_script(tmp_path: Path) -> None:
-    """Script, parser and image are the row's; lists may be JSON text."""
-    task = one(tmp_path, BENCH)
-    options = task.evaluator.options
+    """Script and parser are the row's; lists may be JSON text."""
+    options = one(tmp_path, BENCH).evaluator.options
     assert options["eval_script"] == BENCH["eval_script"]
     assert options["log_parser"] == "parse_log_pytest_options"
     assert options["pass_to_pass"] == ["t::b", "t::c"]
-    assert task.workspace.image == BENCH["image"]
-
-
-def test_a_row_of_swe_rebench_says_how_it_is_tested(tmp_path: Path) -> None:
-    """`install_config` has the test command, `docker_image` the image."""
-    task = one(tmp_path, REBENCH)
-    assert "pytest -rA --tb=no tests/test_a.py" in task.evaluator.options["eval_script"]
-    assert task.workspace.image == REBENCH["docker_image"]
 
 
 def test_a_row_of_r2e(tmp_path: Path) -> None:
@@ -169,37 +149,6 @@ def test_names_of_r2e_are_read_from_pytests_summary(tmp_path: Path) -> None:
     argv = ("bash", "-c", command.partition("| ")[2])
     done = subprocess.run(argv, input=said, capture_output=True, text=True, check=True)
     assert done.stdout == "PASSED TestA.test_one[a/b c]\nFAILED test_two - assert 1 == 2\n"
-
-
-def test_mypy_names_its_cases(tmp_path: Path) -> None:
-    """Its tests are cases within data files, which pytest finds by name."""
-    patch = TEST_PATCH + (
-        "diff --git a/test-data/unit/check.test b/test-data/unit/check.test\n"
-        "--- a/test-data/unit/check.test\n+++ b/test-data/unit/check.test\n"
-        "@@ -1 +1,2 @@\n x\n+[case testNew]\n+[case testOther]\n"
-    )
-    row = GYM | {"repo": "python/mypy", "test_patch": patch}
-    script = one(tmp_path, row).evaluator.options["eval_script"]
-    assert "pytest -n0 -rA -k 'testNew or testOther'\n" in script
-
-
-def test_images_may_be_named(tmp_path: Path) -> None:
-    """By publisher, or by a template."""
-    bench = one(tmp_path, GYM, images="swebench").workspace.image
-    assert bench == "docker.io/swebench/sweb.eval.x86_64.getmoto_1776_moto-5752:latest"
-    own = one(tmp_path, GYM, images="mine.example/{instance_id}:2").workspace.image
-    assert own == "mine.example/getmoto__moto-5752:2"
-
-
-def test_files_may_come_from_a_repository(tmp_path: Path) -> None:
-    """`repos` beside the rows, or by URL, at the row's commit; no image is needed then."""
-    task = one(tmp_path, GYM, repos="{repo}.git", folder="/code")
-    space = task.workspace
-    assert (space.image, space.repo) == (None, f"{tmp_path}/getmoto/moto.git")
-    assert (space.commit, space.path) == (GYM["base_commit"], "/code")
-    assert task.runtime == PluginSpec("auto")
-    url = one(tmp_path, GYM, repos="https://example.org/{repo}", images="i").workspace
-    assert (url.image, url.repo) == ("i", "https://example.org/getmoto/moto")
 
 
 def test_the_reference_solution(tmp_path: Path) -> None:
@@ -258,18 +207,10 @@ def test_a_bad_option_is_told(options: dict[str, Any], message: str) -> None:
         plugins.make("taskset", PluginSpec("swe", {"path": "rows.jsonl", **options}), TaskSet)
 
 
-def test_what_rows_do_not_say_may_be_said_for_all(tmp_path: Path) -> None:
-    """`test_command` and `log_parser` stand in for what a data set lacks."""
-    task = one(
-        tmp_path,
-        GYM | {"repo": "x/y"},
-        test_command="make test",
-        log_parser="parse_log_pytest",
-        setup=["make"],
-    )
-    script = task.evaluator.options["eval_script"]
+def test_lines_may_run_before_the_tests(tmp_path: Path) -> None:
+    """`setup` comes before the test files are restored."""
+    script = one(tmp_path, GYM, setup=["make"]).evaluator.options["eval_script"]
     assert "\nmake\ngit checkout" in script
-    assert "\nmake test tests/test_a.py tests/there.py\n" in script
 
 
 def test_a_patch_with_strange_names() -> None:

@@ -128,14 +128,13 @@ class _GoPackage:
 
     def close(self, report: TestReport, package: str) -> None:
         """Report the package's tests."""
+        ended = {test for test, _ in self.ends}
+        self.ends += [(test, TestOutcome.FAIL) for test in self.ran - ended]
         for test, outcome in self.ends:
             if test in self.ran:
-                report.add(test, outcome)
-                report.add(f"{package}::{test}", outcome)
-        ended = {test for test, _ in self.ends}
-        for test in self.ran - ended:
-            report.add(test, TestOutcome.FAIL, "it did not end")
-            report.add(f"{package}::{test}", TestOutcome.FAIL)
+                reason = "" if test in ended else "it did not end"
+                report.add(test, outcome, reason)
+                report.add(f"{package}::{test}", outcome, reason)
         report.complete = True
         self.ran, self.ends = set(), []
 
@@ -348,16 +347,12 @@ class Format(NamedTuple):
     """Variables that make each run of the test program write its report to ``{report}``."""
 
 
+_PYTEST_ENV = {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"}
 FORMATS = {
     "junit": Format(
         read_junit, ("python", "java"), normalize_junit, "--junitxml={report} for pytest"
     ),
-    "pytest": Format(
-        _read_pytest,
-        ("python",),
-        normalize_junit,
-        env={"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"},
-    ),
+    "pytest": Format(_read_pytest, ("python",), normalize_junit, env=_PYTEST_ENV),
     "go": Format(read_go, ("go",)),
     "cargo": Format(read_cargo, ("rust",)),
     "jest": Format(_read_jest, ("node",), reports="--json --outputFile={report}"),

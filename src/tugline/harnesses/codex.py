@@ -15,10 +15,6 @@ from tugline.harnesses.preset import ExtensiblePreset, McpServer, Window
 
 _CONFIG = Path(__file__).with_name("codex.toml").read_text(encoding="utf-8")
 _KEY = "TUGLINE_KEY"
-_OFF = (
-    "plugins", "remote_plugin", "apps", "tool_suggest", "skill_search", "goals", "shell_snapshot",
-    "unbounded_connection_retries",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True, eq=False)
@@ -48,36 +44,28 @@ class Codex(ExtensiblePreset):
         )
 
     def _make_config(self, context: LaunchContext) -> str:
-        features = dict.fromkeys(_OFF, False) | {"multi_agent": self.sub_agents}
-        switches = "\n".join(f"{name} = {_toml(on)}" for name, on in features.items())
         return _CONFIG.format(
             model=_toml(context.model),
             window=self.context_window,
             base_url=_toml(f"{context.base_url}/v1"),
             key=_KEY,
-            switches=switches,
+            sub_agents=_toml(self.sub_agents),
             servers="".join(_format_server(*each) for each in self.servers.items()),
         )
 
 
 def _format_server(name: str, server: McpServer) -> str:
     if server.url is not None:
-        fields = {"url": _toml(server.url), "http_headers": _toml_table(server.headers)}
+        fields: dict[str, object] = {"url": server.url, "http_headers": server.headers}
     else:
-        fields = {
-            "command": _toml(server.command),
-            "args": _toml(server.args),
-            "env": _toml_table(server.env),
-        }
-    lines = "".join(f"{key} = {value}\n" for key, value in fields.items())
+        fields = {"command": server.command, "args": server.args, "env": server.env}
+    lines = "".join(f"{key} = {_toml(value)}\n" for key, value in fields.items())
     return f"\n[mcp_servers.{name}]\n{lines}"
-
-
-def _toml_table(values: Mapping[str, str]) -> str:
-    pairs = (f"{_toml(key)} = {_toml(value)}" for key, value in values.items())
-    return f"{{{', '.join(pairs)}}}"
 
 
 def _toml(value: object) -> str:
     """JSON strings and lists are TOML, except for surrogate pairs and a bare DEL."""
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_toml(key)} = {_toml(own)}" for key, own in value.items())
+        return f"{{{pairs}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

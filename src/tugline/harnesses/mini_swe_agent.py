@@ -94,13 +94,8 @@ async def _copy_python() -> Path:
         library = fresh / "lib" / f"python{version}"
         copy.parent.mkdir()
         await asyncio.to_thread(shutil.copy2, origin, copy)
-        await asyncio.to_thread(
-            shutil.copytree,
-            sysconfig.get_path("stdlib"),
-            library,
-            symlinks=False,
-            ignore=shutil.ignore_patterns(*_EXCLUDED),
-        )
+        stdlib, ignore = sysconfig.get_path("stdlib"), shutil.ignore_patterns(*_EXCLUDED)
+        await asyncio.to_thread(shutil.copytree, stdlib, library, ignore=ignore)
         await install.bundle_libraries(copy, fresh, list((library / "lib-dynload").glob("*.so")))
 
     await install.install_once(folder, fill)

@@ -39,13 +39,9 @@ class Shell(Harness):
         command = self.command
         words = re.split(r"(\s+)", command) if isinstance(command, str) else command
         files = [_find_file(word) for word in words]
-        if isinstance(command, str):
-            quoted = (
-                shlex.quote(file) if file else word for word, file in zip(words, files, strict=True)
-            )
-            self._argv: tuple[str, ...] = ("sh", "-c", "".join(quoted))
-        else:
-            self._argv = tuple(file or word for word, file in zip(words, files, strict=True))
+        quote = shlex.quote if isinstance(command, str) else str
+        found = [quote(file) if file else word for word, file in zip(words, files, strict=True)]
+        self._argv = ("sh", "-c", "".join(found)) if isinstance(command, str) else tuple(found)
         for folder in self.folders:
             if not Path(folder).is_absolute():
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"

@@ -1,0 +1,1 @@
+pub fn total(a: i32, b: i32) -> i32 { a - b }

@@ -1,0 +1,1 @@
+class Bill { static int total(int a, int b) { return a - b; } }
