@@ -141,7 +141,7 @@ async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> 
     spec = driver.spec(files={"x": "1"})
     async with driver.runtime.open(tmp_path / "s", spec):
         pass
-    with pytest.raises(SandboxError, match="not empty"):
+    with pytest.raises(SandboxError, match="is not empty; each session needs a folder of its own"):
         async with driver.runtime.open(tmp_path / "s", spec):
             pass
 
