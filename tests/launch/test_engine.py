@@ -55,10 +55,3 @@ async def test_an_engine_that_never_answers_is_given_up() -> None:
     with pytest.raises(EngineError, match="no usable engine at"):
         async with open_engine(settings, slots=1):
             pass
-
-
-async def test_without_any_engine_it_says_what_to_give() -> None:
-    """Neither an address nor a folder."""
-    with pytest.raises(UsageError, match="--engine, or a model folder with --model"):
-        async with open_engine(EngineSettings(), slots=1):
-            pass
