@@ -12,9 +12,10 @@ import contextlib
 import os
 import secrets
 import shutil
+import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,41 @@ def driver(
     if problem := found.runtime.check_available():
         pytest.skip(problem)
     return found
+
+
+@pytest.fixture
+async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A sandbox with three files."""
+    files = {"a/b.txt": "one\r\ntwo", "edit": "1", "drop": "1"}
+    async with driver.runtime.open(tmp_path / "s", driver.spec(files=files)) as opened:
+        yield opened
+
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def serve(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Something that listens on this machine; its port."""
+    talks: list[asyncio.Task[None]] = []
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talks.append(asyncio.current_task())  # type: ignore[arg-type]
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+            await talk(reader, writer)
+
+    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
+    yield listening.sockets[0].getsockname()[1]
+    listening.close()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*talks)
+
+
+async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one HTTP request with what it was asked."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
+    await writer.drain()
 
 
 _NODE = """

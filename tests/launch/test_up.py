@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import stat
-import sys
 
-from launch.processes import AGENT, DATA, EXACT, World, task, until, write
+from launch.processes import DATA, EXACT, World, task, until, write
 from tugline.recording import file as recordings
 from tugline.recording.trajectories import read_folder
 
@@ -34,28 +33,7 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
     saved = list(read_folder(world.folder / "kept/trajectories"))
     assert all(one.ledger.balanced and one.ledger.trained for one in saved)
     assert (world.folder / DATA / "tokens.json").read_bytes() == tokens
-    _cancel_what_is_followed(world)
     assert world.end("up") == 0
-
-
-def _cancel_what_is_followed(world: World) -> None:
-    """A log that is followed ends with its session; what was sampled until then is kept."""
-    late = task("late", samples=1, turns=2, pause_s=30)
-    late["harness"]["options"] = {"command": f"echo here I am; exec {sys.executable} {AGENT}"}
-    world.ask("submit", write(world.folder / "late.jsonl", [late]))
-    logs = world.tugline("logs", "logs", "late-0", "-f")
-    until(lambda: "here I am" in world.said("logs"), "its log", lambda: world.said("logs"))
-    until(lambda: _calls(world, "late-0") == 1, "its call", lambda: world.said("up"))
-    world.ask("cancel", "late")
-    assert logs.wait(20) == 0
-    world.ask("submit", "late.jsonl", "--wait", code=1)  # its one sample has no result
-    (view,) = world.ask("results", "--task", "late")
-    assert (view["status"], view["trained"] == view["sampled"] > 0) == ("cancelled", True)
-
-
-def _calls(world: World, session: str) -> int:
-    paths = list((world.folder / DATA).glob(f"nodes/n/recordings/{session}.*.rec"))
-    return sum(len(recordings.read(path).calls) for path in paths)
 
 
 def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> None:
