@@ -15,7 +15,7 @@ import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -303,6 +303,17 @@ def users(folder: Path) -> list[int]:
             if str(folder) in (entry / "mountinfo").read_text():
                 found.add(int(entry.name))
     return sorted(found)
+
+
+def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:
+    """Make folders below each other, deeper than any path is long; yield each, open."""
+    here = os.open(folder, os.O_RDONLY)
+    for name in names:
+        os.mkdir(name, dir_fd=here)
+        above, here = here, os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(above)
+        yield here
+    os.close(here)
 
 
 def open_files() -> int:

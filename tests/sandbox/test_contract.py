@@ -308,7 +308,7 @@ async def test_a_program_among_too_many_sandboxes_is_told_apart(
         async with driver.runtime.open(tmp_path / f"{number}", driver.spec()) as neighbour:
             await run_shell(neighbour, f": {mark}; while :; do :; done", 120)
 
-    mark, count = unique_sleep(), 8 * (os.cpu_count() or 1)
+    mark, count = unique_sleep(), 5 * (os.cpu_count() or 1)
     async with run_beside(*(keep_busy(number) for number in range(count))):
         async with asyncio.timeout(90):
             while len(running(mark)) < count:  # noqa: ASYNC110 - of other processes

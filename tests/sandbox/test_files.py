@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from sandboxes import dig, open_files
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.files import open_folder, read_file, remove, write_files
 from tugline.sandbox.patch import FileChange
@@ -89,21 +90,15 @@ def test_what_is_in_the_way_is_replaced_and_leads_nowhere(root: Path, kind: str)
 
 def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
     """Neither recursion nor the longest path nor open files bound what can be cleaned up."""
-    here = os.open(root, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("deeper", dir_fd=here)
-        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
-        os.symlink("/etc", "out", dir_fd=below)
-        os.close(here)
-        here = below
-    os.close(here)
-    before = len(names(Path("/proc/self/fd")))
+    for folder in dig(root, ["deeper"] * 1500):
+        os.symlink("/etc", "out", dir_fd=folder)
+    before = open_files()
     write_files(root, {"deeper": "x"})
     assert read_file(root, "deeper") == b"x"
     remove(root.parent, "work")
     remove(root.parent, "work")
     assert not root.exists()
-    assert len(names(Path("/proc/self/fd"))) == before
+    assert open_files() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="runs as somebody else, which takes root")

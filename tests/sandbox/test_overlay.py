@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes import dig
 from tugline.sandbox import overlay
 from tugline.sandbox.files import write_files
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
@@ -209,15 +210,9 @@ def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Pa
 def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: Way) -> None:
     """Whatever the length at which paths end, and the rest of the work is taken along."""
     way(layer, "echo 2 > a.py")
-    here = os.open(layer.work, os.O_RDONLY)
-    for length in range(205, 235):
-        os.mkdir("d" * length, dir_fd=here)
-        below = os.open("d" * length, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
+    for folder in dig(layer.work, ("d" * length for length in range(205, 235))):
         for name in ("a", "b" * 60, "c" * 120, "e" * 180):
-            os.close(os.open(name, os.O_CREAT, dir_fd=here))
-    os.close(here)
+            os.close(os.open(name, os.O_CREAT, dir_fd=folder))
     patch = layer.diff(PatchLimits(files=5000))
     assert patch.files["a.py"] == FileChange(b"2\n")
     assert any("name too long" in note for note in patch.notes), patch.notes

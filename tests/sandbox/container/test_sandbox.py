@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from sandboxes import kill_node, read_log, run_shell, unique_sleep, wait_until_gone
+from sandboxes import read_log, run_shell
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec
@@ -25,34 +25,6 @@ from tugline.sandbox.container_images import build_name
 from tugline.types import Workspace
 
 pytestmark = pytest.mark.podman
-
-
-HOLD = """
-import glob, os, sys
-held = []
-for path in glob.glob("/proc/1/fd/*"):
-    for how in (os.O_RDONLY, os.O_WRONLY):
-        try: held.append(os.open(path, how | os.O_NONBLOCK))
-        except OSError: pass
-if os.fork() == 0: os.setsid()
-print("held", len(held), flush=True)
-os.execvp("sleep", ["sleep", sys.argv[1]])
-"""
-
-
-async def test_programs_end_with_a_killed_node(podman: str, tmp_path: Path) -> None:
-    """After kill -9 of this process they are gone without `reap`, though they hold the pipes."""
-    number = unique_sleep().split()[1]
-    argv = ("python3", "-c", HOLD, number)
-    log = tmp_path / "agent" / "logs" / "agent.log"
-    options = {"engine": podman, "image": DEBIAN}
-    begun = lambda: log.exists() and "held" in log.read_text()  # noqa: E731
-    try:
-        await kill_node("container", options, tmp_path / "agent", SandboxSpec(), argv, begun)
-        assert "held 0" not in log.read_text()
-        await wait_until_gone(number)
-    finally:
-        await asyncio.to_thread(Container().reap, tmp_path)
 
 
 async def test_record_of_another_container_removes_nothing(
@@ -141,15 +113,6 @@ async def test_cancelled_while_mounting(
         await task
     await asyncio.sleep(0.5)
     assert left(podman, tmp_path) == []
-
-
-async def test_image_with_nothing_but_busybox(podman: str, tmp_path: Path) -> None:
-    """No bash, no C library and no Python are needed inside."""
-    runtime = Container(engine=podman)
-    place = SandboxSpec(workspace=Workspace(image=BUSYBOX), files={"a": "1"})
-    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
-        end = await run_shell(sandbox, "cat a; kill -TERM $$")
-        assert (end.code, read_log(sandbox)) == (-15, "1")
 
 
 @pytest.mark.parametrize(
