@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from sandboxes import Driver, read_log, run_shell, users
 from tugline.errors import SandboxError
@@ -202,25 +201,3 @@ async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: P
     async with Bubblewrap().open(tmp_path / "b") as sandbox:
         done = await run_shell(sandbox, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
         assert done.code == 4
-
-
-async def test_without_bwrap_it_refuses_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent gets the rights of the node's user only where its task says so."""
-    runtime = Bubblewrap()
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.which", lambda _name: None)
-        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*`runtime: local`"):
-            async with runtime.open(tmp_path / "a"):
-                pytest.fail("it was opened")
-        with pytest.raises(SandboxError, match="apt install bubblewrap"):
-            runtime.list_weaknesses()
-        assert not (tmp_path / "a" / "work").exists()
-        assert runtime.reap(tmp_path) == 0
-    if runtime.check_available():
-        pytest.skip("no bubblewrap here")
-    with capture_logs() as output:
-        async with runtime.open(tmp_path / "b"):
-            assert runtime.list_weaknesses() == Bubblewrap().list_weaknesses()
-    assert not output

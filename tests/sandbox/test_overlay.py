@@ -51,11 +51,9 @@ def by_kernel(layer: OverlayWorkspace, script: str) -> None:
 
 def by_copy(layer: OverlayWorkspace, script: str) -> None:
     """Run it in a copy."""
-    refusing = pytest.MonkeyPatch()
-    refusing.setattr(overlay, "mount_overlay", lambda *_: "refused")
-    with refusing.context():
+    with pytest.MonkeyPatch.context() as refusing:
+        refusing.setattr(overlay, "mount_overlay", lambda *_: "refused")
         layer.mount()
-    refusing.undo()
     assert not layer.work.is_mount()
     _run(script, layer.work)
 
