@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -203,34 +202,28 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
         assert left(engine, tmp_path) == []
 
 
-def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that takes a connection and says nothing does not hold up a node's start."""
     monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", ("it failed", 0.5))
     hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     held = []
 
-    def answer(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                asked, _ = server.accept()
-                if b"_ping" in asked.recv(4096):
-                    with asked:
-                        asked.sendall(hello)
-                else:
-                    held.append(asked)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"_ping" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(hello)
+            writer.close()
+        else:
+            held.append(writer)
 
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "hung"))
-        server.listen()
-        thread = threading.Thread(target=answer, args=(server,), daemon=True)
-        thread.start()
-        record = msgspec.json.encode(("x", str(tmp_path / "hung")))
-        (tmp_path / "container.json").write_bytes(record)
+    socket = tmp_path / "hung"
+    async with await asyncio.start_unix_server(answer, socket):
+        (tmp_path / "container.json").write_bytes(msgspec.json.encode(("x", str(socket))))
         began = time.monotonic()
-        assert Container().reap(tmp_path) == 0
+        assert await asyncio.to_thread(Container().reap, tmp_path) == 0
         assert time.monotonic() - began < 5
-        assert held
-        assert (tmp_path / "container.json").exists()
-        server.shutdown(socket.SHUT_RDWR)
-    for asked in held:
-        asked.close()
+        for writer in held:
+            writer.close()
+    assert held
+    assert (tmp_path / "container.json").exists()
