@@ -94,10 +94,14 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def test_a_door_is_made_once(place: int) -> None:
-    """The same server has the same port again, another server the next one."""
+    """The same server has the same port again, another the next one; closing leaves no socket."""
+    before = open_files()
     async with serve(page) as one, serve(page) as two, doors() as made:
         ports = [await made.add(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
         assert ports == [f"http://127.0.0.1:{PORT + n}" for n in (0, 1, 0)]
+        await made.aclose()
+    await asyncio.sleep(0.05)
+    assert open_files() <= before
 
 
 async def test_an_end_is_passed_on_and_the_answer_still_comes() -> None:
