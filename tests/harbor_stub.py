@@ -99,15 +99,6 @@ class BaseEnvironment:
         if "wrong" in kwargs:
             raise SystemExit("no account")
 
-    @staticmethod
-    def find_marked(mark: str) -> list[str]:
-        """Processes of this machine with a variable in their environment."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                found += [path.parent.name] if mark.encode() in path.read_bytes() else []
-        return found
-
     async def start(self, force_build: bool) -> None:  # noqa: FBT001 - Harbor's
         """Note that it runs."""
         if self.config.docker_image == "missing":

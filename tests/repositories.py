@@ -22,3 +22,34 @@ def git(folder: Path, *arguments: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stderr
     return done.stdout.strip()
+
+
+class Clone:
+    """A repository with a past, a present that is checked out, and a future nobody may see."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.git("init", "-q", "-b", "main")
+        self.past = self.commit("past")
+        self.git("tag", "v1")
+        self.present = self.commit("present")
+        self.git("tag", "-a", "v2", "-m", "two")
+        self.future = self.commit("future")
+        self.git("tag", "v3")
+        self.git("tag", "-a", "v3a", "-m", "three")
+        self.git("branch", "other")
+        self.git("update-ref", "refs/remotes/origin/main", self.future)
+        self.git("checkout", "-q", self.present)
+
+    def git(self, *arguments: str, code: int = 0) -> str:
+        """What git says."""
+        return git(self.folder, *arguments, code=code)
+
+    def commit(self, text: str) -> str:
+        """A commit of one file, which can be run."""
+        (self.folder / "file").write_text(text)
+        (self.folder / "file").chmod(0o755)
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", text)
+        return self.git("rev-parse", "HEAD")

@@ -12,9 +12,10 @@ import contextlib
 import os
 import secrets
 import shutil
+import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,41 @@ def driver(
     return found
 
 
+@pytest.fixture
+async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A sandbox with three files."""
+    files = {"a/b.txt": "one\r\ntwo", "edit": "1", "drop": "1"}
+    async with driver.runtime.open(tmp_path / "s", driver.spec(files=files)) as opened:
+        yield opened
+
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def serve(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Something that listens on this machine; its port."""
+    talks: list[asyncio.Task[None]] = []
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talks.append(asyncio.current_task())  # type: ignore[arg-type]
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+            await talk(reader, writer)
+
+    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
+    yield listening.sockets[0].getsockname()[1]
+    listening.close()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*talks)
+
+
+async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one HTTP request with what it was asked."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
+    await writer.drain()
+
+
 _NODE = """
 import asyncio, sys
 from pathlib import Path
@@ -267,6 +303,17 @@ def users(folder: Path) -> list[int]:
             if str(folder) in (entry / "mountinfo").read_text():
                 found.add(int(entry.name))
     return sorted(found)
+
+
+def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:
+    """Make folders below each other, deeper than any path is long; yield each, open."""
+    here = os.open(folder, os.O_RDONLY)
+    for name in names:
+        os.mkdir(name, dir_fd=here)
+        above, here = here, os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(above)
+        yield here
+    os.close(here)
 
 
 def open_files() -> int:

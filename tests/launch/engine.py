@@ -1,18 +1,12 @@
-"""An engine without a model as a process of its own: ``engine.py FILE``, which gets its URL."""
+"""An engine without a model, to be served in this process."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from pathlib import Path
 from typing import Any
-
-import uvloop
 
 from tiny import tokenizer
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
-from tugline.web.serve import serve
 
 
 def create_engine(name: str = "scripted") -> Any:
@@ -25,16 +19,3 @@ def create_engine(name: str = "scripted") -> Any:
         eos_ids=end,
     )
     return create_app(engine, model_name=name)
-
-
-async def main(url_file: Path) -> None:
-    """Serve until killed."""
-    async with serve(create_engine()) as url:
-        draft = url_file.with_suffix(".part")
-        draft.write_text(url)
-        draft.replace(url_file)
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1])))

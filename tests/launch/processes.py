@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,10 +15,9 @@ from typing import Any
 
 import pytest
 
+from chaos.fleet import free_ports
 from commands import TUGLINE, run_command
 from tiny import tokenizer
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.types import Reward
 
 TESTS = Path(__file__).parents[1]
 AGENT = TESTS / "chaos" / "agent.py"
@@ -25,14 +25,6 @@ READY_S = 40.0
 DATA = "tugline-data"
 EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
 """Options of a node that renders for `World.engine`."""
-
-
-class Fine(Evaluator):
-    """An evaluator that starts no program: every session is worth 1."""
-
-    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Judge nothing."""
-        return Verdict(Reward(1.0), {})
 
 
 class World:
@@ -45,10 +37,16 @@ class World:
 
     def engine(self) -> str:
         """Start one; its URL."""
-        self.start("engine", sys.executable, str(TESTS / "launch/engine.py"), "engine.url")
-        url = self.folder / "engine.url"
-        until(url.exists, "the engine", lambda: self.said("engine"))
-        return url.read_text()
+        (port,) = free_ports(1)
+        engine = str(TESTS / "chaos/engine.py")
+        self.start("engine", sys.executable, engine, str(port), "tokenizer.json")
+
+        def listens() -> bool:
+            with socket.socket() as one:
+                return one.connect_ex(("127.0.0.1", port)) == 0
+
+        until(listens, "the engine", lambda: self.said("engine"))
+        return f"http://127.0.0.1:{port}"
 
     def start(self, name: str, *argv: str, **env: str) -> subprocess.Popen[bytes]:
         """A process whose words go to a file."""
@@ -119,7 +117,7 @@ def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -
         "id": name,
         "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
         "harness": {"name": "shell", "options": {"command": [sys.executable, str(AGENT)]}},
-        "evaluator": {"name": "launch.processes:Fine"},
+        "evaluator": {"name": "session_completed"},
         "samples": samples,
         "limits": {"agent_s": 60},
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tugline.errors import Invalid
 from tugline.launch.server import TOKENS, check_runnable, open_control_plane, serve_control_plane
@@ -14,18 +15,8 @@ from tugline.server.settings import ServerSettings
 from tugline.server.store import nodes
 from tugline.types import PluginSpec, Task
 
-
-def _task(**changes: Any) -> Task:
-    shell = PluginSpec("shell", {"command": "true"})
-    return Task(
-        **{
-            "id": "t",
-            "instruction": "x",
-            "harness": shell,
-            "evaluator": PluginSpec("tests"),
-            **changes,
-        }
-    )
+SHELL = PluginSpec("shell", {"command": "true"})
+TASK = Task(id="t", instruction="x", harness=SHELL, evaluator=PluginSpec("tests"))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +31,9 @@ def _task(**changes: Any) -> Task:
 )
 def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:
     """Which part, whether its name or its options, and what would be right."""
-    check_runnable(_task())
+    check_runnable(TASK)
     with pytest.raises(Invalid) as caught:
-        check_runnable(_task(**changes))
+        check_runnable(replace(TASK, **changes))
     assert caught.value.field == field
     assert part in str(caught.value)
 
@@ -53,7 +44,7 @@ def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path:
     mark = tmp_path / "called"
     options = {"args": ["touch", str(mark)]}
     with pytest.raises(Invalid, match=f"is no {kind}") as caught:
-        check_runnable(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
+        check_runnable(replace(TASK, **{kind: PluginSpec("subprocess:Popen", options)}))
     assert caught.value.field == f"{kind}.name"
     assert not mark.exists()
 

@@ -8,25 +8,20 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from chaos.fleet import free_ports
 from launch.engine import create_engine
 from tiny import tokenizer
 from tugline.errors import EngineError, UsageError
 from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
 from tugline.types import Mode
-from tugline.web.serve import listen, serve
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with listen("127.0.0.1", 0) as sock:
-        return int(sock.getsockname()[1])
+from tugline.web.serve import serve
 
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     """It comes up later than its node, and is used in exact mode with the template asked for."""
     (tmp_path / "tokenizer.json").write_text(tokenizer().to_json())
-    port = free_port()
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
     async with asyncio.timeout(60):
@@ -51,14 +46,7 @@ async def test_exact_mode_needs_a_tokenizer() -> None:
 
 async def test_an_engine_that_never_answers_is_given_up() -> None:
     """After `wait_s`, naming its address."""
-    settings = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
+    settings = EngineSettings(urls=(f"http://127.0.0.1:{free_ports(1)[0]}",), wait_s=0)
     with pytest.raises(EngineError, match="no usable engine at"):
         async with open_engine(settings, slots=1):
-            pass
-
-
-async def test_without_any_engine_it_says_what_to_give() -> None:
-    """Neither an address nor a folder."""
-    with pytest.raises(UsageError, match="--engine, or a model folder with --model"):
-        async with open_engine(EngineSettings(), slots=1):
             pass

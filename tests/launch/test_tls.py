@@ -26,13 +26,6 @@ def _call(world: World, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _run(world: World, name: str) -> None:
-    """Submit a task of two sessions; both complete."""
-    tasks = write(world.folder / f"{name}.jsonl", [task(name)])
-    done = _call(world, "submit", tasks, "--wait", "--json")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow
 def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not know the certificate is told so; node and clients that do work."""
@@ -49,7 +42,9 @@ def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) 
     options = ("--server", url, "--slots", "2", "--engine", world.engine(), *EXACT)
     world.tugline("a", "node", "--name", "a", *options, TUGLINE_JOIN_TOKEN=join)
     world.up("a", "is up: 2 slots")
-    _run(world, "t")
+    tasks = write(world.folder / "t.jsonl", [task("t")])
+    done = _call(world, "submit", tasks, "--wait", "--json")
+    assert done.returncode == 0, done.stderr
     views = [json.loads(line) for line in _call(world, "results", "--json").stdout.splitlines()]
     assert [view["status"] for view in views] == ["completed"] * 2
 

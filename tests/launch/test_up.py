@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import stat
-import sys
 
-import pytest
-
-from launch.processes import AGENT, DATA, EXACT, World, task, until, write
+from launch.processes import DATA, EXACT, World, task, until, write
 from tugline.recording import file as recordings
 from tugline.recording.trajectories import read_folder
 
@@ -37,28 +33,7 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
     saved = list(read_folder(world.folder / "kept/trajectories"))
     assert all(one.ledger.balanced and one.ledger.trained for one in saved)
     assert (world.folder / DATA / "tokens.json").read_bytes() == tokens
-    _cancel_what_is_followed(world)
     assert world.end("up") == 0
-
-
-def _cancel_what_is_followed(world: World) -> None:
-    """A log that is followed ends with its session; what was sampled until then is kept."""
-    late = task("late", samples=1, turns=2, pause_s=30)
-    late["harness"]["options"] = {"command": f"echo here I am; exec {sys.executable} {AGENT}"}
-    world.ask("submit", write(world.folder / "late.jsonl", [late]))
-    logs = world.tugline("logs", "logs", "late-0", "-f")
-    until(lambda: "here I am" in world.said("logs"), "its log", lambda: world.said("logs"))
-    until(lambda: _calls(world, "late-0") == 1, "its call", lambda: world.said("up"))
-    world.ask("cancel", "late")
-    assert logs.wait(20) == 0
-    world.ask("submit", "late.jsonl", "--wait", code=1)  # its one sample has no result
-    (view,) = world.ask("results", "--task", "late")
-    assert (view["status"], view["trained"] == view["sampled"] > 0) == ("cancelled", True)
-
-
-def _calls(world: World, session: str) -> int:
-    paths = list((world.folder / DATA).glob(f"nodes/n/recordings/{session}.*.rec"))
-    return sum(len(recordings.read(path).calls) for path in paths)
 
 
 def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> None:
@@ -84,36 +59,3 @@ def _running(world: World, name: str) -> bool:
     """Whether an agent of the task has made a call; a session that has not begun is given back."""
     found = (world.folder / DATA).glob(f"nodes/*/recordings/{name}-*.rec")
     return any(recordings.read(path).calls for path in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["sqlite", "postgres"])
-def test_nodes_are_processes_that_come_and_go(
-    world: World, store: str, request: pytest.FixtureRequest
-) -> None:
-    """Two nodes share the work of a server; what one of them had when it died, the other does."""
-    settings = {"lease_s": 2.0}
-    if store == "postgres":
-        settings["store"] = request.getfixturevalue("postgres_url")
-    (world.folder / "server.yaml").write_text(json.dumps({"server": settings}))
-    world.tugline("server", "up", "--no-node", "--port", "0", "--config", "server.yaml")
-    world.up("server", "the server is up at")
-    url = world.read_data("server.json", "url")
-    join = world.read_data("tokens.json", "join")
-    engine = world.engine()
-    for name in ("a", "b"):
-        options = ("--server", url, "--name", name, "--slots", "2", "--engine", engine, *EXACT)
-        world.tugline(name, "node", *options, TUGLINE_JOIN_TOKEN=join)
-    for name in ("a", "b"):
-        world.up(name, "is up: 2 slots")
-    world.ask(
-        "submit", write(world.folder / "t.jsonl", [task("t", samples=6, turns=3, pause_s=0.3)])
-    )
-    until(lambda: _running(world, "t"), "an agent", lambda: world.said("a"))
-    world.end("a", signal.SIGKILL)
-    world.ask("submit", "t.jsonl", "--wait")
-    views = world.ask("results")
-    assert sorted(one["session"] for one in views) == [f"t-{n}" for n in range(6)]
-    assert all(one["status"] == "completed" for one in views)
-    assert world.end("b") == 0
-    assert world.end("server") == 0

@@ -1,4 +1,4 @@
 from containers import container, podman
-from sandboxes import driver, image
+from sandboxes import driver, image, sandbox
 
-__all__ = ["container", "driver", "image", "podman"]
+__all__ = ["container", "driver", "image", "podman", "sandbox"]

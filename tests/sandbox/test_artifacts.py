@@ -35,18 +35,8 @@ def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
     assert (logs / "home/.a/log/2026/11/y.jsonl").read_text() == ".a/log/2026/11/y.jsonl"
 
 
-def test_strange_names_are_left(tmp_path: Path) -> None:
-    """They would be no text in a report, or no path for `put`."""
-    home, logs = tmp_path / "home", tmp_path / "logs"
-    home.mkdir()
-    logs.mkdir()
-    for name in ("x\\y.log", "a\nb.log", os.fsdecode(b"\xff.log"), "good.log"):
-        (home / name).write_text("x")
-    assert collect(home, ("*.log",), logs) == ["good.log"]
-
-
-def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
-    """A home is what its agent made of it."""
+def test_what_is_strange_or_leads_elsewhere_is_left(tmp_path: Path) -> None:
+    """Links, pipes, sparse files, and names that are no text or no path for `put`."""
     home, logs, secret = tmp_path / "home", tmp_path / "logs", tmp_path / "secret"
     for folder in (home, logs, secret):
         folder.mkdir()
@@ -54,6 +44,8 @@ def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
     (home / "key.log").symlink_to(secret / "key.log")
     (home / "folder").symlink_to(secret)
     os.mkfifo(home / "pipe.log")
+    for name in ("x\\y.log", "a\nb.log", os.fsdecode(b"\xff.log")):
+        (home / name).touch()
     with (home / "huge.log").open("wb") as file:
         file.truncate(65 << 20)
     (home / "own.log").write_text("mine")

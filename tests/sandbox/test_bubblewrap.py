@@ -8,36 +8,25 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
-from sandboxes import read_log, run_shell, users
+from sandboxes import Driver, read_log, run_shell, users
 from tugline.errors import SandboxError
-from tugline.sandbox.base import Sandbox, SandboxSpec
+from tugline.sandbox.base import Sandbox
 from tugline.sandbox.bubblewrap import Bubblewrap, python_folders
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Bubblewrap:
-    """The runtime with what it is by itself, where it can be had."""
-    made = Bubblewrap()
-    reason = made.check_available()
-    if reason is not None:
+@pytest.fixture
+def driver() -> Driver:
+    """Only this one, where it can be had."""
+    made = Driver("bubblewrap")
+    if reason := made.runtime.check_available():
         pytest.skip(reason)
     return made
-
-
-@pytest.fixture
-async def sandbox(runtime: Bubblewrap, tmp_path: Path) -> AsyncIterator[Sandbox]:
-    """A sandbox with two files."""
-    place = SandboxSpec(files={"a/b.txt": "one\r\ntwo", "c": "x"})
-    async with runtime.open(tmp_path / "sandbox", place) as opened:
-        yield opened
 
 
 # --------------------------------------------------------------------------- what a program sees
@@ -126,7 +115,7 @@ async def test_the_time_that_killing_takes_is_not_the_programs(
 
 
 # --------------------------------------------------------------------------- nothing is left
-def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+def test_parents_killed_at_the_start_leave_nothing(driver: Driver, tmp_path: Path) -> None:
     """A sandbox that was being made when its parent died finds nobody at home, and ends."""
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
@@ -149,12 +138,12 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
             time.sleep(wait_s)
             process.kill()
         time.sleep(0.2)
-        runtime.reap(tmp_path)  # bwrap's child may miss that its parent has died
+        driver.runtime.reap(tmp_path)  # bwrap's child may miss that its parent has died
         deadline = time.monotonic() + 10
         while users(tmp_path):
             assert time.monotonic() < deadline, users(tmp_path)
             time.sleep(0.05)
-        assert runtime.reap(tmp_path) == 0
+        assert driver.runtime.reap(tmp_path) == 0
         shutil.rmtree(tmp_path)
 
 
@@ -168,7 +157,7 @@ ALL_OF_IT = (
 )
 
 
-@pytest.mark.usefixtures("runtime")
+@pytest.mark.usefixtures("driver")
 def test_a_user_without_rights_can_do_it_all() -> None:
     """A base, a door, a limit, a timeout: the tests of all drivers, as a user who is not root."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
@@ -199,7 +188,7 @@ def test_a_user_without_rights_can_do_it_all() -> None:
 
 
 # --------------------------------------------------------------------------- what is refused
-@pytest.mark.usefixtures("runtime")
+@pytest.mark.usefixtures("driver")
 async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: Path) -> None:
     """A checkout in /var/tmp, say; otherwise that is the sandbox's own /tmp by another name."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
@@ -212,25 +201,3 @@ async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: P
     async with Bubblewrap().open(tmp_path / "b") as sandbox:
         done = await run_shell(sandbox, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
         assert done.code == 4
-
-
-async def test_without_bwrap_it_refuses_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent gets the rights of the node's user only where its task says so."""
-    runtime = Bubblewrap()
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.which", lambda _name: None)
-        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*`runtime: local`"):
-            async with runtime.open(tmp_path / "a"):
-                pytest.fail("it was opened")
-        with pytest.raises(SandboxError, match="apt install bubblewrap"):
-            runtime.list_weaknesses()
-        assert not (tmp_path / "a" / "work").exists()
-        assert runtime.reap(tmp_path) == 0
-    if runtime.check_available():
-        pytest.skip("no bubblewrap here")
-    with capture_logs() as output:
-        async with runtime.open(tmp_path / "b"):
-            assert runtime.list_weaknesses() == Bubblewrap().list_weaknesses()
-    assert not output

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from repositories import git
+from repositories import Clone, git
 from tugline.errors import UsageError, WorkspaceError
 from tugline.sandbox import repos
 from tugline.sandbox.cache import WorkspaceCache
@@ -25,25 +25,9 @@ from tugline.types import Workspace
 
 
 @pytest.fixture
-def repo(tmp_path: Path) -> Path:
-    """Three commits: the last is the fix that nobody may see. The second has a tag."""
-    root = tmp_path / "repo"
-    root.mkdir()
-    git(root, "init", "-q", "-b", "trunk")
-    for number in (1, 2, 3):
-        (root / "a.py").write_text(f"x = {number}\n")
-        (root / "run.sh").write_text("#!/bin/sh\n")
-        (root / "run.sh").chmod(0o755)
-        git(root, "add", "-A")
-        git(root, "commit", "-q", "-m", f"commit {number}")
-        if number == 2:
-            git(root, "tag", "-a", "-m", "second", "v2")
-    return root
-
-
-def commit_of(repo: Path, name: str) -> str:
-    """The full hash."""
-    return git(repo, "rev-parse", f"{name}^{{commit}}")
+def repo(tmp_path: Path) -> Clone:
+    """One whose future is the fix that nobody may see."""
+    return Clone(tmp_path / "repo")
 
 
 def python(script: str, *argv: str) -> subprocess.Popen[str]:
@@ -64,49 +48,50 @@ def bases(tmp_path: Path) -> WorkspaceCache:
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
-@pytest.mark.parametrize("name", ["v2", "hash", "trunk", None])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("v2", "present"), ("hash", "present"), ("other", "future"), (None, "present")],
+)
 async def test_a_commit_is_what_it_is_named_by(
-    repo: Path, bases: WorkspaceCache, prefix: str, name: str | None
+    repo: Clone, bases: WorkspaceCache, prefix: str, name: str | None, text: str
 ) -> None:
     """A tag, a full hash, a branch or the head, of a path or a URL."""
-    where = f"{prefix}{repo}"
-    asked = commit_of(repo, "v2") if name == "hash" else name
+    where = f"{prefix}{repo.folder}"
+    asked = repo.present if name == "hash" else name
     async with bases.open(Workspace(repo=where, commit=asked)) as base:
-        text = "x = 2\n" if name in {"v2", "hash"} else "x = 3\n"
-        assert (base / "a.py").read_text() == text
-        assert os.access(base / "run.sh", os.X_OK)
+        assert (base / "file").read_text() == text
+        assert os.access(base / "file", os.X_OK)
         assert git(base, "status", "--porcelain") == ""
-        assert git(base, "rev-parse", "HEAD") == commit_of(repo, asked or "HEAD")
+        assert git(base, "rev-parse", "HEAD") == getattr(repo, text)
 
 
-async def test_nothing_that_came_later_can_be_found(repo: Path, bases: WorkspaceCache) -> None:
+async def test_nothing_that_came_later_can_be_found(repo: Clone, bases: WorkspaceCache) -> None:
     """History ends at the commit: no fix, no branch, no tag, no remote, no reflog, no object."""
-    fix = commit_of(repo, "trunk")
-    async with bases.open(Workspace(repo=f"file://{repo}", commit="v2")) as base:
-        assert git(base, "log", "--all", "--format=%s").splitlines() == ["commit 2", "commit 1"]
+    async with bases.open(Workspace(repo=f"file://{repo.folder}", commit="v2")) as base:
+        assert git(base, "log", "--all", "--format=%s").splitlines() == ["present", "past"]
         assert git(base, "for-each-ref", "--format=%(refname)") == "refs/heads/main"
         assert git(base, "remote") == git(base, "reflog") == ""
         objects = git(base, "cat-file", "--batch-all-objects", "--batch-check")
-        assert fix not in objects
-        assert len(objects.splitlines()) == 7  # two commits, two trees, three files
+        assert repo.future not in objects
+        assert len(objects.splitlines()) == 6  # two commits, two trees, two files
         for path in (base / ".git").rglob("*"):
             if path.is_file():
-                assert b"trunk" not in path.read_bytes(), path
-                assert str(repo).encode() not in path.read_bytes(), path
+                assert b"other" not in path.read_bytes(), path
+                assert str(repo.folder).encode() not in path.read_bytes(), path
 
 
-async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
+async def test_many_at_once_make_it_once(repo: Clone, tmp_path: Path) -> None:
     """In one process and in several, and nothing is left of the making."""
     script = (
         "async def main():\n"
         "  async with WorkspaceCache(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as b:\n"
         "    print(b.stat().st_ino)"
     )
-    others = [python(script, str(tmp_path / "cache"), f"file://{repo}") for _ in range(2)]
+    others = [python(script, str(tmp_path / "cache"), f"file://{repo.folder}") for _ in range(2)]
     bases = WorkspaceCache(tmp_path / "cache")
 
     async def one() -> str:
-        async with bases.open(Workspace(repo=f"file://{repo}")) as base:
+        async with bases.open(Workspace(repo=f"file://{repo.folder}")) as base:
             return str(base.stat().st_ino)
 
     mine = set(await asyncio.gather(*(one() for _ in range(8))))
@@ -118,13 +103,13 @@ async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_had_says_what_and_why(
-    repo: Path, bases: WorkspaceCache, tmp_path: Path
+    repo: Clone, bases: WorkspaceCache, tmp_path: Path
 ) -> None:
     """A typed fault that names repository and commit; secrets in a URL are not repeated."""
     none = "0123456789012345678901234567890123456789"
     cases = {
-        "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo), commit="v9"),
-        f"has no commit '{none}'": Workspace(repo=f"file://{repo}", commit=none),
+        "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo.folder), commit="v9"),
+        f"has no commit '{none}'": Workspace(repo=f"file://{repo.folder}", commit=none),
         "none' is no folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
         "git says: .*does not appear to be a git": Workspace(repo=str(tmp_path), commit="v1"),
         r"'https://\*\*\*@127.0.0.1:9/x'.*git says": Workspace(
@@ -281,10 +266,10 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
 
 
 async def test_the_status_in_a_sandbox_reads_no_file_again(
-    repo: Path, bases: WorkspaceCache
+    repo: Clone, bases: WorkspaceCache
 ) -> None:
     """The index of the base still holds in its copy-on-write view, so git reads times only."""
-    async with bases.open(Workspace(repo=str(repo))) as base:
+    async with bases.open(Workspace(repo=str(repo.folder))) as base:
         layer = OverlayWorkspace(bases.folder.parent / "sandbox", base, {})
         await asyncio.to_thread(layer.make)
         await asyncio.to_thread(layer.mount)
@@ -294,12 +279,12 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
             index = layer.work / ".git" / "index"
             before = index.read_bytes()
             # A file whose content changed behind its time and size is not read, so not seen.
-            (layer.work / "a.py").write_text("x = 9\n")
-            shutil.copystat(layer.lower / "a.py", layer.work / "a.py")  # type: ignore[operator]
+            (layer.work / "file").write_text("another")
+            shutil.copystat(layer.lower / "file", layer.work / "file")  # type: ignore[operator]
             assert git(layer.work, "status", "--porcelain") == ""
             assert index.read_bytes() == before
-            (layer.work / "a.py").write_text("x = 10\n")
-            assert git(layer.work, "status", "--porcelain") == "M a.py"
+            (layer.work / "file").write_text("longer than it was")
+            assert git(layer.work, "status", "--porcelain") == "M file"
         finally:
             await asyncio.to_thread(layer.unmount)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from sandboxes import dig, open_files
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.files import open_folder, read_file, remove, write_files
 from tugline.sandbox.patch import FileChange
@@ -62,70 +64,41 @@ def test_a_path_that_leaves_the_root_is_refused_before_anything_is_made(
     assert not (root / "fine").exists()
 
 
-def test_planted_links_lead_nowhere(root: Path) -> None:
-    """A link in place of a folder or of the file is replaced, never followed, on every way."""
-    for name in ("folder", "deep", "gone"):
-        (root / name).symlink_to(root.parent / "secret")
-    (root / "up").symlink_to("..")
-    (root / "file").symlink_to(root.parent / "secret" / "key")
+OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
+    "a link to a folder": lambda at, key: at.symlink_to(key.parent),
+    "a link upwards": lambda at, _key: at.symlink_to("../secret"),
+    "a link to a file": lambda at, key: at.symlink_to(key),
+    "a hard link": lambda at, key: at.hardlink_to(key),
+    "a pipe": lambda at, _key: os.mkfifo(at),
+    "a file": lambda at, _key: at.touch(),
+    "a folder": lambda at, _key: (at / "deep").mkdir(parents=True),
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_what_is_in_the_way_is_replaced_and_leads_nowhere(root: Path, kind: str) -> None:
+    """Whatever the agent made of a file's place or of a folder above it, and on every way."""
+    for name in ("file", "folder", "gone"):
+        OBSTACLES[kind](root / name, root.parent / "secret" / "key")
     assert read_file(root, "folder/key") is None
-    assert read_file(root, "file") is None
-    assert read_file(root, "up/secret/key") is None
-    write_files(root, {"folder/key": "x", "deep/er/key": "x", "file": "x", "gone/key": None})
+    assert kind in {"a file", "a hard link"} or read_file(root, "file") is None
+    write_files(root, {"file": "x", "folder/key": "x", "gone/key": None})
+    assert read_file(root, "file") == read_file(root, "folder/key") == b"x"
     assert secret(root) == "secret"
-    assert (
-        read_file(root, "folder/key")
-        == read_file(root, "deep/er/key")
-        == read_file(root, "file")
-        == b"x"
-    )
-    assert (root / "gone").is_symlink()
-
-
-def test_a_hard_link_is_not_written_through(root: Path) -> None:
-    """The other name keeps its content."""
-    os.link(root.parent / "secret" / "key", root / "a")
-    write_files(root, {"a": "mine"})
-    assert secret(root) == "secret"
-    assert read_file(root, "a") == b"mine"
-
-
-def test_pipes_sockets_and_devices_neither_block_nor_answer(root: Path) -> None:
-    """They are no files, and give way to one."""
-    os.mkfifo(root / "pipe")
-    assert read_file(root, "pipe") is None
-    assert read_file(root, "pipe/below") is None
-    write_files(root, {"pipe": "x"})
-    os.mkfifo(root / "folder")
-    write_files(root, {"folder/x": "x"})
-    assert read_file(root, "pipe") == read_file(root, "folder/x") == b"x"
-
-
-def test_a_file_gives_way_to_a_folder_and_a_folder_to_a_file(root: Path) -> None:
-    """Whatever the agent made of a place, it becomes what is put there."""
-    write_files(root, {"a": "file", "b/c/d": "x"})
-    write_files(root, {"a/b": "x", "b": "file"})
-    assert read_file(root, "a/b") == b"x"
-    assert read_file(root, "b") == b"file"
+    assert names(root) == ["file", "folder", "gone"]
 
 
 def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
     """Neither recursion nor the longest path nor open files bound what can be cleaned up."""
-    here = os.open(root, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("deeper", dir_fd=here)
-        below = os.open("deeper", os.O_RDONLY, dir_fd=here)
-        os.symlink("/etc", "out", dir_fd=below)
-        os.close(here)
-        here = below
-    os.close(here)
-    before = len(names(Path("/proc/self/fd")))
+    for folder in dig(root, ["deeper"] * 1500):
+        os.symlink("/etc", "out", dir_fd=folder)
+    before = open_files()
     write_files(root, {"deeper": "x"})
     assert read_file(root, "deeper") == b"x"
     remove(root.parent, "work")
     remove(root.parent, "work")
     assert not root.exists()
-    assert len(names(Path("/proc/self/fd"))) == before
+    assert open_files() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="runs as somebody else, which takes root")

@@ -9,43 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from repositories import git
+from repositories import Clone, git
 from tugline.errors import WorkspaceError
 from tugline.sandbox.repos import end_history
 
 
-class Clone:
-    """A repository with a past, a present and a future."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.git("init", "-q", "-b", "main")
-        self.past = self.commit("past")
-        self.git("tag", "v1")
-        self.present = self.commit("present")
-        self.git("tag", "-a", "v2", "-m", "two")
-        self.future = self.commit("future")
-        self.git("tag", "v3")
-        self.git("tag", "-a", "v3a", "-m", "three")
-        self.git("branch", "other")
-        self.git("update-ref", "refs/remotes/origin/main", self.future)
-        self.git("checkout", "-q", self.present)
-
-    def git(self, *arguments: str, code: int = 0) -> str:
-        """What git says."""
-        return git(self.folder, *arguments, code=code)
-
-    def commit(self, text: str) -> str:
-        """A commit of one file."""
-        (self.folder / "file").write_text(text)
-        self.git("add", "-A")
-        self.git("commit", "-q", "-m", text)
-        return self.git("rev-parse", "HEAD")
-
-    def end(self, commit: str = "HEAD") -> None:
-        """Forget what came later."""
-        asyncio.run(end_history(self.folder, commit, "the clone"))
+def end(clone: Clone, commit: str = "HEAD") -> None:
+    """Forget what came later."""
+    asyncio.run(end_history(clone.folder, commit, "the clone"))
 
 
 @pytest.fixture
@@ -58,7 +29,7 @@ def test_nothing_later_can_be_had(clone: Clone) -> None:
     """Not by branches, remotes, tags, reflogs or hashes; and nothing is left lying about."""
     clone.git("stash", "list")
     assert "future" in clone.git("log", "--all", "--format=%s")
-    clone.end(clone.present)
+    end(clone, clone.present)
     assert set(clone.git("log", "--all", "--reflog", "--format=%s").split()) == {"present", "past"}
     clone.git("cat-file", "-e", clone.future, code=1)
     assert clone.git("fsck", "--full", "--unreachable", "--no-reflogs") == ""
@@ -76,7 +47,7 @@ def test_what_is_there_goes_on_working(clone: Clone) -> None:
     (clone.folder / "staged").write_text("new")
     clone.git("add", "staged")
     clone.git("pack-refs", "--all")
-    clone.end(clone.past)
+    end(clone, clone.past)
     assert clone.git("rev-parse", "HEAD") == clone.present
     assert clone.git("status", "--short") == "A  staged"
     assert clone.git("describe") == "v2"
@@ -91,7 +62,7 @@ def test_a_branch_stays_a_branch(clone: Clone) -> None:
     """HEAD names it as before, wherever its name is kept."""
     clone.git("checkout", "-q", "-b", "fix/it", clone.past)
     clone.git("pack-refs", "--all")
-    clone.end()
+    end(clone)
     assert clone.git("symbolic-ref", "HEAD") == "refs/heads/fix/it"
     assert clone.git("log", "--all", "--format=%s") == "past"
 
@@ -99,13 +70,9 @@ def test_a_branch_stays_a_branch(clone: Clone) -> None:
 def test_a_shallow_clone_stays_one(clone: Clone, tmp_path: Path) -> None:
     """Its history ends where it did."""
     source = f"file://{clone.folder}"
-    subprocess.run(
-        ["git", "clone", "-q", "--depth=1", "-b", "other", source, tmp_path / "s"], check=True
-    )
+    git(tmp_path, "clone", "-q", "--depth=1", "-b", "other", source, "s")
     asyncio.run(end_history(tmp_path / "s", "HEAD", "it"))
-    assert (
-        subprocess.check_output(["git", "-C", tmp_path / "s", "log", "--format=%s"]) == b"future\n"
-    )
+    assert git(tmp_path / "s", "log", "--format=%s") == "future"
 
 
 def test_nothing_of_it_is_run_or_followed(clone: Clone, tmp_path: Path) -> None:
@@ -123,7 +90,7 @@ def test_nothing_of_it_is_run_or_followed(clone: Clone, tmp_path: Path) -> None:
     (clone.folder / ".git" / "logs" / "out").symlink_to(beyond)
     (clone.folder / ".git" / "objects" / "out").symlink_to(beyond)
     ran.unlink(missing_ok=True)
-    clone.end()
+    end(clone)
     assert not ran.exists()
     assert (beyond / "kept").read_text() == "mine"
 
@@ -133,14 +100,14 @@ def test_tags_of_objects_that_are_not_there_go(clone: Clone) -> None:
     for name, text in (("gone", f"{'1' * 40}\n"), ("broken", "x\n"), ("odd..name", clone.past)):
         (clone.folder / ".git" / "refs" / "tags" / name).write_text(text)
     os.mkfifo(clone.folder / ".git" / "refs" / "tags" / "pipe")
-    clone.end()
+    end(clone)
     assert clone.git("tag").split() == ["v1", "v2"]
 
 
 def test_another_commit_than_the_row_says(clone: Clone) -> None:
     """An image that is not at the commit it should be at is told, and left as it is."""
     with pytest.raises(WorkspaceError, match=f"the clone has no commit '{clone.future}' in the"):
-        clone.end(clone.future)
+        end(clone, clone.future)
     assert "future" in clone.git("log", "--all", "--format=%s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from containers import DEBIAN
 from sandboxes import Driver
 from tugline.errors import ConfigError, SandboxError, TuglineError, UsageError, WorkspaceError
-from tugline.plugins import make
+from tugline.plugins import find, make
 from tugline.sandbox.base import Mount, Runtime, SandboxSpec
 from tugline.types import PluginSpec, Workspace
 
@@ -83,3 +84,28 @@ async def test_what_it_cannot_give_is_refused(
     with pytest.raises(error, match=expected):
         async with driver.runtime.open(tmp_path / "sandbox", spec):
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bubblewrap", r"no bwrap on PATH: apt install bubblewrap.*`runtime: local`"),
+        ("apptainer", "there is no apptainer on PATH: see https://"),
+    ],
+)
+async def test_without_its_program_it_refuses_and_says_what_to_do(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent gets the rights of the node's user only where its task says so."""
+    runtime = find("runtime", name)()
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))
+        assert re.search(expected, runtime.check_available() or "")
+        with pytest.raises(SandboxError, match=expected):
+            async with runtime.open(tmp_path / "a"):
+                pytest.fail("it was opened")
+        assert not (tmp_path / "a" / "work").exists()
+        assert runtime.reap(tmp_path) == 0
+    if runtime.check_available() is None:  # it is installed meanwhile
+        async with runtime.open(tmp_path / "b"):
+            assert runtime.list_weaknesses() == find("runtime", name)().list_weaknesses()

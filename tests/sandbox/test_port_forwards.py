@@ -9,10 +9,9 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 
 from certificates import make_certificate
-from sandboxes import open_files
+from sandboxes import open_files, page, serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (
@@ -28,19 +27,22 @@ from tugline.sandbox.network import (
     PORT,
     PROXY_PORT,
     AllowList,
+    Dial,
     PortForwards,
     Relay,
     dial_to,
 )
 
 WITHIN = 10.0
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
-@contextlib.contextmanager
-def namespace() -> Iterator[int]:
+@pytest.fixture
+def place() -> Iterator[int]:
     """A process in a network namespace of its own, owned by a user namespace of its own."""
-    with subprocess.Popen(["unshare", "-rn", "sleep", "60"]) as process:
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-rn", "true"], check=False).returncode:
+        pytest.skip("user and network namespaces are not allowed here")
+    with subprocess.Popen([unshare, "-rn", "sleep", "60"]) as process:
         until = time.monotonic() + WITHIN
         while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
             assert time.monotonic() < until
@@ -49,18 +51,8 @@ def namespace() -> Iterator[int]:
         process.kill()
 
 
-@pytest.fixture
-def place() -> Iterator[int]:
-    """Where a sandbox would be."""
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-rn", "true"], check=False).returncode:
-        pytest.skip("user and network namespaces are not allowed here")
-    with namespace() as pid:
-        yield pid
-
-
-async def run_there(pid: int, *argv: str, **env: str) -> tuple[int | None, str]:
-    """Run a program there; its exit code, and what it said."""
+async def run_there(pid: int, *argv: str, **env: str) -> str:
+    """Run a program there; what it said."""
     enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
     program = await asyncio.create_subprocess_exec(
         *(*enter, *argv),
@@ -69,31 +61,7 @@ async def run_there(pid: int, *argv: str, **env: str) -> tuple[int | None, str]:
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await asyncio.wait_for(program.communicate(), WITHIN)
-    return program.returncode, output.decode()
-
-
-async def said(pid: int, code: str, *given: str) -> str:
-    """What Python said there, once it has ended well."""
-    ended, output = await run_there(pid, sys.executable, "-I", "-c", code, *given)
-    assert ended == 0, output
-    return output
-
-
-@contextlib.asynccontextmanager
-async def server(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Something that listens on this machine."""
-    talks: list[asyncio.Task[None]] = []
-
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talks.append(asyncio.current_task())  # type: ignore[arg-type]
-        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
-            await talk(reader, writer)
-
-    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
-    yield listening.sockets[0].getsockname()[1]
-    listening.close()
-    async with asyncio.timeout(WITHIN):
-        await asyncio.gather(*talks)
+    return output.decode()
 
 
 @contextlib.asynccontextmanager
@@ -106,6 +74,18 @@ async def doors(*allow: str) -> AsyncIterator[PortForwards]:
         await made.aclose()
 
 
+@contextlib.asynccontextmanager
+async def relay(dial: Dial) -> AsyncIterator[tuple[Relay, Any]]:
+    """A relay on this machine, and its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = Relay(dial)
+    await made.serve(listener)
+    try:
+        yield made, listener.getsockname()
+    finally:
+        await made.aclose()
+
+
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Says everything again, once it has heard the end."""
     heard = await reader.read()
@@ -113,39 +93,28 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     await writer.drain()
 
 
-async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers one HTTP request with what it was asked."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
-    await writer.drain()
-
-
-SEND = """
-import socket, sys
-s = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5)
-s.sendall(b"x" * int(sys.argv[2]))
-s.shutdown(socket.SHUT_WR)
-got = 0
-while data := s.recv(1 << 16): got += len(data)
-print(got)
-"""
-
-
 async def test_a_door_is_made_once(place: int) -> None:
-    """The same server has the same port again, another server the next one."""
-    async with server(page) as one, server(page) as two, doors() as made:
+    """The same server has the same port again, another the next one; closing leaves no socket."""
+    before = open_files()
+    async with serve(page) as one, serve(page) as two, doors() as made:
         ports = [await made.add(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
         assert ports == [f"http://127.0.0.1:{PORT + n}" for n in (0, 1, 0)]
+        await made.aclose()
+    await asyncio.sleep(0.05)
+    assert open_files() <= before
 
 
-async def test_an_end_is_passed_on_and_the_answer_still_comes(place: int) -> None:
+async def test_an_end_is_passed_on_and_the_answer_still_comes() -> None:
     """Ten megabytes come back after the sender has ended: nothing is lost at a half-close."""
-    async with server(echo) as port, doors() as made:
-        await made.add(place, f"http://127.0.0.1:{port}")
-        assert await said(place, SEND, str(PORT), str(10 << 20)) == f"{10 << 20}\n"
+    async with serve(echo) as port, relay(dial_to("127.0.0.1", port)) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"x" * (10 << 20))
+        writer.write_eof()
+        assert len(await asyncio.wait_for(reader.read(), WITHIN)) == 10 << 20
+        writer.close()
 
 
-async def test_a_reader_that_does_not_read_holds_the_sender(place: int) -> None:
+async def test_a_reader_that_does_not_read_holds_the_sender() -> None:
     """Buffers are bounded: most of 100 MB stays with a server whose client does not read."""
     sent = 0
 
@@ -156,40 +125,31 @@ async def test_a_reader_that_does_not_read_holds_the_sender(place: int) -> None:
             await writer.drain()
             sent += 1
 
-    async with server(pour) as port, doors() as made:
-        await made.add(place, f"http://127.0.0.1:{port}")
-        quiet = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', "
-        await said(place, f"{quiet}{PORT})); time.sleep(1)")
+    async with serve(pour) as port, relay(dial_to("127.0.0.1", port)) as (_, address):
+        _, writer = await asyncio.open_connection(*address)
+        await asyncio.sleep(1)
+        writer.close()
         assert 0 < sent < 30
 
 
-async def test_sockets_without_end_do_not_take_the_nodes(place: int) -> None:
+async def test_sockets_without_end_do_not_take_the_nodes() -> None:
     """A program that opens more connections than are held gets the further ones reset."""
-    held = 0
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal held
-        held += 1
         writer.write(b"!")
         await reader.read()
 
-    many = f"""
-import socket
-def heard(one):
-    try:
-        return one.recv(1)
-    except ConnectionResetError:
-        return b""
-held = [socket.create_connection(("127.0.0.1", {PORT}), 9) for _ in range({MAX_CONNECTIONS + 50})]
-print([heard(one) for one in held].count(b""))
-"""
-    async with server(hold) as port, doors() as made:
-        await made.add(place, f"http://127.0.0.1:{port}")
-        assert await said(place, many) == "50\n"
-        assert held == MAX_CONNECTIONS + 1  # one of them looked whether the server is there
+    async with serve(hold) as port, relay(dial_to("127.0.0.1", port)) as (_, address):
+        opened = [await asyncio.open_connection(*address) for _ in range(MAX_CONNECTIONS + 50)]
+        reading = (asyncio.wait_for(reader.read(1), WITHIN) for reader, _ in opened)
+        heard = await asyncio.gather(*reading, return_exceptions=True)
+        assert heard.count(b"!") == MAX_CONNECTIONS
+        assert all(one == b"" or isinstance(one, OSError) for one in heard if one != b"!")
+        for _, writer in opened:
+            writer.close()
 
 
-async def test_what_is_open_ends_with_the_doors(place: int) -> None:
+async def test_what_is_open_ends_with_its_relay() -> None:
     """Closing ends connections in use; nobody can connect any more, and no socket is left."""
     before, inside = open_files(), asyncio.Event()
 
@@ -198,22 +158,15 @@ async def test_what_is_open_ends_with_the_doors(place: int) -> None:
             inside.set()
             await reader.read()
 
-    async with server(hears) as port:
-        made = PortForwards()
-        await made.add(place, f"http://127.0.0.1:{port}")
-        waiting = f"""
-import socket
-s = socket.create_connection(("127.0.0.1", {PORT}), 5)
-s.settimeout(8); s.sendall(b"x"); print("in", flush=True)
-print(s.recv(1))
-try: socket.create_connection(("127.0.0.1", {PORT}), 5)
-except ConnectionRefusedError: print("refused")
-"""
-        going = asyncio.create_task(said(place, waiting))
+    async with serve(hears) as port, relay(dial_to("127.0.0.1", port)) as (made, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"x")
         await asyncio.wait_for(inside.wait(), WITHIN)
         await made.aclose()
-        await made.aclose()
-        assert (await going).split() == ["in", "b''", "refused"]
+        assert await asyncio.wait_for(reader.read(), WITHIN) == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+        writer.close()
     await asyncio.sleep(0.05)
     assert open_files() <= before
 
@@ -233,8 +186,8 @@ async def test_rude_ends_leave_nothing() -> None:
             writer.write(b"x" * 2_000_000)
             await writer.drain()
 
-    async def asks(port: int, how: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async def asks(address: Any, how: int) -> None:
+        reader, writer = await asyncio.open_connection(*address)
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
             writer.write(b"a" * (1, 2_000_000)[how % 2])
             if how % 3 == 0:
@@ -243,15 +196,11 @@ async def test_rude_ends_leave_nothing() -> None:
                 writer.write_eof()
                 await asyncio.wait_for(reader.read(), 5)
 
-    async with server(answers) as port:
-        listener = socket.create_server(("127.0.0.1", 0))
-        relay = Relay(dial_to("127.0.0.1", port))
-        await relay.serve(listener)
-        await asyncio.gather(*(asks(listener.getsockname()[1], how) for how in range(60)))
+    async with serve(answers) as port, relay(dial_to("127.0.0.1", port)) as (made, address):
+        await asyncio.gather(*(asks(address, how) for how in range(60)))
         async with asyncio.timeout(WITHIN):
-            while relay._connections:  # noqa: ASYNC110 - nobody tells
+            while made._connections:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
-        await relay.aclose()
     assert problems == []
 
 
@@ -296,30 +245,21 @@ async def test_what_cannot_be_reached_is_told(place: int, url: str, says: str) -
 
 async def test_a_sandbox_that_is_gone_is_told() -> None:
     """No namespace can be entered for a process that has ended."""
-    async with server(page) as port, doors() as made:
+    async with serve(page) as port, doors() as made:
         with pytest.raises(SandboxNetworkError, match="no socket can be made"):
             await made.add(2**22 + 1, f"http://127.0.0.1:{port}")
 
 
 # --------------------------------------------------------------------------- the allow-list
-async def proxied(pid: int, made: PortForwards, *curl: str) -> str:
-    """What curl says there with the doors' environment (to a gateway that is not asked)."""
-    async with server(page) as gateway:
-        await made.add(pid, f"http://127.0.0.1:{gateway}")
-        # curl does not send loopback to a proxy that NO_PROXY spares
-        options = ("-sS", "-m", "8", "--noproxy", "", *curl)
-        return (await run_there(pid, "curl", *options, **made.env))[1]
-
-
-async def test_an_allowed_address_is_reached_by_plain_http(place: int) -> None:
+async def test_an_allowed_address_is_reached_by_plain_http() -> None:
     """The request arrives as its server expects it, and nothing meant for the proxy does."""
-    async with server(page) as port, doors(f"127.0.0.1:{port}") as made:
-        said = await proxied(place, made, f"http://127.0.0.1:{port}/a?b=c", "-H", "X-Mine: 1")
-    lines = said.split("\r\n")
-    assert lines[:2] == ["GET /a?b=c HTTP/1.1", f"Host: 127.0.0.1:{port}"]
-    assert "X-Mine: 1" in lines
-    assert "Connection: close" in lines
-    assert "proxy" not in said.lower()
+    async with serve(page) as port:
+        request = f"GET http://127.0.0.1:{port}/a?b=c HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        request += "X-Mine: 1\r\nProxy-Connection: Keep-Alive\r\n\r\n"
+        (said,) = await ask_proxy([request.encode()], f"127.0.0.1:{port}")
+    body = said.partition("\r\n\r\n")[2]
+    lines = ["GET /a?b=c HTTP/1.1", f"Host: 127.0.0.1:{port}", "X-Mine: 1", "Connection: close"]
+    assert body.split("\r\n") == [*lines, "", ""]
 
 
 async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
@@ -328,31 +268,29 @@ async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with (
-        server(page, context) as port,
+        serve(page, context) as port,
+        serve(page) as gateway,
         doors(f"localhost:{port}", f"127.0.0.1:{port}") as made,
     ):
-        curl = ("--cacert", str(certificate), f"https://localhost:{port}/x")
-        said = await proxied(place, made, *curl)
+        await made.add(place, f"http://127.0.0.1:{gateway}")
+        # curl does not send loopback to a proxy that NO_PROXY spares
+        curl = ("-sS", "-m", "8", "--noproxy", "", "--cacert", str(certificate))
+        said = await run_there(place, "curl", *curl, f"https://localhost:{port}/x", **made.env)
     assert said.startswith("GET /x HTTP/1.1"), said
 
 
 async def ask_proxy(requests: Sequence[bytes], *allow: str) -> list[str]:
     """What a proxy with that list answers, one connection each."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    relay = Relay(partial(network.dial_allowed, AllowList(allow)))
-    await relay.serve(listener)
 
-    async def ask(request: bytes) -> str:
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
+    async def ask(address: Any, request: bytes) -> str:
+        reader, writer = await asyncio.open_connection(*address)
         with contextlib.closing(writer), contextlib.suppress(ConnectionResetError):
             writer.write(request)
             return (await asyncio.wait_for(reader.read(), WITHIN)).decode()
         return "reset"
 
-    try:
-        return await asyncio.gather(*map(ask, requests))
-    finally:
-        await relay.aclose()
+    async with relay(partial(network.dial_allowed, AllowList(allow))) as (_, address):
+        return await asyncio.gather(*(ask(address, request) for request in requests))
 
 
 @pytest.mark.parametrize(
@@ -400,11 +338,11 @@ async def test_what_is_no_request_to_a_proxy_ends() -> None:
 
 async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
     """No variable tells of one; with a list they do as soon as the sandbox reaches its gateway."""
-    async with server(page) as port, doors() as without, doors("example.com:443") as made:
+    async with serve(page) as port, doors() as without, doors("example.com:443") as made:
         await without.add(place, f"http://127.0.0.1:{port}")
         assert without.env == {}
         assert made.env == {}
-    async with server(page) as port, doors("example.com:443") as made:
+    async with serve(page) as port, doors("example.com:443") as made:
         await made.add(place, f"http://127.0.0.1:{port}")
         assert made.env["HTTPS_PROXY"] == f"http://127.0.0.1:{PROXY_PORT}"
         assert made.env["NO_PROXY"].split(",") == ["127.0.0.1", "localhost"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
-from sandboxes import kill_node, read_log, run_shell, unique_sleep, wait_until_gone
+from sandboxes import read_log, run_shell
 from tugline.errors import ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
 from tugline.sandbox.base import SandboxSpec
@@ -25,34 +24,6 @@ from tugline.sandbox.container_images import build_name
 from tugline.types import Workspace
 
 pytestmark = pytest.mark.podman
-
-
-HOLD = """
-import glob, os, sys
-held = []
-for path in glob.glob("/proc/1/fd/*"):
-    for how in (os.O_RDONLY, os.O_WRONLY):
-        try: held.append(os.open(path, how | os.O_NONBLOCK))
-        except OSError: pass
-if os.fork() == 0: os.setsid()
-print("held", len(held), flush=True)
-os.execvp("sleep", ["sleep", sys.argv[1]])
-"""
-
-
-async def test_programs_end_with_a_killed_node(podman: str, tmp_path: Path) -> None:
-    """After kill -9 of this process they are gone without `reap`, though they hold the pipes."""
-    number = unique_sleep().split()[1]
-    argv = ("python3", "-c", HOLD, number)
-    log = tmp_path / "agent" / "logs" / "agent.log"
-    options = {"engine": podman, "image": DEBIAN}
-    begun = lambda: log.exists() and "held" in log.read_text()  # noqa: E731
-    try:
-        await kill_node("container", options, tmp_path / "agent", SandboxSpec(), argv, begun)
-        assert "held 0" not in log.read_text()
-        await wait_until_gone(number)
-    finally:
-        await asyncio.to_thread(Container().reap, tmp_path)
 
 
 async def test_record_of_another_container_removes_nothing(
@@ -72,14 +43,7 @@ async def test_programs_have_few_rights_and_no_network(
     container: Container, tmp_path: Path
 ) -> None:
     """No raw sockets, devices or mounts, no more rights by setuid, nothing but loopback."""
-    script = """
-grep -E 'CapBnd|NoNewPrivs|Seccomp:' /proc/self/status
-ls /sys/class/net
-mount -t tmpfs none /mnt 2>/dev/null && echo MOUNTED
-mknod /tmp/d b 8 0 2>/dev/null && echo DEVICE
-echo x 2>/dev/null >/run/tugline/runner && echo WRITTEN
-exit 0
-"""
+    script = "grep -E 'CapBnd|NoNewPrivs|Seccomp:' /proc/self/status; ls /sys/class/net"
     async with container.open(tmp_path / "sandbox") as sandbox:
         await run_shell(sandbox, script)
         words = read_log(sandbox).split()
@@ -141,15 +105,6 @@ async def test_cancelled_while_mounting(
         await task
     await asyncio.sleep(0.5)
     assert left(podman, tmp_path) == []
-
-
-async def test_image_with_nothing_but_busybox(podman: str, tmp_path: Path) -> None:
-    """No bash, no C library and no Python are needed inside."""
-    runtime = Container(engine=podman)
-    place = SandboxSpec(workspace=Workspace(image=BUSYBOX), files={"a": "1"})
-    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
-        end = await run_shell(sandbox, "cat a; kill -TERM $$")
-        assert (end.code, read_log(sandbox)) == (-15, "1")
 
 
 @pytest.mark.parametrize(
@@ -247,34 +202,28 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
         assert left(engine, tmp_path) == []
 
 
-def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that takes a connection and says nothing does not hold up a node's start."""
     monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", ("it failed", 0.5))
     hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     held = []
 
-    def answer(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                asked, _ = server.accept()
-                if b"_ping" in asked.recv(4096):
-                    with asked:
-                        asked.sendall(hello)
-                else:
-                    held.append(asked)
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"_ping" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(hello)
+            writer.close()
+        else:
+            held.append(writer)
 
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "hung"))
-        server.listen()
-        thread = threading.Thread(target=answer, args=(server,), daemon=True)
-        thread.start()
-        record = msgspec.json.encode(("x", str(tmp_path / "hung")))
-        (tmp_path / "container.json").write_bytes(record)
+    socket = tmp_path / "hung"
+    async with await asyncio.start_unix_server(answer, socket):
+        (tmp_path / "container.json").write_bytes(msgspec.json.encode(("x", str(socket))))
         began = time.monotonic()
-        assert Container().reap(tmp_path) == 0
+        assert await asyncio.to_thread(Container().reap, tmp_path) == 0
         assert time.monotonic() - began < 5
-        assert held
-        assert (tmp_path / "container.json").exists()
-        server.shutdown(socket.SHUT_RDWR)
-    for asked in held:
-        asked.close()
+        for writer in held:
+            writer.close()
+    assert held
+    assert (tmp_path / "container.json").exists()

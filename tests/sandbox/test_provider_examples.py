@@ -1,0 +1,293 @@
+"""The examples of providers of one's own, used as a task would, with this machine as the other.
+
+`examples/harbor_environments` has stand-ins for Harbor's types.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import io
+import tarfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import harbor_stub
+from sandboxes import (
+    kill_node,
+    run_session,
+    run_shell,
+    running,
+    unique_sleep,
+    wait_until_gone,
+    wait_until_running,
+)
+from tugline import plugins
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import Mount, Runtime, SandboxSpec
+from tugline.sandbox.patch import FileChange, PatchLimits
+from tugline.types import PluginSpec, Workspace
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+REACH = {"reach": "http://10.0.0.5:{port}"}
+FILES = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
+
+
+class Provider:
+    """An example under test; what it keeps on the other machine is in `there`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.there = name, folder / "there"
+        self.there.mkdir()
+
+    def make(self, **options: Any) -> Any:
+        """Its runtime, found as a task finds it."""
+        name, own = ("remote_runtime:Remote", {"folder": str(self.there)})
+        if self.name == "harbor":
+            name, own = "harbor_runtime:HarborRuntime", {"home": str(self.there / "home")}
+        return plugins.make("runtime", PluginSpec(name, {**own, **options}), Runtime)
+
+    def spec(self, **values: Any) -> SandboxSpec:
+        """With a workdir there."""
+        if self.name == "remote":
+            return SandboxSpec(**values)
+        workspace = Workspace(image="here", path=str(self.there / "work"))
+        return SandboxSpec(**{"workspace": workspace, **values})
+
+
+@pytest.fixture
+def provider(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Provider:
+    """The example of that name."""
+    harbor_stub.install(monkeypatch)
+    monkeypatch.setattr(harbor_stub.BaseEnvironment, "started", [])
+    for folder in (EXAMPLES, EXAMPLES / "harbor_environments"):
+        monkeypatch.syspath_prepend(folder)
+    return Provider(request.param, tmp_path)
+
+
+BOTH = pytest.mark.parametrize("provider", ["remote", "harbor"], indirect=True)
+REMOTE = pytest.mark.parametrize("provider", ["remote"], indirect=True)
+HARBOR = pytest.mark.parametrize("provider", ["harbor"], indirect=True)
+
+
+@BOTH
+async def test_a_session_goes_its_way(provider: Provider, tmp_path: Path) -> None:
+    """Files in, a program with its output and exit code, changes out, nothing left there."""
+    runtime = provider.make(**(REACH if provider.name == "harbor" else {}))
+    async with runtime.open(tmp_path / "sandbox", provider.spec(files=FILES)) as sandbox:
+        await run_session(sandbox)
+        assert (await run_shell(sandbox, "kill -9 $$")).code == -9
+        inside = "127.0.0.1" if provider.name == "remote" else "10.0.0.5"
+        assert await sandbox.expose("http://127.0.0.1:81/s/x") == f"http://{inside}:81/s/x"
+        assert bool(harbor_stub.BaseEnvironment.started) is (provider.name == "harbor")
+    assert harbor_stub.BaseEnvironment.started == []
+    assert provider.name == "harbor" or not list(provider.there.iterdir())
+    left = {path.name for path in (tmp_path / "sandbox").iterdir()}
+    assert left <= {"logs", "harbor", "harbor-trial"}
+
+
+@BOTH
+async def test_a_patch_is_laid_over_a_new_sandbox(provider: Provider, tmp_path: Path) -> None:
+    """As an evaluator does it: modes, links, removals, files in the way of folders."""
+    spec = provider.spec(files={"a": "1", "b": "2", "c/d": "3"})
+    async with provider.make().open(tmp_path / "sandbox", spec) as sandbox:
+        patch = {
+            "a": None,
+            "b": None,
+            "b/in": "below",
+            "c": b"\0",
+            "run.sh": FileChange(b"#!/bin/sh\nexit 5\n", executable=True),
+            "link": FileChange(b"run.sh", link=True),
+        }
+        await sandbox.put(sandbox.workdir, patch)
+        assert (await sandbox.run(["./link"], env={}, timeout_s=20)).code == 5
+        assert await sandbox.get(sandbox.workdir / "b/in") == b"below"
+        assert await sandbox.get(sandbox.workdir / "c") == b"\0"
+        assert await sandbox.get(sandbox.workdir / "c", max_bytes=0) is None
+        for missing in ("a", "link", "c/d", "none"):
+            assert await sandbox.get(sandbox.workdir / missing) is None, missing
+        with pytest.raises(UsageError, match="must be relative"):
+            await sandbox.put(sandbox.workdir, {"../x": "x"})
+
+
+@BOTH
+async def test_what_outlives_its_time_is_ended_there(provider: Provider, tmp_path: Path) -> None:
+    """With its children, of Harbor also those in sessions of their own; also when cancelled."""
+    sleep = unique_sleep()
+    script = f"{'setsid ' if provider.name == 'harbor' else ''}{sleep} & {sleep}"
+    async with provider.make().open(tmp_path / "sandbox", provider.spec()) as sandbox:
+        end = await run_shell(sandbox, script, 0.5)
+        assert (end.timed_out, end.code) == (True, -9)
+        assert provider.name == "remote" or not running(sleep)
+        await wait_until_gone(sleep)  # a signal to a group is not waited for
+        task = asyncio.create_task(run_shell(sandbox, script))
+        await wait_until_running(sleep)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert provider.name == "remote" or not running(sleep)
+        await wait_until_gone(sleep)
+
+
+@REMOTE
+async def test_what_a_killed_node_left_there_is_removed(provider: Provider, tmp_path: Path) -> None:
+    """Found by its note, once."""
+    sleep, runtime = unique_sleep(), provider.make()
+    node = ("remote_runtime:Remote", {"folder": runtime.folder}, tmp_path / "sandbox")
+    await kill_node(*node, SandboxSpec(), sleep.split(), partial(running, sleep))
+    assert [runtime.reap(tmp_path) for _ in range(2)] == [1, 0]
+    await wait_until_gone(sleep)
+    assert list(provider.there.iterdir()) == []
+
+
+@HARBOR
+async def test_what_a_killed_node_left_is_stopped(provider: Provider, tmp_path: Path) -> None:
+    """Made again from its note, once."""
+    async with provider.make().open(tmp_path / "box", provider.spec()):
+        note = (tmp_path / "box" / "harbor.json").read_bytes()
+    (tmp_path / "box" / "harbor.json").write_bytes(note)
+    harbor_stub.BaseEnvironment.started.append(msgspec.json.decode(note)["session"])
+    other = provider.make(environment="daytona")  # a node reaps with no task's options
+    assert [await asyncio.to_thread(other.reap, tmp_path) for _ in range(2)] == [1, 0]
+    assert harbor_stub.BaseEnvironment.started == []
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "spec", "error", "text"),
+    [
+        ("remote", {}, {"workspace": Workspace(image="x")}, UsageError, "takes files only"),
+        ("remote", {}, {"mounts": (Mount("/x"),)}, UsageError, "takes files only"),
+        ("harbor", {}, {"workspace": Workspace(repo="x")}, UsageError, "takes workspace.image"),
+        ("harbor", {"kwargs": {"wrong": 1}}, {}, UsageError, "Unknown option"),
+        ("harbor", {"environment": "moon"}, {}, UsageError, "'moon' of Harbor"),
+        ("harbor", {}, {"workspace": Workspace(image="missing")}, SandboxError, "no such image"),
+    ],
+    indirect=["provider"],
+)
+async def test_what_it_cannot_give_is_said(
+    provider: Provider, options: Any, spec: Any, error: Any, text: str, tmp_path: Path
+) -> None:
+    """A workspace, a mount, an option or a name that Harbor does not know, a missing image."""
+    with pytest.raises(error, match=text):
+        async with provider.make(**options).open(tmp_path / "box", provider.spec(**spec)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "text"),
+    [
+        ("remote", {"connect": ["sh", "-c", "echo no route >&2; exit 255"]}, "no route"),
+        ("harbor", {"kwargs": {"wrong": 1}}, "no account"),
+        ("harbor", {"environment": "moon"}, "'moon' of Harbor"),
+    ],
+    indirect=["provider"],
+)
+async def test_what_cannot_be_used_is_said(provider: Provider, options: Any, text: str) -> None:
+    """A machine or a provider that is not there."""
+    assert provider.make().check_available() is None
+    assert text in provider.make(**options).check_available()
+
+
+@REMOTE
+async def test_a_command_that_fails_there_is_told(provider: Provider, tmp_path: Path) -> None:
+    """With what it said."""
+    async with provider.make().open(tmp_path / "other") as sandbox:
+        with pytest.raises(SandboxError, match=r"sh: .*not found"):
+            await sandbox.call("nothing-of-that-name")
+
+
+@HARBOR
+async def test_mounted_folders_are_copied(provider: Provider, tmp_path: Path) -> None:
+    """With their links; what an image may have already is not copied again."""
+    tools, own = tmp_path / "tools", tmp_path / "own"
+    tools.mkdir()
+    (tools / "one").write_text("1")
+    (tools / "link").symlink_to("one")
+    own.mkdir()
+    (own / "old").touch()
+    copied = tmp_path / "copied" / "tests"
+    mounts = (
+        Mount(str(copied), str(tools)),
+        Mount(str(tools), str(tools)),
+        Mount(str(own)),
+        Mount(str(tools / "one"), str(own), optional=True),
+    )
+    async with provider.make().open(tmp_path / "box", provider.spec(mounts=mounts)):
+        assert (copied / "link").readlink() == Path("one")
+        assert (tools / "one").read_text() == (copied / "one").read_text() == "1"
+        assert list(own.iterdir()) == []
+
+
+@HARBOR
+async def test_the_network_can_be_the_gateway_alone(provider: Provider, tmp_path: Path) -> None:
+    """Harbor is asked for a list with the one host, which it enforces or refuses."""
+    runtime = provider.make(only_gateway=True, reach="https://gate.example.com")
+    async with runtime.open(tmp_path / "box", provider.spec()) as sandbox:
+        policy = sandbox.environment.options["network_policy"]
+        assert (policy.network_mode, policy.allowed_hosts) == ("allowlist", ["gate.example.com"])
+    assert not any("network" in weakness for weakness in runtime.list_weaknesses())
+
+
+@BOTH
+async def test_archives_are_compared_without_unpacking_them(
+    provider: Provider, tmp_path: Path
+) -> None:
+    """The same changes as of a folder; an unchanged large file is not worth a note."""
+    files = {**FILES, "pkg/c.py": "z = 3\n", "large": "0" * 5000, "grows": "0"}
+    script = """
+    printf 'x = 2\\n' >a.py; ln a.py same; rm pkg/b.py; chmod +x pkg/c.py; ln -s ../secret out
+    head -c 6000 /dev/zero >grows; mkdir .git; touch .git/HEAD; mkfifo pipe
+    """
+    async with provider.make().open(tmp_path / "box", provider.spec(files=files)) as sandbox:
+        await run_shell(sandbox, script)
+        patch = await sandbox.diff(PatchLimits(file_bytes=1000))
+    assert patch.files == {
+        "a.py": FileChange(b"x = 2\n"),
+        "same": FileChange(b"x = 2\n"),
+        "pkg/b.py": None,
+        "pkg/c.py": FileChange(b"z = 3\n", executable=True),
+        "out": FileChange(b"../secret", link=True),
+    }
+    assert sorted(note.partition(":")[0] for note in patch.notes) == ["grows", "pipe"]
+
+
+def archive(*names: str) -> io.BytesIO:
+    """A tar of empty files."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
+    made.seek(0)
+    return made
+
+
+@pytest.mark.usefixtures("provider")
+@REMOTE
+def test_an_archive_that_leads_out_or_is_none_is_refused() -> None:
+    """A hostile machine cannot name files of ours."""
+    diff_archives: Callable[..., Any] = importlib.import_module("archive_diff").diff_archives
+    patch = diff_archives(archive("./a.py"), archive("../../a.py"))
+    assert patch.files == {"a.py": None}
+    assert patch.notes == ("../../a.py: a name that leaves its folder",)
+    with pytest.raises(SandboxError, match="no tar archive"):
+        diff_archives(archive("./a.py"), io.BytesIO(b"x" * 2000))
+
+
+def test_it_stays_short_enough_to_be_read() -> None:
+    """About sixty statements, beside imports and docstrings."""
+    statements = [
+        node
+        for node in ast.walk(ast.parse((EXAMPLES / "remote_runtime.py").read_text()))
+        if isinstance(node, ast.stmt)
+        and not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+    assert len(statements) <= 75
