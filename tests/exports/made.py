@@ -44,7 +44,7 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: A
         "messages": (added,),
         "answer": Message(Role.ASSISTANT, f"Look {number}.", (use,), reasoning="Hm."),
         "tools": (READ,),
-        "logprobs": np.linspace(-0.1, -0.5, len(sampled)).astype(np.float32),
+        "logprobs": np.linspace(-0.25, -0.5, len(sampled)).astype(np.float32),
         "versions": (VersionSpan(3 + number, 0, len(sampled)),),
         "engine": "embedded",
         "timings": Timings(1.0, 1.5, 2.0, 3.0),

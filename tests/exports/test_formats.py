@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -41,7 +42,8 @@ from tugline.types import (
 )
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
-LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)
+ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
+"""What a session of two turns becomes in each format; `messages` are others of its first call."""
 WORTH = 0.5 / (0.5 + 1e-4)
 """Advantage of rewards 1 and 0 that are equally frequent."""
 
@@ -69,20 +71,32 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path
     return loaded
 
 
-def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path) -> None:
-    """Arrays, spans, reward and ledger come back as the builder and the evaluator made them."""
-    record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5)
-    (row,) = rows("parquet", tmp_path)
-    assert row["ids"] == IDS
-    assert row["loss_mask"] == [bool(bit) for bit in MASK]
-    assert np.array_equal(np.asarray(row["logprobs"], np.float32), LOGPROBS)
-    assert row["versions"] == [-1, -1, 3, 3, -1, 4]
-    assert row["spans"][1] == {"call": 1, "start": 5, "end": 6, "version": 4, "masked": None}
-    assert row["tags"] == [{"key": "a", "value": "1"}, {"key": "b", "value": "2"}]
-    assert row["reward_parts"] == [{"key": "passed", "value": 0.5}]
-    assert row["ledger"] == {"sampled": 3, "trained": 3, "masked": [], "dropped": []}
-    names = ("session", "kind", "exact", "reward", "status", "harness")
-    assert [row[name] for name in names] == ["a", "main", True, 0.5, "completed", "shell"]
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case["shows"])
+def test_a_row_has_what_its_readers_expect(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Every field of every format; arrays, rewards and messages are those of the recording."""
+    first, second = two_turns()
+    if "messages" in case:
+        messages = msgspec.convert(case["messages"], tuple[Message, ...])
+        first = replace(first, messages=messages)
+    record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5, calls=[first, second])
+    assert rows(case["form"], tmp_path, options=case["options"]) == [case["row"]]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        ("sft", {"arguments": "json"}, "arguments is 'json'"),
+        ("sft", {"args": "object"}, r"no option 'args' \(its options: reasoning, arguments"),
+        ("verl", {"prompt_length": 2}, "give prompt_length and response_length both"),
+    ],
+)
+def test_wrong_options_are_named(
+    tmp_path: Path, form: str, options: dict[str, Any], message: str
+) -> None:
+    """A value with what would be right, a name with those that are known."""
+    record(tmp_path, "a")
+    with pytest.raises(ConfigError, match=message):
+        export(form, tmp_path, tmp_path / "out", options=options)
 
 
 def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
@@ -96,18 +110,6 @@ def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
     assert (summary.exported, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
 
 
-def test_trl_is_told_what_a_rollout_returns(tmp_path: Path) -> None:
-    """The completion begins with the first sampled token; the mask leaves out tool results."""
-    record(tmp_path, "a", reward=1.0)
-    record(tmp_path, "b", sample=1, reward=0.0)
-    first, second = rows("trl", tmp_path)
-    assert (first["prompt_ids"], first["completion_ids"]) == (IDS[:2], IDS[2:])
-    assert (first["env_mask"], first["completion_mask"]) == (MASK[2:], MASK)
-    assert first["old_log_probs"][2:] == first["logprobs"] == LOGPROBS[2:].tolist()
-    assert (first["input_ids"], first["model_version"], first["group_id"]) == (IDS, 3, 0)
-    assert [first["advantage"], second["advantage"]] == pytest.approx([WORTH, -WORTH])
-
-
 def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     """However many traces it has, the mean that it is measured against is that of sessions."""
     fork = call(2, [10, 11, 99], [20], parent=1, branch=Branch.HISTORY_EDITED)
@@ -119,24 +121,6 @@ def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
 
 
-def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:
-    """Prompts on the left, responses on the right; the reward stands at the last real token."""
-    record(tmp_path, "a", reward=0.5)
-    (row,) = rows("verl", tmp_path)
-    assert row["responses"] == IDS[2:]
-    assert row["rm_scores"] == [0, 0, 0, 0.5]
-    options = {"prompt_length": 3, "response_length": 6, "pad_id": 99}
-    (row,) = rows("verl", tmp_path, options=options)
-    assert row["prompts"] == [99, 10, 11]
-    assert row["responses"] == [12, 13, 14, 15, 99, 99]
-    assert row["input_ids"] == row["prompts"] + row["responses"]
-    assert row["attention_mask"] == [0, 1, 1, 1, 1, 1, 1, 0, 0]
-    assert row["position_ids"] == [0, 0, 1, 2, 3, 4, 5, 5, 5]
-    assert row["response_mask"] == [1, 1, 0, 1, 0, 0]
-    assert row["rm_scores"] == [0, 0, 0, 0.5, 0, 0]
-    assert (row["uid"], row["min_global_steps"], row["__num_turns__"]) == ("t", 3, 2)
-
-
 def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
     """A trace that does not fit is left out and counted."""
     record(tmp_path, "a")
@@ -145,20 +129,14 @@ def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
     options = {"prompt_length": 2, "response_length": 4}
     summary = export("verl", tmp_path, tmp_path / "out", options=options)
     assert (summary.exported, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
-    with pytest.raises(ConfigError, match="give prompt_length and response_length both"):
-        export("verl", tmp_path, tmp_path / "out", options={"prompt_length": 2})
 
 
 def test_slime_gets_siblings_of_one_rollout(tmp_path: Path) -> None:
-    """The traces of a session share its rollout, and the arrays have the response's length."""
+    """The traces of a session share its rollout; one that was cut says so."""
     forked = call(2, [10, 11, 99], [20, 21], parent=1, branch=Branch.HISTORY_EDITED)
     cut = replace(forked, finish=Finish.LENGTH)
     record(tmp_path, "a", calls=[*two_turns(), cut])
     first, second = rows("slime", tmp_path)
-    assert (first["tokens"], first["response_length"]) == (IDS, 4)
-    assert first["loss_mask"] == [1, 1, 0, 1]
-    assert len(first["rollout_log_probs"]) == 4
-    assert first["weight_versions"] == ["3", "4"]
     assert [first["status"], second["status"]] == ["completed", "truncated"]
     same = ("index", "rollout_id", "group_index", "reward", "session_id")
     assert [first[name] for name in same] == [second[name] for name in same]
@@ -176,38 +154,6 @@ def test_what_trains_nothing_is_left_to_parquet(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- chat
-def test_a_conversation_is_put_together_along_the_parents(tmp_path: Path) -> None:
-    """Each message is there once, thoughts and tool calls included."""
-    record(tmp_path, "a")
-    (line,) = rows("sft", tmp_path)
-    roles = [message["role"] for message in line["messages"]]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-    look = line["messages"][1]
-    assert look["reasoning_content"] == "Hm."
-    assert look["tool_calls"][0]["function"]["arguments"] == '{"path":"0.py"}'
-    assert line["messages"][2]["tool_call_id"] == look["tool_calls"][0]["id"]
-    assert line["tools"][0]["function"]["name"] == "read"
-    about = [line["metadata"][name] for name in ("session", "task", "reward", "turns")]
-    assert about == ["a", "t", 1.0, 2]
-
-
-def test_chat_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
-    """Without thoughts, with arguments as objects, as prompt and completion."""
-    record(tmp_path, "a")
-    options = {"reasoning": False, "arguments": "object", "shape": "prompt_completion"}
-    (line,) = rows("sft", tmp_path, options=options)
-    assert [message["role"] for message in line["prompt"]] == ["user"]
-    look = line["completion"][0]
-    assert look["tool_calls"][0]["function"]["arguments"] == {"path": "0.py"}
-    assert "reasoning_content" not in look
-    with pytest.raises(ConfigError, match="arguments is 'json'"):
-        export("sft", tmp_path, tmp_path / "x", options={"arguments": "json"})
-    with pytest.raises(
-        ConfigError, match=r"there is no option 'args' \(its options: reasoning, arguments"
-    ):
-        export("sft", tmp_path, tmp_path / "x", options={"args": "object"})
-
-
 def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> None:
     """A retry that led nowhere is counted; a sub-agent has a line of its own, a title none."""
     prompt = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
@@ -367,34 +313,6 @@ def test_trl_trains_on_its_table(
 
 
 # --------------------------------------------------------------------------- Harbor
-def test_a_trajectory_has_steps_with_what_was_sampled(tmp_path: Path) -> None:
-    """A tool's result is with the step that called it; ids are those of the recording."""
-    odd = replace(two_turns()[0], messages=(
-        Message(Role.SYSTEM, "Be brief."),
-        Message(Role.USER, "Mend it."),
-        Message(Role.TOOL, "of nobody", tool_call_id="x"),
-    ))  # fmt: skip
-    record(tmp_path, "a", reward=0.5, calls=[odd, *two_turns()[1:]])
-    (row,) = rows("atif", tmp_path)
-    sources = [step["source"] for step in row["steps"]]
-    assert sources == ["system", "user", "agent", "agent"]
-    assert row["steps"][1]["observation"] == {"results": [{"content": "of nobody"}]}
-    looked = row["steps"][2]
-    assert looked["reasoning_content"] == "Hm."
-    assert looked["tool_calls"] == [
-        {"tool_call_id": "c0", "function_name": "read", "arguments": {"path": "0.py"}}
-    ]
-    assert looked["observation"] == {"results": [{"content": "file 1", "source_call_id": "c0"}]}
-    assert looked["timestamp"] == "1970-01-01T00:00:01+00:00"
-    metrics = row["steps"][3]["metrics"]
-    assert (metrics["prompt_token_ids"], metrics["completion_token_ids"]) == (IDS[:5], IDS[5:])
-    assert metrics["logprobs"] == pytest.approx([-0.1])
-    totals = {"total_prompt_tokens": 7, "total_completion_tokens": 3, "total_steps": 4}
-    assert (row["final_metrics"], row["extra"]["reward"]) == (totals, 0.5)
-    (bare,) = rows("atif", tmp_path, options={"tokens": False})
-    assert bare["steps"][3]["metrics"] == {"prompt_tokens": 5, "completion_tokens": 1}
-
-
 @pytest.mark.parametrize("begun", [Message(Role.ASSISTANT, "Lo"), None])
 def test_a_resumed_answer_is_one_step(tmp_path: Path, begun: Message | None) -> None:
     """The rest of an answer that broke off has all of it, also where nothing of it was seen."""
