@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from random_models import qwen3
 from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
@@ -33,6 +35,13 @@ def by_chance(outcome: SessionOutcome) -> float:
 def never(_outcome: SessionOutcome) -> float:
     """Earn nothing."""
     return 0.0
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """The demo's vocabulary, as other trainers take it."""
+    end = "<|im_end|>"
+    vocabulary = str(WARM_START / "tokenizer.json")
+    return PreTrainedTokenizerFast(tokenizer_file=vocabulary, eos_token=end, pad_token=end)
 
 
 def make_model(folder: Path) -> Path:

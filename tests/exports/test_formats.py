@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
-from transformers import PreTrainedTokenizerFast
 
 from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
+from training_run import load_tokenizer
 from tugline.chat.templates.base import CONFIGS
-from tugline.demo.run import WARM_START
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.base import PrefixMerging
@@ -301,11 +300,7 @@ def test_trl_trains_on_its_table(
         model=tiny(),
         args=settings,
         train_dataset=loaded.select_columns(["input_ids", "completion_mask"]),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_file=str(WARM_START / "tokenizer.json"),
-            eos_token="<|im_end|>",
-            pad_token="<|im_end|>",
-        ),
+        processing_class=load_tokenizer(),
     )
     (batch,) = trainer.get_train_dataloader()
     assert batch["labels"].tolist() == [[-100, -100, 12, 13, -100, 15]] * 2
