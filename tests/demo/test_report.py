@@ -2,9 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -57,30 +54,6 @@ def _text(summary: DemoSummary) -> str:
     with console.capture() as output:
         console.print(closing(summary, [Path("runs/demo/training.png")]))
     return output.get()
-
-
-@pytest.mark.parametrize(
-    ("passed", "n", "low", "high"),
-    [  # published in R. G. Newcombe 1998, Statistics in Medicine 17, 857, table I, method 3
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-        (0, 0, 0.0, 1.0),  # no attempts, no knowledge
-    ],
-)
-def test_wilson_gives_the_published_intervals(passed: int, n: int, low: float, high: float) -> None:
-    """The interval is Wilson's without continuity correction, to four digits."""
-    assert wilson(passed, n) == pytest.approx((low, high), abs=5e-5)
-
-
-@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
-    """The interval lies within 0 and 1, holds the rate, and failures mirror passes."""
-    passed, n = counts
-    low, high = wilson(passed, n)
-    assert 0 <= low <= passed / n <= high <= 1
-    assert wilson(n - passed, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
 def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -199,7 +200,8 @@ def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
     early, late = batches.evaluation(0), batches.evaluation(7)
     assert not {task.id for task in early} & {task.id for task in late}
     assert [t.sampling.seed for t in early] == [t.sampling.seed for t in late]
-    same = write_config(tmp_path, heldout={"taskset": _train_set()})
+    trained = json.loads((tmp_path / "config.json").read_text())["tasks"]
+    same = write_config(tmp_path, heldout=trained)
     with pytest.raises(ConfigError, match="5 instances are trained on as well"):
         TaskBatches(read_config(same, MODEL), tmp_path)
 
@@ -214,11 +216,6 @@ def test_a_resumed_run_may_find_server_and_engines_elsewhere(tmp_path: Path) -> 
     store_config(folder, read_config(config, MODEL, server="http://c:2", engines=["http://d:2"]))
     with pytest.raises(UsageError, match="another engine, server"):
         store_config(folder, read_config(config, MODEL))
-
-
-def _train_set() -> dict[str, Any]:
-    options = {"path": "train.jsonl", "id": "id", "instruction": "{question}"}
-    return {"name": "jsonl", "options": options}
 
 
 KEPT: dict[str, Any] = {
