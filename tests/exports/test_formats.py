@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
 
+from calls import read_calls
 from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
@@ -27,22 +28,14 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.base import PrefixMerging
-from tugline.types import (
-    Branch,
-    Call,
-    CallOutcome,
-    Finish,
-    Image,
-    Message,
-    Mode,
-    Role,
-    ToolCall,
-    TraceKind,
-)
+from tugline.types import Branch, Call, Message, Role, ToolCall, TraceKind
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
 """What a session of two turns becomes in each format; `messages` are others of its first call."""
+LINES = Path(__file__).with_name("sessions.jsonl").read_text().splitlines()
+SESSIONS = [json.loads(line) for line in LINES]
+"""Calls of sessions, fields of the rows that they become, and how many have none, by reason."""
 WORTH = 0.5 / (0.5 + 1e-4)
 """Advantage of rewards 1 and 0 that are equally frequent."""
 
@@ -120,95 +113,36 @@ def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
 
 
-def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
-    """A trace that does not fit is left out and counted."""
-    record(tmp_path, "a")
-    longer = [*two_turns(), call(2, [10, 11, 12, 13, 14, 15, 16], [17])]
-    record(tmp_path, "b", sample=1, calls=longer)
-    options = {"prompt_length": 2, "response_length": 4}
-    summary = export("verl", tmp_path, tmp_path / "out", options=options)
-    assert (summary.exported, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
+def holds(found: Any, expected: Any) -> bool:
+    """Whether `found` has these values, in as many places of its lists."""
+    if isinstance(expected, dict):
+        return all(holds(found.get(name), value) for name, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(holds, found, expected))
+    return bool(found == expected)
 
 
-def test_slime_gets_siblings_of_one_rollout(tmp_path: Path) -> None:
-    """The traces of a session share its rollout; one that was cut says so."""
-    forked = call(2, [10, 11, 99], [20, 21], parent=1, branch=Branch.HISTORY_EDITED)
-    cut = replace(forked, finish=Finish.LENGTH)
-    record(tmp_path, "a", calls=[*two_turns(), cut])
-    first, second = rows("slime", tmp_path)
-    assert [first["status"], second["status"]] == ["completed", "truncated"]
-    same = ("index", "rollout_id", "group_index", "reward", "session_id")
-    assert [first[name] for name in same] == [second[name] for name in same]
+@pytest.mark.parametrize("case", SESSIONS, ids=lambda case: case["shows"])
+def test_rows_are_those_of_the_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Whatever happened in them; what has no row is counted by its reason."""
+    for sample, calls in enumerate(case["sessions"]):
+        record(tmp_path, "abc"[sample], sample=sample, calls=read_calls(calls, call))
+    plan = {
+        "options": case.get("options"),
+        "filter": TraceFilter(exact_only=case.get("exact_only", False)),
+    }
+    found = rows(case["form"], tmp_path, **plan)
+    assert holds(found, case["rows"]), found
+    summary = export(case["form"], tmp_path, tmp_path / "out", force=True, **plan)
+    assert summary.left_out | summary.rows_left_out == case["left_out"]
 
 
-def test_what_trains_nothing_is_left_to_parquet(tmp_path: Path) -> None:
-    """A side call has a row in the full table, and none for a trainer."""
+def test_only_traces_of_the_kinds_asked_for_are_written(tmp_path: Path) -> None:
+    """Side calls alone, from sessions that have others."""
     side = call(2, [50, 51], [52], parent=None, kind=TraceKind.SIDE)
     record(tmp_path, "a", calls=[*two_turns(), side])
-    assert [row["kind"] for row in rows("parquet", tmp_path)] == ["main", "side"]
-    summary = export("slime", tmp_path, tmp_path / "out.slime")
-    assert summary.rows_left_out == {SkipReason.UNTRAINED: 1}
     only_side = TraceFilter(frozenset({TraceKind.SIDE}))
     assert [row["ids"] for row in rows("parquet", tmp_path, filter=only_side)] == [[50, 51, 52]]
-
-
-# --------------------------------------------------------------------------- chat
-def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> None:
-    """A retry that led nowhere is counted; a sub-agent has a line of its own, a title none."""
-    prompt = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
-    agent = {"kind": TraceKind.SUBAGENT, "thread": "sub", "branch": Branch.NEW_THREAD}
-    calls = [
-        *two_turns(),
-        call(2, [10, 11], [30], parent=None),
-        call(3, [60], [61], parent=1, messages=(*prompt, Message(Role.USER, "Go.")), **agent),
-        call(4, [70], [71], parent=None, kind=TraceKind.SIDE),
-    ]
-    record(tmp_path, "a", calls=calls)
-    main, sub = rows("sft", tmp_path)
-    assert (main["metadata"]["turns"], sub["metadata"]["kind"]) == (2, "subagent")
-    assert [message["role"] for message in sub["messages"][:3]] == ["system", "system", "user"]
-    _, sub = rows("sft", tmp_path, options={"system": "front"})
-    assert sub["messages"][0] == {"role": "system", "content": "Be brief.\n\nNow."}
-    summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert summary.rows_left_out == {SkipReason.KIND: 1, SkipReason.SHORTER: 1}
-
-
-def test_a_resumed_answer_is_told_once(tmp_path: Path) -> None:
-    """A retry that goes on in the middle of an answer takes the place of what there was of it."""
-    first, second = two_turns()
-    begun = replace(first, finish=Finish.ABORT, outcome=CallOutcome.CLIENT_GONE)
-    resumed = call(1, [10, 11, 12, 13], [14], messages=(), answer=first.answer)
-    third = replace(second, number=2, parent=1)
-    record(tmp_path, "a", calls=[begun, resumed, third])
-    (line,) = rows("sft", tmp_path)
-    roles = [message["role"] for message in line["messages"]]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-
-
-def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
-    """The conversation ends with its last whole answer, and without one there is none."""
-    first, second = two_turns()
-    cut = replace(second, finish=Finish.LENGTH)
-    record(tmp_path, "a", calls=[first, cut])
-    (line,) = rows("sft", tmp_path)
-    assert line["metadata"]["turns"] == 1
-    record(tmp_path, "b", sample=1, calls=[replace(first, finish=Finish.LENGTH)])
-    summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert (summary.exported, summary.left_out) == (1, {SkipReason.EMPTY: 1})
-    assert summary.rows_left_out == {SkipReason.UNANSWERED: 1}
-
-
-def test_text_mode_and_pictures(tmp_path: Path) -> None:
-    """Chat needs no ids, unless only exact ones are wanted; pictures have no place in it."""
-    empty: dict[str, Any] = {"mode": Mode.TEXT, "versions": (), "unreported_tokens": 2}
-    record(tmp_path, "a", calls=[call(0, [], [], **empty)])
-    seen = (Message(Role.USER, "Look", images=(Image("data:image/png;base64,AA=="),)),)
-    record(tmp_path, "b", sample=1, calls=[call(0, [1], [2], messages=seen)])
-    assert [line["metadata"]["session"] for line in rows("sft", tmp_path)] == ["a"]
-    record(tmp_path, "c", sample=2)
-    exact = TraceFilter(exact_only=True)
-    summary = export("sft", tmp_path, tmp_path / "out", filter=exact, force=True)
-    assert summary.rows_left_out == {SkipReason.INEXACT: 1, SkipReason.IMAGES: 1}
 
 
 async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:
@@ -308,19 +242,6 @@ def test_trl_trains_on_its_table(
 
 
 # --------------------------------------------------------------------------- Harbor
-@pytest.mark.parametrize("begun", [Message(Role.ASSISTANT, "Lo"), None])
-def test_a_resumed_answer_is_one_step(tmp_path: Path, begun: Message | None) -> None:
-    """The rest of an answer that broke off has all of it, also where nothing of it was seen."""
-    first, second = two_turns()
-    broken = replace(first, answer=begun, outcome=CallOutcome.CLIENT_GONE, finish=Finish.ABORT)
-    rest = replace(second, messages=(), resumed=2, prompt_ids=np.asarray(IDS[:4], np.int32))
-    record(tmp_path, "a", calls=[broken, rest])
-    (row,) = rows("atif", tmp_path)
-    assert [(step["source"], step["message"]) for step in row["steps"]] == [
-        ("user", "Mend it."), ("agent", "Done.")
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
     """The models of the installed package, which forbid what they do not know, take every row."""

@@ -9,24 +9,14 @@ import numpy as np
 import pytest
 
 from calls import make_call as call
+from calls import read_calls
 from tugline.errors import CaptureError, ConfigError
 from tugline.traces.base import PrefixMerging, make_builder
-from tugline.types import Call, Ledger, PluginSpec, Trace, TraceKind, VersionSpan
+from tugline.types import Ledger, PluginSpec, Trace, TraceKind, VersionSpan
 
 ROWS = list(map(json.loads, Path(__file__).with_name("sessions.jsonl").read_text().splitlines()))
 """Sessions as calls (prompt, sampled ids, other fields), and the traces or the ledger of each."""
 ALL = ["per_request", "prefix_merging"]
-FIELDS = {field.name: field.type for field in msgspec.structs.fields(Call)}
-
-
-def read_calls(row: dict[str, Any]) -> list[Call]:
-    """The calls of a row."""
-    calls = []
-    for number, (prompt, sampled, *more) in enumerate(row["calls"]):
-        given = dict(*more)
-        changes = {name: msgspec.convert(given[name], FIELDS[name]) for name in given}
-        calls.append(call(number, prompt, sampled, **changes))
-    return calls
 
 
 # --------------------------------------------------------------------------- by hand
@@ -58,7 +48,7 @@ def describe(trace: Trace) -> list[object]:
 def test_calls_become_traces(row: dict[str, Any]) -> None:
     """Exact continuations stay in one trace; anything else begins another."""
     builder = make_builder(PluginSpec(row["builder"], row.get("options", {})))
-    traces, ledger, _ = builder.build(read_calls(row))
+    traces, ledger, _ = builder.build(read_calls(row["calls"]))
     assert [describe(trace) for trace in traces] == row["traces"]
     assert ledger.balanced
     assert ledger.trained == sum(mask.count("x") for _, mask, *_ in row["traces"])
@@ -68,7 +58,9 @@ def test_calls_become_traces(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", [r for r in ROWS if "ledger" in r], ids=lambda row: row["shows"])
 def test_every_builder_trains_and_masks_the_same(builder: str, row: dict[str, Any]) -> None:
     """What is not trained has its reason in the ledger."""
-    built = make_builder(PluginSpec(builder, row.get("options", {}))).build(read_calls(row))
+    built = make_builder(PluginSpec(builder, row.get("options", {}))).build(
+        read_calls(row["calls"])
+    )
     assert built.ledger == msgspec.convert(row["ledger"], Ledger)
 
 
