@@ -35,6 +35,11 @@ for _ in range(1):
 """An agent of one call."""
 
 
+TRL_ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "activation_checkpointing": False}
+TRL_ON_CPU |= {"report_to": [], "save_strategy": "no"}
+"""Arguments of TRL's trainers for a short run without a GPU."""
+
+
 def by_chance(outcome: SessionOutcome) -> float:
     """Earn 1 for an odd sum of the sampled ids."""
     return float(sum(int(call.sampled_ids.sum()) for call in outcome.calls) % 2)

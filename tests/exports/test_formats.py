@@ -23,7 +23,7 @@ from calls import read_calls
 from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
-from training_run import load_tokenizer
+from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
@@ -224,11 +224,7 @@ def test_trl_trains_on_its_table(
         completion_only_loss=True,
         max_length=None,
         per_device_train_batch_size=2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        activation_checkpointing=False,
+        **TRL_ON_CPU,
     )
     trainer = trl.SFTTrainer(
         model=tiny(),

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from trainers.sessions import PROMPT, VERSION, captured, groups, recaptured, session, tiny
-from training_run import load_tokenizer
+from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
@@ -50,10 +50,7 @@ def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any
         importance_sampling_level="token" if config.ratio_level == "token" else "sequence",
         max_completion_length=config.constant_length,
         use_bias_correction_kl=config.kl_correction,
-        activation_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
+        **TRL_ON_CPU,
     )
     trainer = trl.GRPOTrainer(
         model=model,

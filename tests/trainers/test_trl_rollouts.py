@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from training_run import AGENT, write_config
+from training_run import AGENT, TRL_ON_CPU, write_config
 from tugline.evaluators.base import SessionOutcome
 from tugline.inference.load import load
 from tugline.trainers.config import TrainConfig, read_config
@@ -168,11 +168,7 @@ def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
                 num_generations=4,
                 logging_steps=1,
                 dtype="float32",
-                bf16=False,
-                use_cpu=True,
-                report_to=[],
-                save_strategy="no",
-                activation_checkpointing=False,
+                **TRL_ON_CPU,
             ),
             train_dataset=worker.dataset(),
             processing_class=script.load_tokenizer(model),
