@@ -28,7 +28,7 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.base import PrefixMerging
-from tugline.types import Branch, Call, Message, Role, ToolCall, TraceKind
+from tugline.types import Branch, Call, Message, Role, ToolCall
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
@@ -127,22 +127,12 @@ def test_rows_are_those_of_the_sessions(tmp_path: Path, case: dict[str, Any]) ->
     """Whatever happened in them; what has no row is counted by its reason."""
     for sample, calls in enumerate(case["sessions"]):
         record(tmp_path, "abc"[sample], sample=sample, calls=read_calls(calls, call))
-    plan = {
-        "options": case.get("options"),
-        "filter": TraceFilter(exact_only=case.get("exact_only", False)),
-    }
+    chosen = msgspec.convert(case.get("filter", {}), TraceFilter)
+    plan = {"options": case.get("options"), "filter": chosen}
     found = rows(case["form"], tmp_path, **plan)
     assert holds(found, case["rows"]), found
     summary = export(case["form"], tmp_path, tmp_path / "out", force=True, **plan)
     assert summary.left_out | summary.rows_left_out == case["left_out"]
-
-
-def test_only_traces_of_the_kinds_asked_for_are_written(tmp_path: Path) -> None:
-    """Side calls alone, from sessions that have others."""
-    side = call(2, [50, 51], [52], parent=None, kind=TraceKind.SIDE)
-    record(tmp_path, "a", calls=[*two_turns(), side])
-    only_side = TraceFilter(frozenset({TraceKind.SIDE}))
-    assert [row["ids"] for row in rows("parquet", tmp_path, filter=only_side)] == [[50, 51, 52]]
 
 
 async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:
