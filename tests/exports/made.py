@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from msgspec.structs import replace
 
 from calls import make_call, make_header
@@ -103,3 +105,11 @@ def export(
     exporter = make_exporter(PluginSpec(form, dict(options or {})))
     paths = sorted(where.rglob("*.rec"))
     return run(Export(exporter=exporter, out=out, **plan), paths, lambda *_: None)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What an export holds: a table, or a file of lines."""
+    if path.read_bytes().startswith(b"PAR1"):
+        found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text().splitlines()]

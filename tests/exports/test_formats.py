@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
 
 from calls import read_calls
-from exports.made import call, export, record, two_turns
+from exports.made import call, export, read_rows, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
 from training_run import TRL_ON_CPU, load_tokenizer
@@ -44,10 +43,7 @@ def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
     """What an export holds: a table, or a file of lines."""
     out = where / "out"
     export(form, where, out, force=True, **more)
-    if out.read_bytes().startswith(b"PAR1"):
-        found: list[dict[str, Any]] = pq.read_table(out).to_pylist()
-        return found
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return read_rows(out)
 
 
 @pytest.fixture
