@@ -161,23 +161,23 @@ def find_alarms(
 
     `entropies` are those of all steps so far, this one included.
     """
-    found: dict[str, dict[str, object]] = {}
+    alarms: dict[str, dict[str, object]] = {}
     if ledger.trained == 0:
         lost = {**ledger.masked, **ledger.dropped}
         most = max(lost, key=lambda reason: lost[reason], default=None)
         cause = f"most tokens are lost as {most}" if most else "the agents made no model call"
-        found["no_tokens"] = {"cause": cause}
+        alarms["no_tokens"] = {"cause": cause}
     if rollout.signal == 0:
-        found["no_signal"] = {"earned": rollout.reward or 0.0}
+        alarms["no_signal"] = {"earned": rollout.reward or 0.0}
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:
-        found["no_tool_calls"] = {}
+        alarms["no_tool_calls"] = {}
     if rollout.malformed is not None and rollout.malformed > _MALFORMED:
-        found["malformed"] = {"share": rollout.malformed}
+        alarms["malformed"] = {"share": rollout.malformed}
     if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
-        found["mismatch"] = {"gap": publish.max_abs_dlogprob}
+        alarms["mismatch"] = {"gap": publish.max_abs_dlogprob}
     if publish.moved == 0.0 and ledger.trained and rollout.signal:
-        found["unchanged"] = {}
+        alarms["unchanged"] = {}
     first = entropies[:_FIRST]
     if len(entropies) > _FIRST and entropies[-1] < _COLLAPSE * sum(first) / len(first):
-        found["entropy"] = {"before": sum(first) / len(first), "now": entropies[-1]}
-    return {name: _ALARMS[name].format(**figures) for name, figures in found.items()}
+        alarms["entropy"] = {"before": sum(first) / len(first), "now": entropies[-1]}
+    return {name: _ALARMS[name].format(**figures) for name, figures in alarms.items()}
