@@ -54,13 +54,13 @@ class Copied(Evaluator):
 
 def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
     """A task that its own test judges."""
-    given = {
+    given: dict[str, Any] = {
         "evaluator": PluginSpec("replay.played:Copied"),
         "files": FILES,
         "instruction": INSTRUCTION,
+        "runtime": PluginSpec("local"),  # where a session's folder has a name of its own
     }
-    given |= {"runtime": PluginSpec("local")}  # where a session's folder has a name of its own
-    return Task(id="t", harness=harness, **{**given, **changes})
+    return Task(id="t", harness=harness, **given | changes)
 
 
 @contextlib.asynccontextmanager
