@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tugline.recording.file import Writer
@@ -43,6 +44,17 @@ def make_call(
         "timings": Timings(received=0.0),
     }
     return Call(**(fields | changes))
+
+
+def read_calls(rows: Iterable[Sequence[Any]], make: Callable[..., Call] = make_call) -> list[Call]:
+    """Calls of a data file: prompt, sampled ids and, if there are any, other fields of each."""
+    types = {field.name: field.type for field in msgspec.structs.fields(Call)}
+    calls = []
+    for number, (prompt, sampled, *more) in enumerate(rows):
+        given = dict(*more)
+        changes = {name: msgspec.convert(given[name], types[name]) for name in given}
+        calls.append(make(number, prompt, sampled, **changes))
+    return calls
 
 
 def make_header(

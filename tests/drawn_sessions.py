@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from calls import make_call
 from tugline.types import (
@@ -136,24 +137,20 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
     sampled = draw.ids()
     swap = draw.below(len(sampled) + 1)
     spans = (VersionSpan(3, 0, swap), VersionSpan(4, swap, len(sampled)))
-    fields = {one: getattr(asked, one) for one in asked.__struct_fields__}
-    fields |= {
-        "session": name,
-        "finish": _FINISH[draw.below(4)],
-        "outcome": _OUTCOME[draw.below(4)],
-        "stop": "x" if draw.below(8) == 7 else None,
-        "versions": tuple(span for span in spans if span.start < span.end),
-    }
-    for derived in ("number", "prompt_ids", "sampled_ids", "logprobs"):
-        del fields[derived]
+    ended = replace(
+        asked,
+        session=name,
+        finish=_FINISH[draw.below(4)],
+        outcome=_OUTCOME[draw.below(4)],
+        stop="x" if draw.below(8) == 7 else None,
+        versions=tuple(span for span in spans if span.start < span.end),
+    )
     if draw.below(10) == 9:
-        return make_call(
-            asked.number,
-            [],
-            [],
-            **(fields | {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}),
-        )
-    return make_call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
+        nothing = asked.sampled_ids
+        text = {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}
+        return replace(ended, prompt_ids=nothing, **text)
+    said = make_call(asked.number, asked.prompt_ids, sampled)
+    return replace(ended, sampled_ids=said.sampled_ids, logprobs=said.logprobs)
 
 
 _URL = {Image(url).digest: url for url in ("data:a", "data:b")}

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48,
@@ -27,3 +34,12 @@ def qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 def mistral() -> MistralForCausalLM:
     """Every layer sees 64 tokens back."""
     return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64))
+
+
+def log_probabilities(
+    model: PreTrainedModel, ids: np.ndarray, temperature: float = 1.0
+) -> torch.Tensor:
+    """Those of ``ids[1:]`` in float64, by one plain forward pass over one sequence alone."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double() / temperature
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]

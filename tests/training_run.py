@@ -7,22 +7,37 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import yaml
+from transformers import PreTrainedTokenizerFast
+
 from random_models import qwen3
 from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
 
 AGENT = """
 import http.client, json, os
-body = {"model": "m", "messages": [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]}
+messages = [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
-model = http.client.HTTPConnection(host)
 headers["content-type"] = "application/json"
-model.request("POST", f"/{path}/chat/completions", json.dumps(body), headers)
-answer = model.getresponse()
-answer.read()
-raise SystemExit(answer.status != 200)
+for _ in range(1):
+    model = http.client.HTTPConnection(host)
+    body = json.dumps({"model": "m", "messages": messages})
+    model.request("POST", f"/{path}/chat/completions", body, headers)
+    reply = model.getresponse()
+    if reply.status != 200:
+        raise SystemExit(1)
+    answer = json.load(reply)["choices"][0]["message"]
+    if len(answer["content"] or "") % 2:
+        break
+    messages += [answer, {"role": "user", "content": "Go on."}]
 """
+"""An agent of one call."""
+
+
+TRL_ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "activation_checkpointing": False}
+TRL_ON_CPU |= {"report_to": [], "save_strategy": "no"}
+"""Arguments of TRL's trainers for a short run without a GPU."""
 
 
 def by_chance(outcome: SessionOutcome) -> float:
@@ -33,6 +48,13 @@ def by_chance(outcome: SessionOutcome) -> float:
 def never(_outcome: SessionOutcome) -> float:
     """Earn nothing."""
     return 0.0
+
+
+def load_tokenizer() -> PreTrainedTokenizerFast:
+    """The demo's vocabulary, as other trainers take it."""
+    end = "<|im_end|>"
+    vocabulary = str(WARM_START / "tokenizer.json")
+    return PreTrainedTokenizerFast(tokenizer_file=vocabulary, eos_token=end, pad_token=end)
 
 
 def make_model(folder: Path) -> Path:
@@ -51,29 +73,9 @@ def write_config(folder: Path, **sections: Any) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "agent.py").write_text(AGENT)
 
-    def source(name: str) -> dict[str, Any]:
-        options = {"path": f"{name}.jsonl", "id": "id", "instruction": "{question}"}
-        return {"taskset": {"name": "jsonl", "options": options}}
-
-    config: dict[str, Any] = {
-        "model": "model",
-        "tasks": source("train"),
-        "heldout": source("test") | {"every": 2},
-        "template": {
-            "harness": {
-                "name": "shell",
-                "options": {"command": ["python3", "-IS", str(folder / "agent.py")]},
-            },
-            "runtime": {"name": "local"},
-            "evaluator": {"name": "function", "options": {"target": "training_run:by_chance"}},
-            "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 12},
-            "limits": {"agent_s": 30},
-        },
-        "engine": {"renderer": "qwen3"},
-        "node": {"slots": 2},
-        "grpo": {"lr": 1e-3},
-        "schedule": {"steps": 3, "tasks_per_step": 2, "samples": 2},
-    }
+    config = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    command = ["python3", "-IS", str(folder / "agent.py")]
+    config["template"]["harness"]["options"]["command"] = command
     for name, values in sections.items():
         own = config.get(name)
         config[name] = own | values if own and values else values

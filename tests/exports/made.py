@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from msgspec.structs import replace
 
 from calls import make_call, make_header
@@ -44,7 +46,7 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: A
         "messages": (added,),
         "answer": Message(Role.ASSISTANT, f"Look {number}.", (use,), reasoning="Hm."),
         "tools": (READ,),
-        "logprobs": np.linspace(-0.1, -0.5, len(sampled)).astype(np.float32),
+        "logprobs": np.linspace(-0.25, -0.5, len(sampled)).astype(np.float32),
         "versions": (VersionSpan(3 + number, 0, len(sampled)),),
         "engine": "embedded",
         "timings": Timings(1.0, 1.5, 2.0, 3.0),
@@ -103,3 +105,11 @@ def export(
     exporter = make_exporter(PluginSpec(form, dict(options or {})))
     paths = sorted(where.rglob("*.rec"))
     return run(Export(exporter=exporter, out=out, **plan), paths, lambda *_: None)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """What an export holds: a table, or a file of lines."""
+    if path.read_bytes().startswith(b"PAR1"):
+        found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text().splitlines()]

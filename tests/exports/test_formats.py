@@ -12,36 +12,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 from renderers import create_renderer
-from transformers import PreTrainedTokenizerFast
 
-from exports.made import call, export, record, two_turns
+from calls import read_calls
+from exports.made import call, export, read_rows, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from trainers.sessions import tiny
+from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.chat.templates.base import CONFIGS
-from tugline.demo.run import WARM_START
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.base import PrefixMerging
-from tugline.types import (
-    Branch,
-    Call,
-    CallOutcome,
-    Finish,
-    Image,
-    Message,
-    Mode,
-    Role,
-    ToolCall,
-    TraceKind,
-)
+from tugline.types import Branch, Call, Message, Role, ToolCall
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
-LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)
+ROWS = json.loads(Path(__file__).with_name("rows.json").read_text())
+"""What a session of two turns becomes in each format; `messages` are others of its first call."""
+LINES = Path(__file__).with_name("sessions.jsonl").read_text().splitlines()
+SESSIONS = [json.loads(line) for line in LINES]
+"""Calls of sessions, fields of the rows that they become, and how many have none, by reason."""
 WORTH = 0.5 / (0.5 + 1e-4)
 """Advantage of rewards 1 and 0 that are equally frequent."""
 
@@ -50,10 +43,7 @@ def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
     """What an export holds: a table, or a file of lines."""
     out = where / "out"
     export(form, where, out, force=True, **more)
-    if out.read_bytes().startswith(b"PAR1"):
-        found: list[dict[str, Any]] = pq.read_table(out).to_pylist()
-        return found
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return read_rows(out)
 
 
 @pytest.fixture
@@ -69,20 +59,32 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path
     return loaded
 
 
-def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path) -> None:
-    """Arrays, spans, reward and ledger come back as the builder and the evaluator made them."""
-    record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5)
-    (row,) = rows("parquet", tmp_path)
-    assert row["ids"] == IDS
-    assert row["loss_mask"] == [bool(bit) for bit in MASK]
-    assert np.array_equal(np.asarray(row["logprobs"], np.float32), LOGPROBS)
-    assert row["versions"] == [-1, -1, 3, 3, -1, 4]
-    assert row["spans"][1] == {"call": 1, "start": 5, "end": 6, "version": 4, "masked": None}
-    assert row["tags"] == [{"key": "a", "value": "1"}, {"key": "b", "value": "2"}]
-    assert row["reward_parts"] == [{"key": "passed", "value": 0.5}]
-    assert row["ledger"] == {"sampled": 3, "trained": 3, "masked": [], "dropped": []}
-    names = ("session", "kind", "exact", "reward", "status", "harness")
-    assert [row[name] for name in names] == ["a", "main", True, 0.5, "completed", "shell"]
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case["shows"])
+def test_a_row_has_what_its_readers_expect(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Every field of every format; arrays, rewards and messages are those of the recording."""
+    first, second = two_turns()
+    if "messages" in case:
+        messages = msgspec.convert(case["messages"], tuple[Message, ...])
+        first = replace(first, messages=messages)
+    record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5, calls=[first, second])
+    assert rows(case["form"], tmp_path, options=case["options"]) == [case["row"]]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        ("sft", {"arguments": "json"}, "arguments is 'json'"),
+        ("sft", {"args": "object"}, r"no option 'args' \(its options: reasoning, arguments"),
+        ("verl", {"prompt_length": 2}, "give prompt_length and response_length both"),
+    ],
+)
+def test_wrong_options_are_named(
+    tmp_path: Path, form: str, options: dict[str, Any], message: str
+) -> None:
+    """A value with what would be right, a name with those that are known."""
+    record(tmp_path, "a")
+    with pytest.raises(ConfigError, match=message):
+        export(form, tmp_path, tmp_path / "out", options=options)
 
 
 def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
@@ -96,18 +98,6 @@ def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
     assert (summary.exported, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
 
 
-def test_trl_is_told_what_a_rollout_returns(tmp_path: Path) -> None:
-    """The completion begins with the first sampled token; the mask leaves out tool results."""
-    record(tmp_path, "a", reward=1.0)
-    record(tmp_path, "b", sample=1, reward=0.0)
-    first, second = rows("trl", tmp_path)
-    assert (first["prompt_ids"], first["completion_ids"]) == (IDS[:2], IDS[2:])
-    assert (first["env_mask"], first["completion_mask"]) == (MASK[2:], MASK)
-    assert first["old_log_probs"][2:] == first["logprobs"] == LOGPROBS[2:].tolist()
-    assert (first["input_ids"], first["model_version"], first["group_id"]) == (IDS, 3, 0)
-    assert [first["advantage"], second["advantage"]] == pytest.approx([WORTH, -WORTH])
-
-
 def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     """However many traces it has, the mean that it is measured against is that of sessions."""
     fork = call(2, [10, 11, 99], [20], parent=1, branch=Branch.HISTORY_EDITED)
@@ -119,151 +109,26 @@ def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
 
 
-def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:
-    """Prompts on the left, responses on the right; the reward stands at the last real token."""
-    record(tmp_path, "a", reward=0.5)
-    (row,) = rows("verl", tmp_path)
-    assert row["responses"] == IDS[2:]
-    assert row["rm_scores"] == [0, 0, 0, 0.5]
-    options = {"prompt_length": 3, "response_length": 6, "pad_id": 99}
-    (row,) = rows("verl", tmp_path, options=options)
-    assert row["prompts"] == [99, 10, 11]
-    assert row["responses"] == [12, 13, 14, 15, 99, 99]
-    assert row["input_ids"] == row["prompts"] + row["responses"]
-    assert row["attention_mask"] == [0, 1, 1, 1, 1, 1, 1, 0, 0]
-    assert row["position_ids"] == [0, 0, 1, 2, 3, 4, 5, 5, 5]
-    assert row["response_mask"] == [1, 1, 0, 1, 0, 0]
-    assert row["rm_scores"] == [0, 0, 0, 0.5, 0, 0]
-    assert (row["uid"], row["min_global_steps"], row["__num_turns__"]) == ("t", 3, 2)
+def holds(found: Any, expected: Any) -> bool:
+    """Whether `found` has these values, in as many places of its lists."""
+    if isinstance(expected, dict):
+        return all(holds(found.get(name), value) for name, value in expected.items())
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(holds, found, expected))
+    return bool(found == expected)
 
 
-def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
-    """A trace that does not fit is left out and counted."""
-    record(tmp_path, "a")
-    longer = [*two_turns(), call(2, [10, 11, 12, 13, 14, 15, 16], [17])]
-    record(tmp_path, "b", sample=1, calls=longer)
-    options = {"prompt_length": 2, "response_length": 4}
-    summary = export("verl", tmp_path, tmp_path / "out", options=options)
-    assert (summary.exported, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
-    with pytest.raises(ConfigError, match="give prompt_length and response_length both"):
-        export("verl", tmp_path, tmp_path / "out", options={"prompt_length": 2})
-
-
-def test_slime_gets_siblings_of_one_rollout(tmp_path: Path) -> None:
-    """The traces of a session share its rollout, and the arrays have the response's length."""
-    forked = call(2, [10, 11, 99], [20, 21], parent=1, branch=Branch.HISTORY_EDITED)
-    cut = replace(forked, finish=Finish.LENGTH)
-    record(tmp_path, "a", calls=[*two_turns(), cut])
-    first, second = rows("slime", tmp_path)
-    assert (first["tokens"], first["response_length"]) == (IDS, 4)
-    assert first["loss_mask"] == [1, 1, 0, 1]
-    assert len(first["rollout_log_probs"]) == 4
-    assert first["weight_versions"] == ["3", "4"]
-    assert [first["status"], second["status"]] == ["completed", "truncated"]
-    same = ("index", "rollout_id", "group_index", "reward", "session_id")
-    assert [first[name] for name in same] == [second[name] for name in same]
-
-
-def test_what_trains_nothing_is_left_to_parquet(tmp_path: Path) -> None:
-    """A side call has a row in the full table, and none for a trainer."""
-    side = call(2, [50, 51], [52], parent=None, kind=TraceKind.SIDE)
-    record(tmp_path, "a", calls=[*two_turns(), side])
-    assert [row["kind"] for row in rows("parquet", tmp_path)] == ["main", "side"]
-    summary = export("slime", tmp_path, tmp_path / "out.slime")
-    assert summary.rows_left_out == {SkipReason.UNTRAINED: 1}
-    only_side = TraceFilter(frozenset({TraceKind.SIDE}))
-    assert [row["ids"] for row in rows("parquet", tmp_path, filter=only_side)] == [[50, 51, 52]]
-
-
-# --------------------------------------------------------------------------- chat
-def test_a_conversation_is_put_together_along_the_parents(tmp_path: Path) -> None:
-    """Each message is there once, thoughts and tool calls included."""
-    record(tmp_path, "a")
-    (line,) = rows("sft", tmp_path)
-    roles = [message["role"] for message in line["messages"]]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-    look = line["messages"][1]
-    assert look["reasoning_content"] == "Hm."
-    assert look["tool_calls"][0]["function"]["arguments"] == '{"path":"0.py"}'
-    assert line["messages"][2]["tool_call_id"] == look["tool_calls"][0]["id"]
-    assert line["tools"][0]["function"]["name"] == "read"
-    about = [line["metadata"][name] for name in ("session", "task", "reward", "turns")]
-    assert about == ["a", "t", 1.0, 2]
-
-
-def test_chat_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
-    """Without thoughts, with arguments as objects, as prompt and completion."""
-    record(tmp_path, "a")
-    options = {"reasoning": False, "arguments": "object", "shape": "prompt_completion"}
-    (line,) = rows("sft", tmp_path, options=options)
-    assert [message["role"] for message in line["prompt"]] == ["user"]
-    look = line["completion"][0]
-    assert look["tool_calls"][0]["function"]["arguments"] == {"path": "0.py"}
-    assert "reasoning_content" not in look
-    with pytest.raises(ConfigError, match="arguments is 'json'"):
-        export("sft", tmp_path, tmp_path / "x", options={"arguments": "json"})
-    with pytest.raises(
-        ConfigError, match=r"there is no option 'args' \(its options: reasoning, arguments"
-    ):
-        export("sft", tmp_path, tmp_path / "x", options={"args": "object"})
-
-
-def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> None:
-    """A retry that led nowhere is counted; a sub-agent has a line of its own, a title none."""
-    prompt = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
-    agent = {"kind": TraceKind.SUBAGENT, "thread": "sub", "branch": Branch.NEW_THREAD}
-    calls = [
-        *two_turns(),
-        call(2, [10, 11], [30], parent=None),
-        call(3, [60], [61], parent=1, messages=(*prompt, Message(Role.USER, "Go.")), **agent),
-        call(4, [70], [71], parent=None, kind=TraceKind.SIDE),
-    ]
-    record(tmp_path, "a", calls=calls)
-    main, sub = rows("sft", tmp_path)
-    assert (main["metadata"]["turns"], sub["metadata"]["kind"]) == (2, "subagent")
-    assert [message["role"] for message in sub["messages"][:3]] == ["system", "system", "user"]
-    _, sub = rows("sft", tmp_path, options={"system": "front"})
-    assert sub["messages"][0] == {"role": "system", "content": "Be brief.\n\nNow."}
-    summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert summary.rows_left_out == {SkipReason.KIND: 1, SkipReason.SHORTER: 1}
-
-
-def test_a_resumed_answer_is_told_once(tmp_path: Path) -> None:
-    """A retry that goes on in the middle of an answer takes the place of what there was of it."""
-    first, second = two_turns()
-    begun = replace(first, finish=Finish.ABORT, outcome=CallOutcome.CLIENT_GONE)
-    resumed = call(1, [10, 11, 12, 13], [14], messages=(), answer=first.answer)
-    third = replace(second, number=2, parent=1)
-    record(tmp_path, "a", calls=[begun, resumed, third])
-    (line,) = rows("sft", tmp_path)
-    roles = [message["role"] for message in line["messages"]]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-
-
-def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
-    """The conversation ends with its last whole answer, and without one there is none."""
-    first, second = two_turns()
-    cut = replace(second, finish=Finish.LENGTH)
-    record(tmp_path, "a", calls=[first, cut])
-    (line,) = rows("sft", tmp_path)
-    assert line["metadata"]["turns"] == 1
-    record(tmp_path, "b", sample=1, calls=[replace(first, finish=Finish.LENGTH)])
-    summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert (summary.exported, summary.left_out) == (1, {SkipReason.EMPTY: 1})
-    assert summary.rows_left_out == {SkipReason.UNANSWERED: 1}
-
-
-def test_text_mode_and_pictures(tmp_path: Path) -> None:
-    """Chat needs no ids, unless only exact ones are wanted; pictures have no place in it."""
-    empty: dict[str, Any] = {"mode": Mode.TEXT, "versions": (), "unreported_tokens": 2}
-    record(tmp_path, "a", calls=[call(0, [], [], **empty)])
-    seen = (Message(Role.USER, "Look", images=(Image("data:image/png;base64,AA=="),)),)
-    record(tmp_path, "b", sample=1, calls=[call(0, [1], [2], messages=seen)])
-    assert [line["metadata"]["session"] for line in rows("sft", tmp_path)] == ["a"]
-    record(tmp_path, "c", sample=2)
-    exact = TraceFilter(exact_only=True)
-    summary = export("sft", tmp_path, tmp_path / "out", filter=exact, force=True)
-    assert summary.rows_left_out == {SkipReason.INEXACT: 1, SkipReason.IMAGES: 1}
+@pytest.mark.parametrize("case", SESSIONS, ids=lambda case: case["shows"])
+def test_rows_are_those_of_the_sessions(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Whatever happened in them; what has no row is counted by its reason."""
+    for sample, calls in enumerate(case["sessions"]):
+        record(tmp_path, "abc"[sample], sample=sample, calls=read_calls(calls, call))
+    chosen = msgspec.convert(case.get("filter", {}), TraceFilter)
+    plan = {"options": case.get("options"), "filter": chosen}
+    found = rows(case["form"], tmp_path, **plan)
+    assert holds(found, case["rows"]), found
+    summary = export(case["form"], tmp_path, tmp_path / "out", force=True, **plan)
+    assert summary.left_out | summary.rows_left_out == case["left_out"]
 
 
 async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:
@@ -345,21 +210,13 @@ def test_trl_trains_on_its_table(
         completion_only_loss=True,
         max_length=None,
         per_device_train_batch_size=2,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        activation_checkpointing=False,
+        **TRL_ON_CPU,
     )
     trainer = trl.SFTTrainer(
         model=tiny(),
         args=settings,
         train_dataset=loaded.select_columns(["input_ids", "completion_mask"]),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_file=str(WARM_START / "tokenizer.json"),
-            eos_token="<|im_end|>",
-            pad_token="<|im_end|>",
-        ),
+        processing_class=load_tokenizer(),
     )
     (batch,) = trainer.get_train_dataloader()
     assert batch["labels"].tolist() == [[-100, -100, 12, 13, -100, 15]] * 2
@@ -367,47 +224,6 @@ def test_trl_trains_on_its_table(
 
 
 # --------------------------------------------------------------------------- Harbor
-def test_a_trajectory_has_steps_with_what_was_sampled(tmp_path: Path) -> None:
-    """A tool's result is with the step that called it; ids are those of the recording."""
-    odd = replace(two_turns()[0], messages=(
-        Message(Role.SYSTEM, "Be brief."),
-        Message(Role.USER, "Mend it."),
-        Message(Role.TOOL, "of nobody", tool_call_id="x"),
-    ))  # fmt: skip
-    record(tmp_path, "a", reward=0.5, calls=[odd, *two_turns()[1:]])
-    (row,) = rows("atif", tmp_path)
-    sources = [step["source"] for step in row["steps"]]
-    assert sources == ["system", "user", "agent", "agent"]
-    assert row["steps"][1]["observation"] == {"results": [{"content": "of nobody"}]}
-    looked = row["steps"][2]
-    assert looked["reasoning_content"] == "Hm."
-    assert looked["tool_calls"] == [
-        {"tool_call_id": "c0", "function_name": "read", "arguments": {"path": "0.py"}}
-    ]
-    assert looked["observation"] == {"results": [{"content": "file 1", "source_call_id": "c0"}]}
-    assert looked["timestamp"] == "1970-01-01T00:00:01+00:00"
-    metrics = row["steps"][3]["metrics"]
-    assert (metrics["prompt_token_ids"], metrics["completion_token_ids"]) == (IDS[:5], IDS[5:])
-    assert metrics["logprobs"] == pytest.approx([-0.1])
-    totals = {"total_prompt_tokens": 7, "total_completion_tokens": 3, "total_steps": 4}
-    assert (row["final_metrics"], row["extra"]["reward"]) == (totals, 0.5)
-    (bare,) = rows("atif", tmp_path, options={"tokens": False})
-    assert bare["steps"][3]["metrics"] == {"prompt_tokens": 5, "completion_tokens": 1}
-
-
-@pytest.mark.parametrize("begun", [Message(Role.ASSISTANT, "Lo"), None])
-def test_a_resumed_answer_is_one_step(tmp_path: Path, begun: Message | None) -> None:
-    """The rest of an answer that broke off has all of it, also where nothing of it was seen."""
-    first, second = two_turns()
-    broken = replace(first, answer=begun, outcome=CallOutcome.CLIENT_GONE, finish=Finish.ABORT)
-    rest = replace(second, messages=(), resumed=2, prompt_ids=np.asarray(IDS[:4], np.int32))
-    record(tmp_path, "a", calls=[broken, rest])
-    (row,) = rows("atif", tmp_path)
-    assert [(step["source"], step["message"]) for step in row["steps"]] == [
-        ("user", "Mend it."), ("agent", "Done.")
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_harbor_reads_its_trajectories(tmp_path: Path) -> None:
     """The models of the installed package, which forbid what they do not know, take every row."""

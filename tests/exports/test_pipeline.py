@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from exports.made import call, export, record
+from exports.made import call, export, read_rows, record
 from tugline.errors import UnknownPlugin, UsageError
 from tugline.exports.base import SkipReason
 from tugline.exports.pipeline import Split
@@ -37,12 +36,12 @@ def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
     some(tmp_path / "in")
     split = Split(shares={"train": 0.5, "test": 0.5}, seed=3)
     summary = export("parquet", tmp_path / "in", tmp_path / "out", split=split)
-    tables = {name: pq.read_table(tmp_path / "out" / f"{name}.parquet") for name in split.shares}
-    held = {name: table["session"].to_pylist() for name, table in tables.items()}
-    assert sorted(held["train"] + held["test"]) == sorted(f"s{i}" for i in range(12))
-    assert not set(tables["train"]["task"].to_pylist()) & set(tables["test"]["task"].to_pylist())
+    train, test = (read_rows(tmp_path / "out" / f"{name}.parquet") for name in split.shares)
+    held = {"train": train, "test": test}
+    assert sorted(row["session"] for row in train + test) == sorted(f"s{i}" for i in range(12))
+    assert not {row["task"] for row in train} & {row["task"] for row in test}
     assert {name: one.sessions for name, one in summary.files.items()} == {
-        name: len(sessions) for name, sessions in held.items()
+        name: len(rows) for name, rows in held.items()
     }
     assert sum(one.tasks for one in summary.files.values()) == 3
     assert sum(one.tokens for one in summary.files.values()) == 12 * 6
@@ -91,7 +90,7 @@ def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
     record(tmp_path, "a")
     builder = PluginSpec("per_request", {"max_length": 5})
     export("parquet", tmp_path, tmp_path / "out", builder=builder)
-    rows = pq.read_table(tmp_path / "out").to_pylist()
+    rows = read_rows(tmp_path / "out")
     assert [row["ids"] for row in rows] == [[10, 11, 12, 13], [10, 11, 12, 13, 14]]
     assert {row["builder"] for row in rows} == {"per_request"}
     assert rows[0]["ledger"]["dropped"] == [{"key": "over_length", "value": 1}]
@@ -106,7 +105,7 @@ def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="token ids are of 2 tokenizers; export one at a time"):
         export("trl", tmp_path, tmp_path / "out")
     export("parquet", tmp_path, tmp_path / "out")
-    assert pq.read_table(tmp_path / "out")["tokenizer"].to_pylist() == ["1f", "2f"]
+    assert [row["tokenizer"] for row in read_rows(tmp_path / "out")] == ["1f", "2f"]
     assert export("sft", tmp_path, tmp_path / "chat").exported == 2
 
 
@@ -117,5 +116,5 @@ def test_the_last_attempt_of_a_session_counts(tmp_path: Path) -> None:
     record(tmp_path / "other", "a", reward=0.5)
     summary = export("sft", tmp_path, tmp_path / "out.jsonl")
     assert summary.left_out == {SkipReason.SUPERSEDED: 1}
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
-    assert sorted(row["metadata"]["reward"] for row in rows) == [0.5, 1.0]
+    rewards = [row["metadata"]["reward"] for row in read_rows(tmp_path / "out.jsonl")]
+    assert sorted(rewards) == [0.5, 1.0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,61 +17,26 @@ from tugline.exports.base import SkipReason
 from tugline.exports.pipeline import Selection, SessionSummary, Split, select, summarize
 from tugline.types import Status
 
-
-def entry(name: str, **fields: Any) -> SessionSummary:
-    """A completed session of task ``t`` that earned 1."""
-    defaults: dict[str, Any] = {
-        "path": Path(f"runs/{name}.0.rec"),
-        "session": name,
-        "task": "t",
-        "sample": 0,
-        "tags": {},
-        "status": Status.COMPLETED,
-        "reward": 1.0,
-        "tokenizer": "",
-        "answers": name.encode(),
-    }
-    return SessionSummary(**defaults | fields)
+LINES = Path(__file__).with_name("selections.jsonl").read_text().splitlines()
+CASES = [json.loads(line) for line in LINES]
+"""Sessions by name, each with what differs from `PLAIN`; which are kept, and why others are not."""
+PLAIN = {"task": "t", "sample": 0, "tags": {}, "status": "completed", "reward": 1.0}
 
 
-def kept(
-    entries: list[SessionSummary], *, needs_reward: bool = False, **selection: Any
-) -> tuple[list[str], dict[SkipReason, int]]:
-    """Names of the sessions that are left, and why others are not."""
-    found, left = select(entries, Selection(**selection), needs_reward=needs_reward)
-    return [one.session for one in found], dict(left)
-
-
-def test_each_filter_counts_what_it_leaves_out() -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["shows"])
+def test_a_selection_counts_what_it_leaves_out(case: dict[str, Any]) -> None:
     """Nothing disappears without a reason."""
-    entries = [
-        entry("a"),
-        entry("b", status=Status.TIMED_OUT),
-        entry("c", tags={"k": "w"}),
-        entry("d", reward=None),
-        entry("e", reward=0.2),
-        entry("f", status=None),
-    ]
-    assert kept(entries)[0] == list("abcdef")
-    assert kept(entries, status=frozenset({Status.COMPLETED}))[1] == {SkipReason.STATUS: 2}
-    assert kept(entries, tags={"k": "w"}) == (["c"], {SkipReason.TAG: 5})
-    assert kept(entries, min_reward=0.5)[1] == {SkipReason.NO_REWARD: 1, SkipReason.LOW_REWARD: 1}
-    assert kept(entries, needs_reward=True)[1] == {SkipReason.NO_REWARD: 1}
-
-
-def test_the_best_of_a_task_are_its_best_different_sessions() -> None:
-    """Equal rewards are told apart by the sample's number, and twins count once."""
-    entries = [
-        entry("a", sample=0, reward=0.5),
-        entry("b", sample=1, reward=1.0),
-        entry("c", sample=2, reward=1.0, answers=b"b"),
-        entry("d", sample=3, reward=1.0),
-        entry("e", task="u", reward=0.0),
-    ]
-    assert kept(entries, best_of=1) == (["b", "e"], {SkipReason.NOT_BEST: 3})
-    assert kept(entries, best_of=2)[0] == ["b", "c", "e"]
-    twins_once = (["b", "d", "e"], {SkipReason.NOT_BEST: 1, SkipReason.DUPLICATE: 1})
-    assert kept(entries, best_of=2, dedupe=True) == twins_once
+    sessions = []
+    for name, fields in case["sessions"].items():
+        values = {**PLAIN, "tokenizer": "", "answers": name, **fields}
+        values |= {"session": name, "answers": values["answers"].encode()}
+        status = values["status"] and Status(values["status"])
+        path = Path(f"runs/{name}.0.rec")
+        sessions.append(SessionSummary(**values | {"path": path, "status": status}))
+    selection = msgspec.convert(case["selection"], Selection)
+    kept, left = select(sessions, selection, needs_reward=case.get("needs_reward", False))
+    assert "".join(one.session for one in kept) == case["kept"]
+    assert left == case["left_out"]
 
 
 @given(st.integers(0, 5), st.lists(st.floats(0.1, 1), min_size=1, max_size=4))

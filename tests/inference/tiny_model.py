@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from random_models import qwen3
+from random_models import log_probabilities, qwen3
 from tugline.types import Ids, Logprobs
 
 VOCAB = 512
@@ -26,10 +26,8 @@ def tiny(seed: int = 0) -> Qwen3ForCausalLM:
 @torch.inference_mode()
 def truth(model: PreTrainedModel, prompt: Ids, sampled: Ids, temperature: float = 1.0) -> Logprobs:
     """Log probabilities of `sampled` after `prompt` by one plain forward pass, no cache."""
-    ids = np.concatenate([prompt, sampled]).astype(np.int64)
-    logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float() / temperature
-    rows = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-    return rows.gather(1, torch.from_numpy(ids[len(prompt) :])[:, None])[:, 0].numpy()
+    whole = log_probabilities(model, np.concatenate([prompt, sampled]), temperature)
+    return whole[len(prompt) - 1 :].float().numpy()
 
 
 def prompt(length: int, seed: int = 0) -> Ids:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from calls import write_calls
 from chat_engine import create_chat_app
 from tugline.chat.engines.chat import VllmChat
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
@@ -53,13 +54,13 @@ class Copied(Evaluator):
 
 def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
     """A task that its own test judges."""
-    given = {
+    given: dict[str, Any] = {
         "evaluator": PluginSpec("replay.played:Copied"),
         "files": FILES,
         "instruction": INSTRUCTION,
+        "runtime": PluginSpec("local"),  # where a session's folder has a name of its own
     }
-    given |= {"runtime": PluginSpec("local")}  # where a session's folder has a name of its own
-    return Task(id="t", harness=harness, **{**given, **changes})
+    return Task(id="t", harness=harness, **given | changes)
 
 
 @contextlib.asynccontextmanager
@@ -99,10 +100,9 @@ def tampered(
     assert found.header is not None
     path = folder / recording.name
     save_tokenizer(make_tokenizer(), folder)
-    with Writer(path, found.header) as writer:
-        for call in change(found.calls):
-            writer.append(call)
-        if found.result is not None:
+    write_calls(path, change(found.calls), found.header)
+    if found.result is not None:
+        with Writer(path) as writer:
             writer.append_record(found.result)
     return path
 

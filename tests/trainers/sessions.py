@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
-from random_models import qwen3
+from random_models import log_probabilities, qwen3
 from tugline.trainers.grpo.batch import Row, pack, plain_sample
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
@@ -38,12 +38,11 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@torch.no_grad()
 def captured(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log probabilities as an engine would report them: the whole model, one sequence alone."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
-    logp = torch.log_softmax(logits.double() / temperature, -1)
-    return np.concatenate([[0], logp[np.arange(len(ids) - 1), ids[1:]].numpy()]).astype(np.float32)
+    """Log probabilities as an engine would report them; 0 for the first."""
+    after = log_probabilities(model, ids, temperature).numpy()
+    return np.concatenate([[0], after]).astype(np.float32)
 
 
 def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -> Trace:

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainers.sessions import session
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import TrainConfig
 from tugline.trainers.metrics import TrainState
-from tugline.types import Ledger, Reward, Status, Trajectory
+from tugline.types import Trajectory
 
 COUNT, SIZE = 12, 4
 HARD, MIXED, EASY = range(4), range(4, 8), range(8, COUNT)
@@ -47,18 +48,7 @@ def make(folder: Path, **schedule: Any) -> TaskBatches:
 
 def earn(task: str, *rewards: float | None) -> list[Trajectory]:
     """Results of a group; None: of a session that failed."""
-    return [
-        Trajectory(
-            session=f"{task}.{sample}",
-            task=task,
-            sample=sample,
-            status=Status.COMPLETED,
-            traces=(),
-            ledger=Ledger(),
-            reward=None if reward is None else Reward(reward),
-        )
-        for sample, reward in enumerate(rewards)
-    ]
+    return [session([], task=task, sample=n, reward=reward) for n, reward in enumerate(rewards)]
 
 
 def test_every_task_is_seen_once_in_the_usual_order(folder: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tugline.errors import UsageError
 from tugline.recording.trajectories import read_results
@@ -61,9 +63,32 @@ def test_an_evaluation_averages_over_tasks() -> None:
     assert evaluate([]).pass_at == {}
 
 
+@pytest.mark.parametrize(
+    ("passed", "n", "low", "high"),
+    [  # published in R. G. Newcombe 1998, Statistics in Medicine 17, 857, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (0, 0, 0.0, 1.0),  # no attempts, no knowledge
+    ],
+)
+def test_wilson_gives_the_published_intervals(passed: int, n: int, low: float, high: float) -> None:
+    """The interval is Wilson's without continuity correction, to four digits."""
+    assert wilson(passed, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
+    """The interval lies within 0 and 1, holds the rate, and failures mirror passes."""
+    passed, n = counts
+    low, high = wilson(passed, n)
+    assert 0 <= low <= passed / n <= high <= 1
+    assert wilson(n - passed, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
 def test_intervals() -> None:
     """Wilson's where each task is solved or not; else one that narrows with the spread."""
-    assert wilson(31, 96) == pytest.approx((0.23776, 0.42170), abs=1e-4)
     solved = estimate(np.array([1.0] * 31 + [0.0] * 65))
     assert (solved.low, solved.high) == wilson(31, 96)
     even = estimate(np.full(96, 0.3))

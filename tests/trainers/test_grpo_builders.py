@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from calls import make_call
 from drawn_sessions import session as draw_session
-from trainers.sessions import captured, tiny, weights
+from trainers.sessions import captured, session, tiny, weights
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, token_weights
-from tugline.types import Call, Reward, Sample, Sampling, Status, Trajectory
+from tugline.types import Call, Reward, Sample, Sampling, Trajectory
 
 BUILDERS = [name for name in list_names("builder") if ":" not in name]
 REWARDS = [
@@ -50,17 +50,8 @@ def built(
     made = []
     for i, (calls, outcome) in enumerate(group):
         traces, ledger, _ = find("builder", builder)(max_length=limit).build(calls)
-        made.append(
-            Trajectory(
-                session=calls[0].session,
-                task="t",
-                sample=i,
-                status=Status.COMPLETED,
-                traces=traces,
-                ledger=ledger,
-                reward=Reward(outcome),
-            )
-        )
+        done = session(traces, task="t", sample=i, reward=outcome)
+        made.append(replace(done, session=calls[0].session, ledger=ledger))
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from tugline.trainers.grpo.samples import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.train import StepReport, TokenTerms, token_terms, token_weights
 from tugline.types import Sample
 
+LINES = Path(__file__).with_name("losses.jsonl").read_text().splitlines()
+LOSSES = [json.loads(line) for line in LINES]
+"""Arguments of `terms`, and what comes of them."""
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 """Mean 1, deviations 0 -1 -1 0 2, population variance 6/5."""
 
@@ -124,71 +128,16 @@ def terms(
     return token_terms(new, micro, None, GrpoConfig(**options))
 
 
-@pytest.mark.parametrize(
-    ("ratios", "advantages", "level", "expected", "clipped"),
-    [
-        (
-            [1.5, 0.5, 1.5, 0.5, 1.1],
-            [2.0, 2.0, -2.0, -2.0, 2.0],
-            "token",
-            [-2.56, -1.0, 3.0, 1.6, -2.2],
-            [True, False, False, True, False],
-        ),
-        # the geometric mean of 4 and 1 is 2
-        (
-            [4.0, 1.0, 1.0, 1.0],
-            [1.0] * 4,
-            "trace",
-            [-1.28, -1.28, -1, -1],
-            [True, True, False, False],
-        ),
-        ([4.0, 1.0, 1.0, 1.0], [-1.0] * 4, "trace", [2, 2, 1, 1], [False] * 4),
-    ],
-)
-def test_clip_is_one_sided_and_asymmetric(
-    ratios: list[float],
-    advantages: list[float],
-    level: str,
-    expected: list[float],
-    clipped: list[bool],
-) -> None:
-    """Clipped above 1.28 for good tokens, below 0.8 for bad ones, never where it would help."""
-    traces = 1 if level == "token" else 2
-    got = terms(ratios, advantages, traces=traces, ratio_level=level)
-    assert got.loss.tolist() == pytest.approx(expected)
-    assert got.clipped.tolist() == clipped
+@pytest.mark.parametrize("row", LOSSES, ids=lambda row: row["shows"])
+def test_losses_are_those_worked_out_by_hand(row: dict[str, Any]) -> None:
+    """The clip is one-sided and asymmetric; importance scales the loss, but not the ratio.
 
-
-IMPORTANCE = {"importance_low": 0.5, "importance_high": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "weights", "bounded"),
-    [
-        ({}, [1, 1, 1, 1], [False] * 4),
-        ({"importance": "truncate"}, [1.25, 2, 0.5, 1], [False, True, True, False]),
-        ({"importance": "mask"}, [1.25, 0, 0, 1], [False, True, True, False]),
-        ({"importance": "truncate", "importance_level": "trace"}, [2, 2, 0.5, 0.5], [True] * 4),
-        ({"importance": "mask", "importance_level": "trace"}, [0] * 4, [True] * 4),
-        (
-            {"importance": "mask", "importance_level": "trace", "importance_high": 3},
-            [2.5, 2.5, 0, 0],
-            [False, False, True, True],
-        ),
-    ],
-)
-def test_importance_weight_has_two_bounds(
-    options: dict[str, Any], weights: list[float], bounded: list[bool]
-) -> None:
-    """Old over behaviour is 1.25 and 5, then 0.2 and 1; it scales the loss but not the ratio.
-
-    Geometric means over the two traces: 2.5 and the root of 0.2, which is below 0.5.
+    Old over behaviour is 1.25 and 5, then 0.2 and 1; geometric means over the two traces: 2.5 and
+    the root of 0.2, which is below 0.5.
     """
-    behaviour = [0.4, 0.1, 2.5, 0.5]
-    got = terms([1.0] * 4, [1.0] * 4, behaviour=behaviour, traces=2, **(IMPORTANCE | options))
-    assert got.loss.tolist() == pytest.approx([-one for one in weights])
-    assert got.bounded.tolist() == bounded
-    assert got.ratio.tolist() == pytest.approx([1.0] * 4)
+    got = terms(**row["given"])
+    for name, expected in row["gives"].items():
+        assert getattr(got, name).tolist() == pytest.approx(expected), name
 
 
 @pytest.mark.parametrize(

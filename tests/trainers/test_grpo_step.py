@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from random_models import SMALL
 from trainers.sessions import VERSION, groups, recaptured, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.config import GrpoConfig
@@ -61,16 +62,7 @@ def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
 # --------------------------------------------------------------------------- learning
 def test_models_that_change_their_logits_are_refused() -> None:
     """A soft-capped head cannot be applied in part, and is an error at the door."""
-    config = Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=1.0,
-    )
+    config = Gemma2Config(**SMALL, final_logit_softcapping=1.0)
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes its logits"):
         Grpo(Gemma2ForCausalLM(config), GrpoConfig())
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
-from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from trainers.sessions import PROMPT, VERSION, captured, groups, recaptured, session, tiny
+from training_run import TRL_ON_CPU, load_tokenizer
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
@@ -22,23 +22,6 @@ LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
 """TRL's name of each normalisation."""
 REFERENCE = 1
 """Seed of the reference model's weights."""
-
-
-class OneProcess:
-    """The part of Accelerate that the loss calls, for a single process."""
-
-    num_processes = 1
-    sync_gradients = True
-
-    def reduce(self, figures: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the sum over all processes."""
-        return figures
-
-    def gather(self, figures: torch.Tensor) -> torch.Tensor:
-        """Return the figures of all processes."""
-        return figures
-
-    gather_for_metrics = gather
 
 
 def off_policy() -> list[Trajectory]:
@@ -55,40 +38,31 @@ def off_policy() -> list[Trajectory]:
     ]
 
 
-def log_probabilities(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, kept: int, **_: object
-) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Log probabilities and entropies of the last `kept` tokens, as TRL's method returns them."""
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, -kept - 1 : -1]
-    everything = torch.log_softmax(logits.float(), -1)
-    entropy = -(everything.exp() * everything).sum(-1)
-    return everything.gather(2, ids[:, -kept:, None])[..., 0], entropy, None
-
-
-def trl_trainer(model: torch.nn.Module, config: GrpoConfig) -> SimpleNamespace:
-    """The attributes of a `GRPOTrainer` that its loss reads, set as `config` says."""
-    return SimpleNamespace(
-        model=model,
+def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any:
+    """TRL's trainer, set as `config` says; imported here since that takes seconds."""
+    trl = importlib.import_module("trl")
+    rows = importlib.import_module("datasets").Dataset.from_list([{"prompt": ""}])
+    settings = trl.GRPOConfig(
+        output_dir=str(folder),
         loss_type=LOSS_TYPES[config.normalisation],
-        epsilon_low=config.clip_low,
+        epsilon=config.clip_low,
         epsilon_high=config.clip_high,
         importance_sampling_level="token" if config.ratio_level == "token" else "sequence",
-        beta=config.kl,
         max_completion_length=config.constant_length,
-        use_vllm=config.importance is not None,
-        vllm_importance_sampling_correction=True,
-        args=SimpleNamespace(
-            delta=None, use_bias_correction_kl=config.kl_correction, steps_per_generation=1
-        ),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        current_gradient_accumulation_steps=1,
-        accelerator=OneProcess(),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _entropy_bonus_enabled=False,
-        _get_per_token_logps_and_entropies=log_probabilities,
+        use_bias_correction_kl=config.kl_correction,
+        **TRL_ON_CPU,
     )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=len,
+        args=settings,
+        train_dataset=rows,
+        processing_class=load_tokenizer(),
+    )
+    # set afterwards, since they would start vLLM and load the reference from a hub
+    trainer.use_vllm, trainer.beta = config.importance is not None, config.kl
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any]:
@@ -123,13 +97,6 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
     }
 
 
-@pytest.fixture(scope="module")
-def trl_loss() -> Callable[..., torch.Tensor]:
-    """TRL's method, called with the attributes it reads; imported here since that takes seconds."""
-    method: Callable[..., torch.Tensor] = importlib.import_module("trl").GRPOTrainer._compute_loss
-    return method
-
-
 @pytest.mark.parametrize("normalisation", LOSS_TYPES)
 @pytest.mark.parametrize(
     "options",
@@ -143,7 +110,7 @@ def trl_loss() -> Callable[..., torch.Tensor]:
     ids=["off-policy", "trace ratio", "kl", "corrected kl", "truncated importance"],
 )
 def test_the_gradient_is_that_of_trl(
-    trl_loss: Callable[..., torch.Tensor], normalisation: str, options: dict[str, Any]
+    tmp_path: Path, normalisation: str, options: dict[str, Any]
 ) -> None:
     """Off-policy, with tokens clipped on both sides: loss and gradient agree within 1e-7."""
     config = GrpoConfig(normalisation=normalisation, max_grad_norm=1e9, **options)  # type: ignore[arg-type]
@@ -152,7 +119,7 @@ def test_the_gradient_is_that_of_trl(
     reference = tiny(REFERENCE) if config.kl else None
     report = Grpo(ours, config, reference).step(batch, version=VERSION)
     inputs = trl_inputs(prepare(batch, config, version=VERSION)[0], config)
-    loss = trl_loss(trl_trainer(theirs, config), theirs, inputs)
+    loss = trl_trainer(theirs, config, tmp_path)._compute_loss(theirs, inputs)
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):

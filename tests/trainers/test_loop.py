@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -199,7 +200,8 @@ def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
     early, late = batches.evaluation(0), batches.evaluation(7)
     assert not {task.id for task in early} & {task.id for task in late}
     assert [t.sampling.seed for t in early] == [t.sampling.seed for t in late]
-    same = write_config(tmp_path, heldout={"taskset": _train_set()})
+    trained = json.loads((tmp_path / "config.json").read_text())["tasks"]
+    same = write_config(tmp_path, heldout=trained)
     with pytest.raises(ConfigError, match="5 instances are trained on as well"):
         TaskBatches(read_config(same, MODEL), tmp_path)
 
@@ -216,31 +218,12 @@ def test_a_resumed_run_may_find_server_and_engines_elsewhere(tmp_path: Path) -> 
         store_config(folder, read_config(config, MODEL))
 
 
-def _train_set() -> dict[str, Any]:
-    options = {"path": "train.jsonl", "id": "id", "instruction": "{question}"}
-    return {"name": "jsonl", "options": options}
+REFUSED = Path(__file__).with_name("refused.jsonl").read_text().splitlines()
+"""Sections of a configuration, and a part of what is said of them."""
 
 
-KEPT: dict[str, Any] = {
-    "lora": {"publish": "adapter"},
-    "engine": {"urls": ["http://127.0.0.1:9"]},
-    "schedule": {"pause": "keep"},
-}
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"engine": {"model": "x"}}, "engine.model is 'x': leave it out"),
-        ({"engine": {"tokenizer": "x"}}, "engine.tokenizer is for an engine at engine.urls"),
-        ({"template": {"samples": 4}}, "template.samples has no effect"),
-        ({"grpo": {"max_staleness": 0}, "schedule": {"staleness": 1}}, "at least schedule.stal"),
-        ({"lora": {"publish": "adapter"}}, "lora.publish is 'adapter': it needs engine.urls"),
-        (KEPT, "schedule.pause 'wait' or 'abort'"),
-        ({"schedule": {"stepz": 1}}, "unknown key 'schedule.stepz'"),
-    ],
-)
-def test_a_wrong_section_is_named(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("row", [json.loads(line) for line in REFUSED], ids=lambda r: r["words"])
+def test_a_wrong_section_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     """The error has the key, its value and what would be right."""
-    with pytest.raises(ConfigError, match=message):
-        read_config(write_config(tmp_path, **sections), MODEL)
+    with pytest.raises(ConfigError, match=row["words"]):
+        read_config(write_config(tmp_path, **row["sections"]), MODEL)

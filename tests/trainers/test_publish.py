@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,16 +19,18 @@ from tugline.trainers.publish import SglangWeightUpdater, VllmWeightUpdater
 from tugline.web.serve import serve
 
 FOLDER = Path("model")
+REQUESTS = json.loads(Path(__file__).with_name("requests.json").read_text())
+"""Paths and bodies, in order: for vLLM, its adapters, and each way of pausing SGLang."""
 
 
 @asynccontextmanager
-async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
+async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[list[Any]]]]:
     """An address that takes every control request, and what came; `fails` says no."""
-    seen: list[tuple[str, Any]] = []
+    seen: list[list[Any]] = []
 
     async def control(request: Request) -> Response:
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        seen.append((path, await request.json()))
+        seen.append([path, await request.json()])
         return JSONResponse({"success": path != fails, "message": "cache is held"})
 
     app = Starlette(routes=[Route("/{path:path}", control, methods=["POST"])])
@@ -41,48 +44,37 @@ async def test_vllm_forgets_what_the_old_weights_computed() -> None:
         await weights.pause()
         await weights.load(FOLDER, 7)
         await weights.resume()
-    assert seen == [
-        ("/pause?mode=keep", {}),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "model"}}),
-        ("/reset_prefix_cache?reset_running_requests=true", {}),
-        ("/update_weight_version", {"new_version": "7"}),
-        ("/resume", {}),
-    ]
+    assert seen == REQUESTS["vllm"]
 
 
-async def test_vllm_replaces_an_adapter(tmp_path: Path) -> None:
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an adapter."""
+    monkeypatch.chdir(tmp_path)
+    FOLDER.mkdir()
+    (FOLDER / "adapter_config.json").touch()
+    return FOLDER
+
+
+async def test_vllm_replaces_an_adapter(adapter: Path) -> None:
     """The one before goes, if there is one."""
-    (tmp_path / "adapter_config.json").touch()
-    name = {"lora_name": "tugline-adapter"}
     none_yet = "/v1/unload_lora_adapter"
     async with engine(fails=none_yet) as (url, seen), VllmWeightUpdater(url) as weights:
-        await weights.load(tmp_path, 7)
-    assert seen == [
-        (none_yet, name),
-        ("/v1/load_lora_adapter", name | {"lora_path": str(tmp_path)}),
-        ("/reset_prefix_cache?reset_running_requests=true", {}),
-        ("/update_weight_version", {"new_version": "7"}),
-    ]
+        await weights.load(adapter, 7)
+    assert seen == REQUESTS["adapter"]
     async with engine(fails="/v1/load_lora_adapter") as (url, _), VllmWeightUpdater(url) as weights:
         with pytest.raises(EngineError, match=r"start it with .*--enable-lora"):
-            await weights.load(tmp_path, 7)
+            await weights.load(adapter, 7)
 
 
 async def test_sglang_gets_its_own_requests() -> None:
     """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
-    body = {"model_path": "model", "weight_version": "7", "flush_cache": True}
-    load = ("/update_weights_from_disk", body)
     async with engine() as (url, seen), SglangWeightUpdater(url) as weights:
         for running in ("keep", "abort", "wait"):
             await weights.pause(running)
             await weights.load(FOLDER, 7)
             await weights.resume()
-    go_on = ("/continue_generation", {})
-    assert seen == [
-        ("/pause_generation", {"mode": "retract"}), load, go_on,
-        ("/pause_generation", {"mode": "abort"}), load, go_on,
-        load,
-    ]  # fmt: skip
+    assert seen == REQUESTS["sglang"]
 
 
 async def test_a_step_that_fails_is_an_error() -> None:
@@ -102,4 +94,4 @@ async def test_an_engine_goes_on_whatever_happens_to_its_weights() -> None:
         with pytest.raises(EngineError, match="cache is held"):
             await weights.update(FOLDER, 7, "abort")
     assert [path for path, _ in seen][:2] == ["/pause?mode=abort", "/collective_rpc"]
-    assert seen[-1] == ("/resume", {})
+    assert seen[-1] == ["/resume", {}]

@@ -14,6 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from exports.made import export, record
+from random_models import log_probabilities
 from tiny import rendering
 from trainers.sessions import tiny
 from training_run import make_model
@@ -44,13 +45,9 @@ def made_samples(count: int, vocabulary: int = 48) -> list[Sample]:
 
 def plain_loss(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """Mean negative log likelihood of the trained ids in float64, one sequence at a time."""
-    terms = []
-    for one in samples:
-        ids = torch.from_numpy(one.input_ids.astype(np.int64))
-        logits = model(input_ids=ids[None]).logits[0, :-1].double()
-        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-        terms.append(losses[torch.from_numpy(one.loss_mask[1:])])
-    return torch.cat(terms).mean()
+    return -torch.cat(
+        [log_probabilities(model, one.input_ids)[one.loss_mask[1:]] for one in samples]
+    ).mean()
 
 
 @pytest.mark.parametrize("options", [{}, {"tree_packing": False}, {"micro_tokens": 40}])

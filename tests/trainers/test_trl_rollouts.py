@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from training_run import write_config
+from training_run import AGENT, TRL_ON_CPU, write_config
 from tugline.evaluators.base import SessionOutcome
 from tugline.inference.load import load
 from tugline.trainers.config import TrainConfig, read_config
@@ -24,20 +24,8 @@ from tugline.trainers.grpo.update import Mismatch
 from tugline.types import Trajectory
 
 RECIPE = Path(__file__).parents[2] / "examples" / "trl"
-AGENT = """
-import json, os, urllib.request
-headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-messages = [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]
-for left in range(3):
-    body = json.dumps({"model": "m", "messages": messages}).encode()
-    request = urllib.request.Request(url, body, headers | {"content-type": "application/json"})
-    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-    messages += [answer, {"role": "user", "content": "Go on."}]
-    if len(answer["content"] or "") % 2:
-        break
-"""
-"""An agent of one to three calls, as the answers have it, so that completions differ in length."""
+AGENTS = AGENT.replace("range(1)", "range(3)")
+"""Agents of one to three calls, as the answers have it, so that completions differ in length."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
@@ -125,16 +113,15 @@ def plain_varlen(
     **_: object,
 ) -> torch.Tensor:
     """What TRL asks FlashAttention 3 for, which needs a GPU, in PyTorch's own attention."""
-    repeats, parts = query.shape[1] // key.shape[1], []
+    parts = []
     bounds = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
     for (start_q, end_q), (start_k, end_k) in bounds:
         one = query[start_q:end_q].transpose(0, 1)[None]
-        seen = [
-            part[start_k:end_k].repeat_interleave(repeats, 1).transpose(0, 1)[None]
-            for part in (key, value)
-        ]
+        seen = [part[start_k:end_k].transpose(0, 1)[None] for part in (key, value)]
         mask = causal_lower_right(end_q - start_q, end_k - start_k)
-        made = scaled_dot_product_attention(one, *seen, attn_mask=mask, scale=softmax_scale)
+        made = scaled_dot_product_attention(
+            one, *seen, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        )
         parts.append(made[0].transpose(0, 1))
     return torch.cat(parts)
 
@@ -181,11 +168,7 @@ def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
                 num_generations=4,
                 logging_steps=1,
                 dtype="float32",
-                bf16=False,
-                use_cpu=True,
-                report_to=[],
-                save_strategy="no",
-                activation_checkpointing=False,
+                **TRL_ON_CPU,
             ),
             train_dataset=worker.dataset(),
             processing_class=script.load_tokenizer(model),
@@ -217,5 +200,5 @@ def write_test_config(folder: Path, **schedule: int) -> Path:
         grpo={"advantage": "dr_grpo", "max_grad_norm": 1e9},
         schedule={"steps": 2, "tasks_per_step": 2, "samples": 4} | schedule,
     )
-    (folder / "agent.py").write_text(AGENT)
+    (folder / "agent.py").write_text(AGENTS)
     return path

@@ -28,9 +28,9 @@ except ImportError as _error:
 
 _BATCH_ROWS = 256
 _BATCH_TOKENS = 1 << 20
+"""A batch is written when it has that many rows or tokens."""
 _OF_TRACE = ("kind", "parent", "shared", "thread", "exact", "thinking_retention", "ids", "logprobs")
 """Fields of a trace that are columns as they are."""
-"""A batch is written when it has that many rows or tokens."""
 
 
 def _map(value: pa.DataType) -> pa.DataType:
@@ -143,12 +143,8 @@ class Parquet(TableExporter):
             "reward_parts": pairs(reward.parts if reward is not None else {}),
             "status": result.status if result is not None else None,
             "failure": msgspec.to_builtins(result.failure) if result is not None else None,
-            "ledger": {
-                "sampled": ledger.sampled,
-                "trained": ledger.trained,
-                "masked": pairs(ledger.masked),
-                "dropped": pairs(ledger.dropped),
-            },
+            "ledger": msgspec.structs.asdict(ledger)
+            | {"masked": pairs(ledger.masked), "dropped": pairs(ledger.dropped)},
             "tags": pairs(session.header.task.tags),
             "model": session.header.model,
             "tokenizer": session.header.tokenizer,

@@ -78,20 +78,14 @@ class PerRequest(Builder):
 
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every call a trace of its own."""
-        answers: list[tuple[Answer, TraceKind, int | None]] = []
+        parts: list[_Part] = []
         for chain in build_chains(calls):
             previous = chain.forked_after
             for answer in chain.place_answers(train_side=self.train_side):
-                answers.append((answer, chain.kind, previous))
+                parts.append(([answer], chain.kind, previous))
                 previous = answer.call.number
-        answers.sort(key=lambda numbered: numbered[0].call.number)
-        index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
-        traces: list[Trace] = []
-        for answer, kind, previous in answers:
-            ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
-            parent = None if previous is None else index.get(previous)
-            traces.append(make_trace(ids, [answer], kind, parent, self.max_length, traces))
-        return Built(tuple(traces), count_session(calls, traces))
+        parts.sort(key=lambda part: part[0][0].call.number)
+        return _build(calls, parts, self.max_length)
 
 
 class PrefixMerging(Builder):
@@ -105,20 +99,30 @@ class PrefixMerging(Builder):
 
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every chain of calls a trace."""
-        chains = build_chains(calls)
-        index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
-        traces: list[Trace] = []
-        for chain in chains:
-            last, after = chain.calls[-1], chain.forked_after
-            ids = np.concatenate([last.prompt_ids, last.sampled_ids])
-            parent = None if after is None else index.get(after)
-            answers = chain.place_answers(train_side=self.train_side)
-            trace = make_trace(ids, answers, chain.kind, parent, self.max_length, traces)
-            traces.append(trace)
-        return Built(tuple(traces), count_session(calls, traces))
+        parts = [
+            (chain.place_answers(train_side=self.train_side), chain.kind, chain.forked_after)
+            for chain in build_chains(calls)
+        ]
+        return _build(calls, parts, self.max_length)
 
 
 # --------------------------------------------------------------------------- a trace
+_Part = tuple[Sequence[Answer], TraceKind, int | None]
+"""Answers of one trace, its kind, and the number of the call that it follows."""
+
+
+def _build(calls: Sequence[Call], parts: Sequence[_Part], max_length: int | None) -> Built:
+    """Make a trace of each part, with all ids of its last call."""
+    index = {one.call.number: i for i, (answers, *_) in enumerate(parts) for one in answers}
+    traces: list[Trace] = []
+    for answers, kind, previous in parts:
+        last = answers[-1].call
+        ids = np.concatenate([last.prompt_ids, last.sampled_ids])
+        parent = None if previous is None else index.get(previous)
+        traces.append(make_trace(ids, answers, kind, parent, max_length, traces))
+    return Built(tuple(traces), count_session(calls, traces))
+
+
 def make_trace(
     ids: Ids,
     answers: Sequence[Answer],

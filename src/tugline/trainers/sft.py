@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -259,12 +259,8 @@ def _read_data(
     text = model.config.get_text_config()
     window = config.window or int(text.max_position_embeddings)
 
-    @cache
-    def make() -> Rendering:
-        return make_rendering(
-            EngineSettings(renderer=config.renderer), tokenizer, str(text.model_type)
-        )
-
+    settings = EngineSettings(renderer=config.renderer)
+    make = cache(partial(make_rendering, settings, tokenizer, str(text.model_type)))
     data, left_out = read_set(config.data, tokenizer, make, window)
     trained: list[Sample] = []
     heldout: list[Sample] = []

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tugline.errors import CaptureError
 from tugline.trainers.grpo.config import UpdateConfig
@@ -223,8 +224,10 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
         ids, places = _pad(sequences)
         padding = ids.size - sum(row.length for row in rows)
     before = [place[at - 1] for place, at in zip(places, trained, strict=True)]
-    captured = [row.sample.logprobs[at] for row, at in zip(rows, trained, strict=True)]
-    old = [c if row.old is None else row.old for row, c in zip(rows, captured, strict=True)]
+    old = [
+        row.sample.logprobs[at] if row.old is None else row.old
+        for row, at in zip(rows, trained, strict=True)
+    ]
     counts = [len(at) for at in trained]
     return MicroBatch(
         rows=tuple(rows),
@@ -235,7 +238,7 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
         source=tensor(np.concatenate(before), torch.long),
         target=gather(lambda sample: sample.input_ids, torch.long),
         temperature=gather(lambda sample: sample.temperatures, torch.float32),
-        behaviour=tensor(np.concatenate(captured), torch.float32),
+        behaviour=gather(lambda sample: sample.logprobs, torch.float32),
         old=tensor(np.concatenate(old), torch.float32),
         advantage=gather(lambda sample: sample.advantages, torch.float32),
         weight=tensor(np.repeat([row.weight for row in rows], counts), torch.float32),
@@ -244,8 +247,6 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
 
 def _pad(sequences: Sequence[Ids]) -> tuple[Ids, list[Index]]:
     """Sequences as rows of a matrix, and where in it, flattened, each token is."""
-    width = max(len(ids) for ids in sequences)
-    matrix = np.zeros((len(sequences), width), np.int32)
-    for line, ids in zip(matrix, sequences, strict=True):
-        line[: len(ids)] = ids
+    matrix = pad_sequence([*map(torch.from_numpy, sequences)], batch_first=True).numpy()
+    width = matrix.shape[1]
     return matrix, [number * width + np.arange(len(ids)) for number, ids in enumerate(sequences)]
