@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import msgspec
 import numpy as np
@@ -19,13 +19,22 @@ from tugline.chat.model_call import Request
 from tugline.chat.tokens import count_shared
 from tugline.errors import UsageError
 from tugline.gateway.turns import MessageDigest, call_positions, digest_message
-from tugline.schema import read_values
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Message, Role, Sampling, Tool, VersionSpan
 
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*"
 BUILT_IN: dict[str, str] = {
-    name: "|".join(forms)
-    for name, forms in read_values(Path(__file__).with_name("masks.toml")).items()
+    "gateway": r"https?://(?:127\.0\.0\.1|localhost):\d+(?:/s/[\w.-]+)?",
+    "uuid": r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
+    "time": r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?:Z| ?[+-]\d\d:?\d\d)?)?"
+    rf"|\b(?:{_DAY},? )?{_MONTH} {{1,2}}\d{{1,2}}(?:,? \d{{4}}\b| \d\d:\d\d(?::\d\d)?)"
+    r"|\b\d\d:\d\d:\d\d\b",
+    "duration": r"\b\d+\.\d+ ?(?:ms|s|sec|seconds?)\b",
+    "temporary": r"(?<=/)tmp[._-]?\w{6,10}\b",
+    "address": r"\b0x[0-9a-f]{6,16}\b",
+    "process": r"(?<=PGID: )\d+|(?i:\bpid[=: ] ?)\d+",
+    "generated": r"(?<=Chunk ID: )[0-9a-f]+|(?<=\"nickname\":\")[^\"]+",
 }
 """Pattern by name."""
 

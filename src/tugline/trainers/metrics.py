@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from tugline.chat.model_call import decode_arguments
-from tugline.schema import read_values
 from tugline.trainers.evaluation import Comparison, VersionScore
 from tugline.trainers.publish import Publication
 from tugline.types import Call, Finish, Ledger, Trajectory, is_pass
@@ -147,7 +145,6 @@ def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
 
 
 # --------------------------------------------------------------------------- alarms
-_ALARMS = read_values(Path(__file__).with_name("alarms.toml"))
 _COLLAPSE = 0.1
 """Share of the first steps' entropy below which it has collapsed."""
 _FIRST = 5
@@ -161,23 +158,40 @@ def find_alarms(
 
     `entropies` are those of all steps so far, this one included.
     """
-    alarms: dict[str, dict[str, object]] = {}
+    alarms: dict[str, str] = {}
     if ledger.trained == 0:
         lost = {**ledger.masked, **ledger.dropped}
         most = max(lost, key=lambda reason: lost[reason], default=None)
         cause = f"most tokens are lost as {most}" if most else "the agents made no model call"
-        alarms["no_tokens"] = {"cause": cause}
+        alarms["no_tokens"] = f"no token was trained: {cause}"
     if rollout.signal == 0:
-        alarms["no_signal"] = {"earned": rollout.reward or 0.0}
+        earned = rollout.reward or 0.0
+        alarms["no_signal"] = (
+            f"no group has a signal, the sessions of each earned the same (mean {earned:.2f}):"
+            " the tasks are too hard or too easy, or the evaluator fails"
+        )
     if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:
-        alarms["no_tool_calls"] = {}
+        alarms["no_tool_calls"] = (
+            "tools are offered and hardly ever called: does engine.renderer fit the model?"
+        )
     if rollout.malformed is not None and rollout.malformed > _MALFORMED:
-        alarms["malformed"] = {"share": rollout.malformed}
+        alarms["malformed"] = (
+            f"{rollout.malformed:.0%} of answers have a malformed tool call:"
+            " does engine.renderer fit the model, and is max_tokens large enough?"
+        )
     if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
-        alarms["mismatch"] = {"gap": publish.max_abs_dlogprob}
+        alarms["mismatch"] = (
+            f"engine and trainer differ by {publish.max_abs_dlogprob:.2g} nats on a probe:"
+            " another precision, or another model"
+        )
     if publish.moved == 0.0 and ledger.trained and rollout.signal:
-        alarms["unchanged"] = {}
+        alarms["unchanged"] = (
+            "the update changed no logprob: grpo.lr is too small for the precision of the weights"
+        )
     first = entropies[:_FIRST]
     if len(entropies) > _FIRST and entropies[-1] < _COLLAPSE * sum(first) / len(first):
-        alarms["entropy"] = {"before": sum(first) / len(first), "now": entropies[-1]}
-    return {name: _ALARMS[name].format(**figures) for name, figures in alarms.items()}
+        alarms["entropy"] = (
+            f"entropy fell from {sum(first) / len(first):.3f} to {entropies[-1]:.3f} nats:"
+            " lower grpo.lr, or raise grpo.clip_high"
+        )
+    return alarms

@@ -15,7 +15,6 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from tugline.errors import CaptureError
 from tugline.trainers.grpo.config import UpdateConfig
@@ -247,6 +246,8 @@ def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBa
 
 def _pad(sequences: Sequence[Ids]) -> tuple[Ids, list[Index]]:
     """Sequences as rows of a matrix, and where in it, flattened, each token is."""
-    matrix = pad_sequence([*map(torch.from_numpy, sequences)], batch_first=True).numpy()
-    width = matrix.shape[1]
+    width = max(len(ids) for ids in sequences)
+    matrix = np.zeros((len(sequences), width), np.int32)
+    for line, ids in zip(matrix, sequences, strict=True):
+        line[: len(ids)] = ids
     return matrix, [number * width + np.arange(len(ids)) for number, ids in enumerate(sequences)]
