@@ -19,7 +19,17 @@ from tugline.traces.base import (
     count_spans,
     sum_ledgers,
 )
-from tugline.types import Call, Mode, Reason, Trace, TraceKind, encode, shared_prefix
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Finish,
+    Mode,
+    Reason,
+    Trace,
+    TraceKind,
+    encode,
+    shared_prefix,
+)
 
 MANY = settings(max_examples=2000 if os.environ.get("CI") else 300)
 pytestmark = pytest.mark.timeout(600)
@@ -117,6 +127,31 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
     assert made[0] == made[1]
     assert ledgers[0] == ledgers[1]
     assert max(made[0].values(), default=1) == 1
+
+
+@MANY
+@given(SESSIONS)
+def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
+    """Without a limit a token is trained unless its call was aside, aborted or unheard."""
+    ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
+    for call in drawn.calls:
+        ledger = ledgers[call.number]
+        if call.mode is Mode.TEXT or not len(call.sampled_ids):
+            continue
+        echoed = any(
+            later.number > call.number and whole(later)[: len(whole(call))] == whole(call)
+            for later in drawn.calls
+        )
+        aborted = call.outcome is CallOutcome.COMPLETE and call.finish is Finish.ABORT
+        if call.kind is TraceKind.SIDE:
+            assert set(ledger.masked) == {Reason.SIDE_CALL}
+        elif aborted:
+            assert set(ledger.masked) == {Reason.ABORTED}
+        elif ledger.masked:
+            assert set(ledger.masked) == {Reason.CLIENT_GONE}
+            assert call.outcome is CallOutcome.CLIENT_GONE
+        else:
+            assert call.outcome is not CallOutcome.CLIENT_GONE or echoed
 
 
 @MANY
