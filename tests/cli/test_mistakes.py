@@ -16,9 +16,7 @@ from recording.view.synthetic import small
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 AGENT = f"{sys.executable} {EXAMPLES / 'agents' / 'openai_loop.py'}"
-PLAN = "plan --gpus 4 --model-tps 1"
 SHELL = f"demo --harness shell --command '{AGENT}'"
-SLURM = "launch slurm --tasks task.yaml --run job"
 TASK = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
 FILES = {
     "task.yaml": TASK,
@@ -33,85 +31,10 @@ FILES = {
     "empty/notes.txt": "",
 }
 MISTAKES = [
-    ("stauts", "there is no command 'stauts'"),
-    ("status --jsn", "Unknown option: --jsn"),
-    ("status --dir elsewhere", "start one with `tugline up`"),
-    ("logs", "requires an argument"),
-    ("logs a-0 --tail 0", "Must be >= 1"),
-    ("harness chek", "chek"),
-    ("--completion bashx", "must be one of bash, zsh, fish, powershell"),
-    ("results --recordings", "--recordings saves into the folder of --out"),
-    ("up --engine http://x --config both.yaml", "beside engine.urls give served_name"),
-    ("up --model m --tokenizer t", "--tokenizer is for an engine at an address"),
-    ("up --port 70000", "server.port is 70000, must be an integer <= 65535"),
-    ("up --name a/b", "node.name is 'a/b', must be a string matching"),
-    ("up --config server.yaml", "server.yaml: unknown key 'server.prot'; did you mean"),
-    ("run none.yaml --out o", "there is no file none.yaml"),
-    ("generate task.yaml --out o --accept good", "'good' must be a name, >= and a number"),
-    ("bench gatway", "no benchmark of 'gatway'; it must be one of builders, cluster, console"),
-    ("plan --gpus 4 --model-tps 0", '"0.0" for --model-tps. Must be > 0'),
-    (f"{PLAN} --tool-s -1", '"-1.0" for --tool-s. Must be >= 0'),
-    (f"{PLAN} --harness vi", "--harness is 'vi', must be one of claude_code, codex"),
-    ("view s-1 --turn 9", "--turn 9: there is no such call"),
-    ("view s-1 --builder trie", "unknown builder 'trie'"),
-    ("view s-1 --tokenizer nothing", "cannot read the tokenizer nothing"),
-    ("verify empty", "holds no recording (*.rec)"),
-    ("replay nope", "there is no recording 'nope'"),
-    ("replay s-1 --fork-at x --engine http://e", "--fork-at is 'x', must be the number"),
-    ("replay s-1 --fork-at 1 --keep /dev/null/x", "--fork-at and --engine go together"),
-    ("rebuild s-1 --out o --builder prefix", "did you mean 'prefix_merging'?"),
-    ("rebuild s-1 --out o --option a=1", "--option a=1 is for a builder; name it with --builder"),
-    (
-        "rebuild s-1 --out o --builder per_request --option a=1",
-        "there is no option 'a' (its options: max_length, train_side)",
-    ),
-    ("export parket s-1 --out o", "did you mean 'parquet'? (known: atif, parquet,"),
-    ("export sft s-1 --out o --split train=0.9", "shares must be above 0 and add up to 1"),
-    ("export sft s-1 --out o --split a=x", "'a=x' must be names and shares, such as train=0.9"),
-    ("export sft s-1 --out o --status done", 'Invalid value "done" for --status. Choose from:'),
-    ("export sft s-1 --out o --tag k", "--tag 'k' must be key=value"),
-    ("export trl s-1 --out o --with pad=1", "there is no option 'pad' (its options: none)"),
-    ("harness check", "give the name of one harness, or --all"),
-    ("harness check pi --all", "give the name of one harness, or --all"),
-    ("harness check shell", "harness 'shell' cannot be checked; these can: codex, claude_code"),
-    ("harness check pi --version 1", "version is '1', must be exact"),
-    ("harness check pi --keep /dev/null/x", "choose another --keep"),
-    ("harness install", "give the names of harnesses, or --all"),
-    ("harness install pi --all", "give the names of harnesses, or --all"),
-    ("harness install pie", "unknown harness 'pie'; did you mean 'pi'?"),
-    ("harness install shell", "there is nothing to install"),
-    ("harness install pi codex --version 1.2.3", "--version 1.2.3 is for one harness"),
-    ("harness install pi --version latest", "version is 'latest', must be exact"),
-    ("harness upgrade shell", "there is nothing to install"),
-    ("harness upgrade pi --version new", "version is 'new', must be exact"),
-    ("task init task.yaml", "task.yaml exists"),
-    ("task init mine", "must end with .yaml"),
-    ("task check key.yaml", "key.yaml: unknown key 'sampels'; did you mean 'samples'?"),
-    ("task check range.yaml", "range.yaml: samples is 0, must be an integer >= 1"),
-    ("task check plugin.yaml", "unknown runtime 'lokal'; did you mean 'local'?"),
-    ("task validate none.yaml", "there is no file none.yaml"),
-    ("task validate task.yaml --runtime lokal", "unknown runtime 'lokal'"),
-    *(
-        (f"doctor --engine '{engine}'", f"--engine is {engine!r}, must be http://HOST:PORT")
-        for engine in ("", "notaurl", "http://", "http://[::1", "http://a:b")
-    ),
-    (SLURM, "give one of --dry-run, --submit and --status"),
-    (f"{SLURM} --submit --status", "give one of --dry-run, --submit and --status"),
-    (f"{SLURM} --status", "job was submitted with --submit"),
-    (f"{SLURM} --submit --set SLOT=3", "--set SLOT must set one of ROLE, CONFIG, "),
-    (f"{SLURM} --submit --engines 2 --engine-command x", "--engines is 2, must be 0 to --nodes"),
-    (f"{SLURM} --submit --engines 1", "it needs --engine-command"),
-    (f"{SLURM} --submit --settings none.yaml", "none.yaml"),
-    (f"{SLURM} --submit --tasks none.yaml", "none.yaml"),
-    ("demo --harness shell", "harness 'shell' needs the agent's command"),
-    ("demo --command x", "command is for the harness 'shell' only"),
-    ("demo --steps 0", "steps is 0, must be an integer >= 1"),
-    ("demo --config none.yaml", "cannot read none.yaml"),
-    ("demo --config stepz.yaml", "stepz.yaml: unknown key 'stepz'; did you mean 'steps'?"),
-    ("demo --out old", "old holds a run already; add --resume"),
-    ("demo --out old --resume --steps 4", "other settings (steps)"),
-    ("demo --resume", "there is no run of demo to resume in runs"),
+    line.split("  =>  ")
+    for line in Path(__file__).with_name("mistakes.txt").read_text().splitlines()
 ]
+"""Command lines, and what must be in the line that each is answered with."""
 
 
 @pytest.fixture
