@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from tugline.errors import ConfigError, HarnessError
+from tugline.errors import ConfigError, HarnessError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
-from tugline.sandbox.base import Sandbox, SandboxSpec
+from tugline.sandbox.base import Sandbox
 from tugline.sandbox.local import LocalRuntime
 from tugline.traces.base import Builder, Built, PrefixMerging
 from tugline.types import Reward
@@ -77,13 +76,41 @@ class Slow(LocalRuntime):
     """A runtime that takes its time to start."""
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[Sandbox]:  # type: ignore[override]
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
         """Waits first."""
         await asyncio.sleep(30)
-        async with super().open(directory, spec) as sandbox:
+        async with super().open(*args) as sandbox:
             yield sandbox
+
+
+class Dying(LocalRuntime):
+    """A runtime that is lost as soon as the agent has done its work."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose `run` does not come back with an end."""
+        async with super().open(*args) as sandbox:
+            run = sandbox.run
+
+            async def lose(*args: Any, **how: Any) -> None:
+                await run(*args, **how)
+                msg = "the machine is gone"
+                raise SandboxError(msg)
+
+            sandbox.run = lose  # type: ignore[method-assign,assignment]
+            yield sandbox
+
+
+class Unclosed(LocalRuntime):
+    """A runtime that cannot clear up."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose end is an error."""
+        async with super().open(*args) as sandbox:
+            yield sandbox
+        msg = "cannot clear the sandbox"
+        raise SandboxError(msg)
 
 
 class Broken(Builder):

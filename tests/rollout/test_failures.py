@@ -18,13 +18,14 @@ import pytest
 from msgspec.structs import replace
 
 from attacked import IMAGE, running, token
-from containers import podman
+from containers import left, podman
 from observed import CALL
 from rig import Play, Reply, rig, says
 from transitions import TRANSITIONS
 from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened
 from tugline.gateway.policy import CallSettings
+from tugline.recording.file import read
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots, classify
@@ -134,9 +135,11 @@ def _cut_first(prompt: Any, request: str) -> Reply:
     return first if request.endswith("-0") else Reply((), status=500)
 
 
-def _partial(_folder: Path, trajectory: Trajectory) -> None:
-    assert trajectory.ledger.trained > 0
-    assert len(trajectory.traces) == 1
+def _partial(folder: Path, trajectory: Trajectory) -> None:
+    (trace,) = trajectory.traces
+    assert trajectory.ledger.trained == trace.mask.sum() > 0
+    (recording,) = (folder / "gateway").glob("s9.*.rec")
+    assert read(recording).result.ledger == trajectory.ledger
 
 
 class Gone:
@@ -213,6 +216,14 @@ FAILED = [
         "a start that takes too long", Cause.INIT_TIMEOUT, "init was out of time",
         runtime=PluginSpec("bad_parts:Slow"), limits=Limits(init_s=0.3), within_s=10.0,
     ),
+    Case(
+        "a machine that is gone once the agent has ended", Cause.SANDBOX, "the machine is gone",
+        script=ASK, runtime=PluginSpec("bad_parts:Dying"), check=_partial,
+    ),
+    Case(
+        "a crash in a sandbox that cannot be cleared", Cause.CRASH, "code 3", script="exit 3",
+        runtime=PluginSpec("bad_parts:Unclosed"),
+    ),
     Case("a gateway that is not there", Cause.NETWORK, GATEWAY_GONE, gateway=Gone),
     Case(
         "an engine that fails", Cause.ENGINE, "400", script=CALL_OR_NOT,
@@ -264,6 +275,10 @@ TIMED_OUT = [
 ]  # fmt: skip
 COMPLETED = [
     Case("an agent that gives up after a model call", None, script=f"{ASK}; exit 3", reward=0.0),
+    Case(
+        "a sandbox that cannot be cleared", None, runtime=PluginSpec("bad_parts:Unclosed"),
+        reward=1.0, check=_partial,
+    ),
     Case(
         "a folder that is read-only", None, workspace={"folder": "{folder}/base"}, script=UNSEALED,
         change={"files": {"test_bill.py": FILES["test_bill.py"]}}, reward=1.0, before=_base,
@@ -366,18 +381,8 @@ async def test_a_bad_case_is_a_typed_result(status: Status, prepared: Case, tmp_
     assert not running(mark)
     assert not running(str(tmp_path / "session"))
     assert len(mounts(tmp_path)) == mounted
-    if case.runtime.name == "container" and case.marks:
-        assert not await asyncio.to_thread(_containers, tmp_path)
-
-
-def _containers(folder: Path) -> str:
-    listed = subprocess.run(
-        ["podman", "ps", "-a", "--format", "{{.Labels}}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return "\n".join(line for line in listed.stdout.splitlines() if str(folder) in line)
+    if case.marks:
+        assert not await asyncio.to_thread(left, case.runtime.options["engine"], tmp_path)
 
 
 def test_every_cause_has_a_case() -> None:

@@ -8,12 +8,11 @@ from types import ModuleType
 
 import pytest
 
+from rollout.test_rollout import a_task, rolled
 from stub_model import StubGateway
 from tugline.plugins import BUILT_IN, find
-from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
 from tugline.sandbox.limits import ProgramLimits
-from tugline.types import PluginSpec, Session, Task
+from tugline.types import PluginSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -43,22 +42,14 @@ async def test_parts_written_as_the_pages_say_work(
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    task = Task(
-        id="t",
-        instruction="x",
-        harness=PluginSpec("page_harnesses:Aider"),
+    task = a_task(
+        PluginSpec("page_harnesses:Aider"),
         evaluator=PluginSpec("page_evaluators:Builds"),
         runtime=PluginSpec("local"),  # where the programs of this test can be seen
         files={"a.txt": ""},
     )
     async with StubGateway(["Done."]).listening() as gateway:
-        trajectory = await roll_out(
-            task,
-            Session(id="t-0", task="t", sample=0),
-            gateway=gateway,
-            directory=tmp_path / "s",
-            parts=Parts(),
-        )
+        trajectory, _ = await rolled(task, gateway, tmp_path / "s")
     assert trajectory.failure is None
     assert trajectory.reward is not None
     assert trajectory.reward.value == 1.0
