@@ -18,21 +18,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from observed import observed, task
+from observed import CALL, observed, task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, Session, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
 
-TWICE = (
-    "import json, os, urllib.request as r\n"
-    "for turn in range(2):\n"
-    "    body = json.dumps({'messages': [{'role': 'user', 'content': f'{turn}'}]}).encode()\n"
-    "    head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
-    "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-    "    r.urlopen(r.Request(url, body, head)).read()\n"
-)
+TWICE = CALL + CALL.replace("'x'", "'y'")
 SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
 
