@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import sys
@@ -14,11 +15,10 @@ from cli.conftest import Done
 from commands import run_command
 from recording.view.synthetic import small
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-AGENT = f"{sys.executable} {EXAMPLES / 'agents' / 'openai_loop.py'}"
-SHELL = f"demo --harness shell --command '{AGENT}'"
 TASK = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
 FILES = {
+    "agent.py": AGENT.read_text(),
     "task.yaml": TASK,
     "key.yaml": TASK + "sampels: 4",
     "range.yaml": TASK + "samples: 0",
@@ -30,11 +30,11 @@ FILES = {
     "old/settings.yaml": "steps: 3\n",
     "empty/notes.txt": "",
 }
-MISTAKES = [
-    line.split("  =>  ")
-    for line in Path(__file__).with_name("mistakes.txt").read_text().splitlines()
-]
-"""Command lines, and what must be in the line that each is answered with."""
+
+
+def list_rows(name: str) -> list[str]:
+    """Command lines of a file, and what must be in the line that each is answered with."""
+    return Path(__file__).with_name(name).read_text().splitlines()
 
 
 @pytest.fixture
@@ -62,34 +62,22 @@ def read_error(words: str, folder: Path, run_here: Callable[..., Done], code: in
     return error
 
 
-@pytest.mark.parametrize(("words", "line"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_one_line(
-    words: str, line: str, folder: Path, run_here: Callable[..., Done]
-) -> None:
+@pytest.mark.parametrize("row", list_rows("mistakes.txt"))
+def test_a_mistake_is_one_line(row: str, folder: Path, run_here: Callable[..., Done]) -> None:
     """It names the flag, the value and what would be right; exit code 2, nothing is written."""
+    words, line = row.split("  =>  ")
     before = sorted(folder.rglob("*"))
     assert line in read_error(words, folder, run_here)
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "line"),
-    [
-        ("view s-1 --html no/a.html", 1, "tugline: no/a.html: No such file or directory"),
-        ("verify s-1 --engine http://127.0.0.1:9", 1, "no usable engine at http://127.0.0.1:9"),
-        ("up --no-node --store mysql://x", 2, "must be sqlite:PATH or postgresql://"),
-        ("node --server 127.0.0.1 --token t", 2, "must be a URL such as http://"),
-        ("demo --harness pie", 2, "unknown harness 'pie'; did you mean 'pi'?"),
-        ("demo --builder prefix", 2, "unknown builder 'prefix'; did you mean 'prefix_merging'?"),
-        ("demo --out /proc/run", 1, "/proc/run"),
-        (f"{SHELL} --config small.yaml --window 64", 1, "leaves no room to answer"),
-    ],
-)
+@pytest.mark.parametrize("row", list_rows("unusable.txt"))
 def test_what_cannot_be_used_ends_the_start(
-    words: str, code: int, line: str, folder: Path, run_here: Callable[..., Done]
+    row: str, folder: Path, run_here: Callable[..., Done]
 ) -> None:
     """A folder, an engine, a store, a server, a plug-in, and a window that is too small."""
-    assert line in read_error(words, folder, run_here, code)
+    code, words, line = re.split("  (?:=>  )?", row)
+    assert line in read_error(words, folder, run_here, int(code))
 
 
 def test_a_missing_node_is_named(
