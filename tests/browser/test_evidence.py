@@ -5,7 +5,6 @@ The sessions are real recordings, rebuilt to trajectories and committed like tho
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from browser.busy import append_log, commit
 from browser.chromium import Tab
 from browser.conftest import check_accessibility
+from commands import run_program
 from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
 from served import TOKENS, Served
 from tugline.protocol import NodeRegistered, Work
@@ -142,7 +142,7 @@ def test_entropy_is_the_mean_surprise_around_a_token() -> None:
     colours = Path(__file__).resolve().parents[2] / "console" / "src" / "lib" / "colours.ts"
     script = Path(__file__).with_name("entropy.mjs")
     node = Path(sys.executable).with_name("node")
-    done = subprocess.run([node, script, colours], capture_output=True, text=True, check=True)
+    done = run_program(node, script, colours, check=True)
     classes, labels = json.loads(done.stdout)
     bounds = [0.02, 0.1, 0.25, 0.5, 1, 2]
     wanted = [0.0] * 2 + [1.8 * k / (8 + 1 + min(8, 1 + k)) for k in range(1, 9)]  # from its start

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Done
-from commands import TUGLINE
+from commands import TUGLINE, run_program
 from tugline.cli import bench
 
 PLAN = (
@@ -22,10 +21,7 @@ PI = ("--harness", "pi")
 
 def test_an_option_of_another_benchmark_is_refused() -> None:
     """By the benchmark itself; what it says is passed on."""
-    done = subprocess.run(
-        [TUGLINE, "bench", "gateway", "--sessions", "runs"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_program(TUGLINE, "bench", "gateway", "--sessions", "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("arguments: --sessions runs\n")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from commands import run_command
+from commands import run_command, run_python
 from exports.made import record
 from recording.view.synthetic import small
 from tugline.recording.trajectories import read_folder
@@ -47,7 +45,7 @@ def test_without_pyarrow_the_extra_is_named() -> None:
         "try: find('export', 'parquet')\n"
         "except UsageError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(code)
     assert "pip install 'tugline[export]'" in done.stdout, done.stderr
 
 

@@ -1,10 +1,10 @@
 """``kill -9`` of a writer at any moment loses no answered call and leaves no half a record."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from commands import run_program
 from recording import killed_writer
 from tugline.recording.file import Recording, Writer, read
 from tugline.traces.base import PrefixMerging
@@ -16,10 +16,8 @@ TIMES = 200
 
 def test_two_hundred_killed_writers_lose_no_answered_call(tmp_path: Path) -> None:
     """What was answered is there exactly, the ledger balances, and the file can be gone on with."""
-    program = [sys.executable, "-m", "recording.killed_writer", str(tmp_path), str(TIMES)]
-    done = subprocess.run(
-        program, capture_output=True, text=True, timeout=100, check=True, cwd=TESTS
-    )
+    program = ("-m", "recording.killed_writer", tmp_path, TIMES)
+    done = run_program(sys.executable, *program, cwd=TESTS, check=True)
     written = [killed_writer.conversation(seed) for seed in range(4)]
     encoded = [[encode(call) for call in calls] for calls in written]
     fates = json.loads(done.stdout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from commands import run_python
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
@@ -130,4 +129,4 @@ def test_no_torch_is_needed() -> None:
         "import sys, tugline.inference.server, tugline.testing;"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert run_python(code).returncode == 0
