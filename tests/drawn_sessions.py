@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from calls import make_call
 from tugline.types import (
@@ -136,24 +137,19 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
     sampled = draw.ids()
     swap = draw.below(len(sampled) + 1)
     spans = (VersionSpan(3, 0, swap), VersionSpan(4, swap, len(sampled)))
-    fields = {one: getattr(asked, one) for one in asked.__struct_fields__}
-    fields |= {
+    fields: dict[str, Any] = {
         "session": name,
         "finish": _FINISH[draw.below(4)],
         "outcome": _OUTCOME[draw.below(4)],
         "stop": "x" if draw.below(8) == 7 else None,
         "versions": tuple(span for span in spans if span.start < span.end),
     }
-    for derived in ("number", "prompt_ids", "sampled_ids", "logprobs"):
-        del fields[derived]
+    answered = make_call(asked.number, asked.prompt_ids, sampled)
     if draw.below(10) == 9:
-        return make_call(
-            asked.number,
-            [],
-            [],
-            **(fields | {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}),
-        )
-    return make_call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
+        answered = make_call(asked.number, [], [])
+        fields |= {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}
+    arrays = ("prompt_ids", "sampled_ids", "logprobs")
+    return replace(asked, **fields, **{one: getattr(answered, one) for one in arrays})
 
 
 _URL = {Image(url).digest: url for url in ("data:a", "data:b")}

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from commands import run_python
+from rig import until
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
@@ -39,13 +40,6 @@ async def ask(http: aiohttp.ClientSession, **more: Any) -> dict[str, Any]:
     async with http.post(GENERATE, json=BODY | more) as response:
         choice: dict[str, Any] = (await response.json())["choices"][0]
         return choice
-
-
-async def wait_for_running(engine: ScriptedEngine, count: int) -> None:
-    """Return once `count` requests run; fail after ten seconds."""
-    async with asyncio.timeout(10):
-        while engine.stats().running != count:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.002)
 
 
 async def test_the_script_sees_the_request_and_says_the_answer() -> None:
@@ -112,12 +106,12 @@ async def test_what_runs_is_ended_by_its_client_or_by_all() -> None:
     """One that hangs up counts as an abort; an abort without ids keeps what there was."""
     async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
         leaving = asyncio.create_task(ask(http))
-        await wait_for_running(engine, 1)
+        await until(lambda: engine.stats().running == 1)
         leaving.cancel()
-        await wait_for_running(engine, 0)
+        await until(lambda: engine.stats().running == 0)
         assert engine.stats().finished["abort"] == 1
         staying = asyncio.create_task(ask(http))
-        await wait_for_running(engine, 1)
+        await until(lambda: engine.stats().running == 1)
         async with http.post("/abort_requests") as response:
             assert (await response.json())["aborted"] == 1
         assert (await staying)["finish_reason"] == "abort"
