@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -15,21 +16,9 @@ from cli.conftest import Done
 from commands import run_command
 from recording.view.synthetic import small
 
-TASK = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
+MISTAKEN = Path(__file__).parent / "mistaken"
+"""The files that the mistakes are made with."""
 AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
-FILES = {
-    "agent.py": AGENT.read_text(),
-    "task.yaml": TASK,
-    "key.yaml": TASK + "sampels: 4",
-    "range.yaml": TASK + "samples: 0",
-    "plugin.yaml": TASK + "runtime: {name: lokal}",
-    "both.yaml": "engine: {model: m}\n",
-    "server.yaml": "server: {prot: 3}\n",
-    "stepz.yaml": "stepz: 3\n",
-    "small.yaml": "{tasks_per_step: 1, samples: 2, heldout: 1}\n",
-    "old/settings.yaml": "steps: 3\n",
-    "empty/notes.txt": "",
-}
 
 
 def list_rows(name: str) -> list[str]:
@@ -39,11 +28,10 @@ def list_rows(name: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the files that the mistakes are made with, and the recorded session s-1."""
+    """A folder with those files, an agent, and the recorded session s-1."""
     small(tmp_path / "runs" / "one" / "recordings")
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+    shutil.copytree(MISTAKEN, tmp_path, dirs_exist_ok=True)
+    shutil.copy(AGENT, tmp_path / "agent.py")
     return tmp_path
 
 
