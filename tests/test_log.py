@@ -116,7 +116,6 @@ def test_only_a_terminal_is_written_to_in_colour(
         monkeypatch.setattr(sys, "stderr", file)
         log.configure()
         log.get("x").warning("plain", key="value")
-        structlog.reset_defaults()
     text = (tmp_path / "err").read_text()
     assert "plain" in text
     assert "\x1b" not in text
@@ -127,10 +126,7 @@ def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.Monke
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     log.configure()
-    try:
-        monkeypatch.setattr(sys, "stderr", second)
-        first.close()
-        log.get("test").warning("told")
-        assert "told" in second.getvalue()
-    finally:
-        structlog.reset_defaults()
+    monkeypatch.setattr(sys, "stderr", second)
+    first.close()
+    log.get("test").warning("told")
+    assert "told" in second.getvalue()

@@ -2,14 +2,13 @@
 
 import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from calls import write_calls
-from commands import TUGLINE
+from commands import TUGLINE, run_program
 from launch.test_local import local, task
 from recording.verify.recorded import work
 from tugline.errors import CaptureError, UsageError
@@ -67,9 +66,8 @@ def test_two_processes_write_the_same_bytes(path: Path, tmp_path: Path) -> None:
     """Whatever seed Python's hashes have."""
     outputs = []
     for seed in ("1", "2"):
-        command = [TUGLINE, "rebuild", path, "--out", tmp_path / seed]
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+        run_program(TUGLINE, "rebuild", path, "--out", tmp_path / seed, env=env, check=True)
         outputs.append({file.name: file.read_bytes() for file in (tmp_path / seed).iterdir()})
     assert outputs[0] == outputs[1]
     assert outputs[0].keys() == {INDEX, "s1.traj"}

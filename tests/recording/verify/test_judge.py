@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from calls import make_call, make_header, write_calls
 from recording.verify.recorded import LOOK, changed, one_changed, read_in, rewritten, verify, work
 from rig import RENDERING, ids, rig, says, until
-from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
+from tugline.chat.model_call import Piece, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, write_result
@@ -31,7 +31,6 @@ from tugline.types import (
     Role,
     Sampling,
     Status,
-    ToolCall,
     VersionSpan,
 )
 
@@ -179,15 +178,6 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
     assert verify(tmp_path).checks["text"].verdict is VerifyVerdict.FAIL
 
 
-def _joined(pieces: list[Piece]) -> Message:
-    """What a harness that hung up was told."""
-    texts = [one.text for one in pieces if isinstance(one, TextDelta)]
-    thoughts = [one.text for one in pieces if isinstance(one, ReasoningDelta)]
-    calls = tuple(one for one in pieces if isinstance(one, ToolCall))
-    reasoning = "".join(thoughts) or None
-    return Message(Role.ASSISTANT, "".join(texts), tool_calls=calls, reasoning=reasoning)
-
-
 def _call(
     sampled: list[int], answer: Message | None, outcome: CallOutcome, stop: str, **changes: Any
 ) -> Call:
@@ -227,7 +217,8 @@ def test_whatever_is_sampled_reads_the_same_again(
     if not folder.exists():
         folder.mkdir()
         RENDERING.tokenizer.save(folder)
-    received = _joined(pieces) if gone else decoder.finish()[1]
+    told = join_pieces(pieces) or Message(Role.ASSISTANT)
+    received = told if gone else decoder.finish()[1]
     outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
     call = _call(sampled[: decoder.length], received, outcome, stop)
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
