@@ -20,8 +20,8 @@ from tugline.plugins import find
 __all__ = ["podman"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
-VALIDATED = Path(__file__).parent / "validated"
-"""A task set and a task; FOLDER stands for the folder they are in."""
+TASKS = Path(__file__).parent / "tasks"
+"""A task set and tasks; FOLDER stands for the folder they are in."""
 tugline = partial(run_command, "task", timeout=110)
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     reason = find("runtime", "bubblewrap")().check_available()
     if reason is not None:
         pytest.skip(reason)
-    folder = shutil.copytree(VALIDATED, tmp_path / "tasks")
+    folder = shutil.copytree(TASKS, tmp_path / "tasks")
     for name in ("rows.jsonl", "task.yaml"):
         text = (folder / name).read_text().replace("FOLDER", str(folder))
         (folder / name).write_text(text)
@@ -167,28 +167,18 @@ def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
     assert done.returncode == 0
 
 
-def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
+def test_what_tasks_begin_with_is_fetched_ahead(folder: Path) -> None:
     """A repository is checked out once; one that is not there is named, and the others are had."""
-    reason = find("runtime", "bubblewrap")().check_available()
-    if reason is not None:
-        pytest.skip(reason)
-    repo = tmp_path / "repo"
+    repo = folder / "repo"
     repo.mkdir()
     git(repo, "init", "-q")
     git(repo, "commit", "-q", "--allow-empty", "-m", "all")
-    part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
-    part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
-    tasks = [
-        {"id": name, **part, "workspace": {"repo": str(tmp_path / where), "commit": "HEAD"}}
-        for name, where in (("a", "repo"), ("b", "repo"), ("c", "gone"))
-    ]
-    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
-    cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
-    done = tugline("prefetch", tmp_path / "tasks.json", "--json", env=cache)
+    cache = {"TUGLINE_CACHE": str(folder / "cache")}
+    done = tugline("prefetch", folder / "repositories.yaml", "--json", env=cache)
     report = json.loads(done.stdout)
     assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
     assert "gone" in report["failed"][0]
-    assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1
+    assert len(list((folder / "cache").rglob("git-*/.git"))) == 1
 
 
 def test_only_results_of_validation_are_taken_for_such(folder: Path) -> None:
