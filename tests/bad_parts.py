@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from tugline import errors
 from tugline.errors import ConfigError, HarnessError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
@@ -60,6 +61,21 @@ class Crashing(Evaluator):
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Fails."""
         return Verdict(Reward({}["score"]), {})  # type: ignore[misc]
+
+
+class Moody(Evaluator):
+    """An evaluator that fails so many times, with an error of a kind."""
+
+    def __init__(self, *, failures: int, kind: str = "EvaluatorError") -> None:
+        self.failures, self.error = failures, getattr(errors, kind)
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Fail, or say 0.5."""
+        if self.failures:
+            self.failures -= 1
+            msg = f"{self.failures} failures left"
+            raise self.error(msg)
+        return Verdict(Reward(0.5), {})
 
 
 class Noting(Evaluator):

@@ -15,6 +15,7 @@ from tugline.sandbox.limits import ProgramLimits
 from tugline.types import PluginSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,16 +33,7 @@ async def test_parts_written_as_the_pages_say_work(
     """A harness and an evaluator of one's own, found as module:Class, go through a rollout."""
     page("harnesses", monkeypatch)
     page("evaluators", monkeypatch)
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    script = (
-        "cat ~/.aider.conf.yml; curl -sf -d '{\"messages\":[]}'"
-        ' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
-    )
-    for name, text in {"aider": script, "make": "test -f a.txt"}.items():
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:/usr/bin:/bin")
     task = a_task(
         PluginSpec("page_harnesses:Aider"),
         evaluator=PluginSpec("page_evaluators:Builds"),

@@ -14,25 +14,13 @@ from bad_parts import Uninstallable
 from observed import CALL
 from rollout.test_failures import FILES
 from stub_model import Step, StubGateway
-from tugline.errors import EvaluatorError, SandboxError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.errors import SandboxError
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import PausableTimeout
 from tugline.sandbox.local import LocalRuntime
-from tugline.types import (
-    Boundary,
-    Cause,
-    Failure,
-    Limits,
-    PluginSpec,
-    Reward,
-    Session,
-    Status,
-    Task,
-    Trajectory,
-)
+from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
 AGENT = str(ROOT / "examples" / "agents" / "openai_loop.py")
@@ -139,19 +127,6 @@ async def test_pi_takes_any_instruction_for_text(
     assert content[0]["text"].lstrip(" ") == instruction
 
 
-class Moody(Evaluator):
-    """An evaluator that fails so many times."""
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self.failures = failures
-
-    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Fail, or say 0.5."""
-        if self.failures:
-            raise self.failures.pop()
-        return Verdict(Reward(0.5), {})
-
-
 class Given(Parts):
     """Parts of which some are given."""
 
@@ -161,26 +136,6 @@ class Given(Parts):
 
     def _make(self, kind: str, part: PluginSpec, contract: type[Any]) -> Any:
         return self.given[kind] if kind in self.given else super()._make(kind, part, contract)
-
-
-@pytest.mark.parametrize(
-    ("failures", "reward"),
-    [
-        ([EvaluatorError("x")], 0.5),
-        ([SandboxError("x")], 0.5),
-        ([EvaluatorError("x"), EvaluatorError("y")], None),
-    ],
-)
-async def test_an_evaluation_is_tried_twice(
-    failures: list[Exception], reward: float | None, gateway: StubGateway, tmp_path: Path
-) -> None:
-    """One crash of the evaluator costs nothing; two are named and not charged to the policy."""
-    parts = Given(evaluator=Moody(failures))
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, parts)
-    assert (trajectory.reward.value if trajectory.reward else None) == reward
-    if reward is None:
-        assert trajectory.failure == Failure(Boundary.EVALUATOR, "x", Cause.EVALUATOR)
-        assert trajectory.traces
 
 
 async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
