@@ -22,6 +22,7 @@ from containers import left, podman
 from observed import CALL
 from rig import Reply, rig, says
 from transitions import TRANSITIONS
+from tugline import schema
 from tugline.errors import CaptureError, EngineError, UsageError
 from tugline.gateway.app import Opened
 from tugline.gateway.policy import CallSettings
@@ -30,6 +31,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots, classify
 from tugline.sandbox.bubblewrap import Bubblewrap
+from tugline.schema import read_values
 from tugline.task_files import parse_task
 from tugline.types import (
     HANDLING,
@@ -60,7 +62,7 @@ GATEWAY_GONE = "127.0.0.1:9"
 FAULT = Reply((), status=500)
 
 
-class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Case(msgspec.Struct, frozen=True):
     """A case of failures.yaml, which says what its fields are."""
 
     cause: Cause | None = None
@@ -77,8 +79,8 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     podman: bool = False
 
 
-TABLE = Path(__file__).with_name("failures.yaml").read_text()
-CASES = msgspec.yaml.decode(TABLE, type=dict[Status, dict[str, Case]])
+TABLE = read_values(Path(__file__).with_name("failures.yaml"))
+CASES = schema.decode(TABLE, dict[Status, dict[str, Case]])
 
 
 def find(name: str) -> Any:
