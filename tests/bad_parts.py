@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from tugline.errors import ConfigError, HarnessError
+from tugline import errors
+from tugline.errors import ConfigError, HarnessError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
-from tugline.sandbox.base import Sandbox, SandboxSpec
+from tugline.sandbox.base import Sandbox
 from tugline.sandbox.local import LocalRuntime
 from tugline.traces.base import Builder, Built, PrefixMerging
 from tugline.types import Reward
@@ -63,6 +63,21 @@ class Crashing(Evaluator):
         return Verdict(Reward({}["score"]), {})  # type: ignore[misc]
 
 
+class Moody(Evaluator):
+    """An evaluator that fails so many times, with an error of a kind."""
+
+    def __init__(self, *, failures: int, kind: str = "EvaluatorError") -> None:
+        self.failures, self.error = failures, getattr(errors, kind)
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Fail, or say 0.5."""
+        if self.failures:
+            self.failures -= 1
+            msg = f"{self.failures} failures left"
+            raise self.error(msg)
+        return Verdict(Reward(0.5), {})
+
+
 class Noting(Evaluator):
     """An evaluator that tells what was left out of the agent's work."""
 
@@ -77,13 +92,41 @@ class Slow(LocalRuntime):
     """A runtime that takes its time to start."""
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[Sandbox]:  # type: ignore[override]
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
         """Waits first."""
         await asyncio.sleep(30)
-        async with super().open(directory, spec) as sandbox:
+        async with super().open(*args) as sandbox:
             yield sandbox
+
+
+class Dying(LocalRuntime):
+    """A runtime that is lost as soon as the agent has done its work."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose `run` does not come back with an end."""
+        async with super().open(*args) as sandbox:
+            run = sandbox.run
+
+            async def lose(*args: Any, **how: Any) -> None:
+                await run(*args, **how)
+                msg = "the machine is gone"
+                raise SandboxError(msg)
+
+            sandbox.run = lose  # type: ignore[method-assign,assignment]
+            yield sandbox
+
+
+class Unclosed(LocalRuntime):
+    """A runtime that cannot clear up."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose end is an error."""
+        async with super().open(*args) as sandbox:
+            yield sandbox
+        msg = "cannot clear the sandbox"
+        raise SandboxError(msg)
 
 
 class Broken(Builder):

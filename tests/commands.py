@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tugline.cli.app import COMMANDS, main
 
@@ -45,6 +46,21 @@ def run_command(
         code = process.exitcode
         process.close()
         return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
+
+
+def run_program(
+    *argv: object, timeout: float = 110, check: bool = False, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run another program to its end."""
+    words = [str(word) for word in argv]
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, check=check, **how
+    )
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that has imported nothing yet."""
+    return run_program(sys.executable, "-c", code)
 
 
 def _run(argv: list[str], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
+
+from commands import run_program
 
 _WHO = ("-c", "user.name=a", "-c", "user.email=a@example.org")
 _CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull}
@@ -12,14 +13,7 @@ _CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull}
 
 def git(folder: Path, *arguments: str, code: int = 0) -> str:
     """What git says in a folder."""
-    done = subprocess.run(
-        ["git", *_WHO, *arguments],
-        cwd=folder,
-        env={**os.environ, **_CONFIG},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program("git", *_WHO, *arguments, cwd=folder, env={**os.environ, **_CONFIG})
     assert done.returncode == code, done.stderr
     return done.stdout.strip()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
 
+from leased import limited_files
 from tugline.atomic import write_file
 
 
@@ -24,11 +24,6 @@ def test_the_old_file_stays_if_the_new_one_does_not_fit(tmp_path: Path) -> None:
     """As on a full disk."""
     path = tmp_path / "state"
     write_file(path, b"old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            write_file(path, b"x" * 2000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with limited_files(1000), pytest.raises(OSError, match="too large"):
+        write_file(path, b"x" * 2000)
     assert path.read_bytes() == b"old"

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import pytest
 import yaml
 
+from commands import run_program
 from tugline.cli.app import COMMANDS, make_app
 from tugline.launch.settings import load_settings
 from tugline.server.http.route import Tokens
@@ -50,8 +50,7 @@ def tool(name: str) -> str:
 
 def check(*argv: str | Path) -> None:
     """Run a program that says what is wrong."""
-    words = [str(word) for word in argv]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = run_program(*argv)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
 
 import tugline
+from commands import run_python
 
 NAMES = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
@@ -31,7 +30,4 @@ def test_the_public_names_are_these() -> None:
 def test_importing_it_loads_nothing() -> None:
     """A name is paid for by who uses it."""
     code = "import sys, tugline; print({'numpy', 'aiohttp', 'msgspec'} & sys.modules.keys())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "set()\n"
+    assert run_python(code).stdout == "set()\n"

@@ -15,25 +15,18 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from observed import observed, task
+from observed import CALL, observed, task
 from tugline import log
 from tugline.server.store import sessions
 from tugline.web.serve import serve
 
-AGENT = (
-    "import json, os, urllib.error, urllib.request as r\n"
-    "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode()\n"
-    "key = os.environ['OPENAI_API_KEY']\n"
-    "for key, body in (key, body), (key, b'{}'), ('wrong', body):\n"
-    "    head = {'authorization': 'Bearer ' + key}\n"
-    "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-    "    try:\n"
-    "        r.urlopen(r.Request(url, body, head)).read()\n"
-    "    except urllib.error.HTTPError:\n"
-    "        pass\n"
-)
-
-
+AGENT = f"""{CALL}
+for key, body in (os.environ['OPENAI_API_KEY'], b'{{}}'), ('wrong', body):
+    try:
+        r.urlopen(r.Request(url, body, {{'authorization': 'Bearer ' + key}}))
+    except OSError:
+        pass
+"""
 Lines = Callable[[], list[dict[str, Any]]]
 
 
@@ -123,7 +116,6 @@ def test_only_a_terminal_is_written_to_in_colour(
         monkeypatch.setattr(sys, "stderr", file)
         log.configure()
         log.get("x").warning("plain", key="value")
-        structlog.reset_defaults()
     text = (tmp_path / "err").read_text()
     assert "plain" in text
     assert "\x1b" not in text
@@ -134,10 +126,7 @@ def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.Monke
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     log.configure()
-    try:
-        monkeypatch.setattr(sys, "stderr", second)
-        first.close()
-        log.get("test").warning("told")
-        assert "told" in second.getvalue()
-    finally:
-        structlog.reset_defaults()
+    monkeypatch.setattr(sys, "stderr", second)
+    first.close()
+    log.get("test").warning("told")
+    assert "told" in second.getvalue()

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,21 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from observed import observed, task
+from commands import run_python
+from observed import CALL, observed, task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, Session, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
 
-TWICE = (
-    "import json, os, urllib.request as r\n"
-    "for turn in range(2):\n"
-    "    body = json.dumps({'messages': [{'role': 'user', 'content': f'{turn}'}]}).encode()\n"
-    "    head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
-    "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-    "    r.urlopen(r.Request(url, body, head)).read()\n"
-)
+TWICE = CALL + CALL.replace("'x'", "'y'")
 SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
 
@@ -188,8 +180,6 @@ def test_without_the_extra_the_error_names_it() -> None:
         "assert open_tracer({}, node='n') is None\n"
         "open_tracer({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:9'}, node='n')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = run_python(program)
     assert "UsageError: " in done.stderr
     assert "pip install 'tugline[otel]'" in done.stderr

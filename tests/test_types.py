@@ -15,7 +15,6 @@ from tugline.types import (
     Cause,
     Ids,
     Ledger,
-    Limits,
     Message,
     PluginSpec,
     Reason,
@@ -29,6 +28,8 @@ from tugline.types import (
     decode,
     encode,
 )
+
+COMMAND = ToolCall("c1", "bash", '{"command": "ls"}')
 
 
 class Arrays(msgspec.Struct):
@@ -45,40 +46,35 @@ def test_arrays_come_back_bit_for_bit(values: list[int]) -> None:
     assert back.ids.tolist() == values
 
 
-def test_a_call_survives_the_wire_whole() -> None:
-    """Every field of the richest noun is the same after encode and decode."""
-    command = ToolCall("c1", "bash", '{"command": "ls"}')
-    call = make_call(
-        3,
-        range(5),
-        [9, 8, 7],
-        parent=2,
-        messages=(Message(Role.USER, "fix it"), Message(Role.ASSISTANT, tool_calls=(command,))),
-        tools=(Tool("bash", "Run it.", {"type": "object", "properties": {}}),),
-        sampling=Sampling(temperature=1.0, stop=("</s>",)),
-    )
-    back = decode(encode(call), Call)
-    for field in msgspec.structs.fields(Call):
-        ours, theirs = getattr(call, field.name), getattr(back, field.name)
+CALL = make_call(
+    3,
+    range(5),
+    [9, 8, 7],
+    parent=2,
+    messages=(Message(Role.USER, "fix it"), Message(Role.ASSISTANT, tool_calls=(COMMAND,))),
+    tools=(Tool("bash", "Run it.", {"type": "object", "properties": {}}),),
+    sampling=Sampling(temperature=1.0, stop=("</s>",)),
+)
+TRACE = Trace(
+    ids=np.array([1, 2, 3], dtype=np.int32),
+    mask=np.array([False, True, False]),
+    logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
+    spans=(Span(0, 1, 2, 4), Span(1, 2, 3, 4, Reason.CLIENT_GONE)),
+)
+TASK = Task(id="t", instruction="x", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
+
+
+@pytest.mark.parametrize("noun", [CALL, TRACE, TASK], ids=["call", "trace", "task"])
+def test_a_noun_survives_the_wire_whole(noun: msgspec.Struct) -> None:
+    """Every field is the same after encode and decode; arrays keep their types."""
+    back = decode(encode(noun), type(noun))
+    for field in msgspec.structs.fields(noun):
+        ours, theirs = getattr(noun, field.name), getattr(back, field.name)
         if isinstance(ours, np.ndarray):
             assert ours.dtype == theirs.dtype
             assert ours.tolist() == theirs.tolist()
         else:
             assert ours == theirs, field.name
-
-
-def test_a_trace_keeps_its_mask() -> None:
-    """Boolean masks and spans with a reason are kept as they are."""
-    trace = Trace(
-        ids=np.array([1, 2, 3], dtype=np.int32),
-        mask=np.array([False, True, False]),
-        logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
-        spans=(Span(0, 1, 2, 4), Span(1, 2, 3, 4, Reason.CLIENT_GONE)),
-    )
-    back = decode(encode(trace), Trace)
-    assert back.mask.dtype == np.bool_
-    assert back.mask.tolist() == [False, True, False]
-    assert back.spans == trace.spans
 
 
 def test_a_strided_view_is_written_in_its_own_order() -> None:
@@ -106,15 +102,6 @@ def test_decoded_arrays_cannot_be_changed() -> None:
     back = decode(encode(make_call(0, [], [1])), Call)
     with pytest.raises(ValueError, match="read-only"):
         back.sampled_ids[0] = 5
-
-
-def test_nouns_are_frozen() -> None:
-    """A task that was accepted cannot be edited afterwards."""
-    task = Task(id="t", instruction="x", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
-    with pytest.raises(AttributeError):
-        task.instruction = "y"  # type: ignore[misc]
-    assert decode(encode(task), Task) == task
-    assert task.limits == Limits()
 
 
 def test_the_ledger_balances_only_when_every_token_is_accounted_for() -> None:

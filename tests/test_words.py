@@ -9,22 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-RETIRED_WORDS = """
-    bell blame box boxes crew doors heard judged keeper laid moot said seam seams seat segment
-    segments shown told untold
-"""
-"""Not even as a part of a name, such as in ``_told`` or ``box_of``."""
-RETIRED_NAMES = """
-    Ask Bases Carried Course Doors Draw Exchange Fate Graded Halt Happening Heal Hello House Kept
-    Led Line Notice Orders Part Patience Place Plan Reached Saved Seal Share Story Strand Take
-    Tapped Terms Voice Wanted Warm Welcome apart bury carried_on_by conclude deal enough evals found
-    greet hand hand_back healed hear inits intake judges_files keeps kept lose one placed posting
-    settled sift spares take_up telling unseen untrained weigh why words worth
-"""
-"""Not as a whole name, apart from underscores before it."""
+RETIRED = yaml.safe_load(Path(__file__).with_name("retired.yaml").read_text(encoding="utf-8"))
+"""`words` not even as a part of a name, such as in ``_told`` or ``box_of``; `names` not as a whole
+name, apart from underscores before it."""
 MOST_SHARED = 15
 """Class names that may have more than one definition."""
 
@@ -54,7 +46,7 @@ def list_names(path: Path) -> Iterator[tuple[str, int]]:
 def is_retired(name: str) -> bool:
     """Whether a name is, or contains, a retired word."""
     parts = {part.lower() for part in re.findall(r"[a-z]+|[A-Z][a-z]*", name)}
-    return name.strip("_") in RETIRED_NAMES.split() or not parts.isdisjoint(RETIRED_WORDS.split())
+    return name.strip("_") in RETIRED["names"] or not parts.isdisjoint(RETIRED["words"])
 
 
 def test_no_retired_word_is_an_identifier() -> None:

@@ -81,11 +81,7 @@ async def fill(served: Served) -> list[NodeRegistered]:
             HeldSession(each.session.id, each.session.epoch, stage)
             for each, stage in zip(work, stages, strict=True)
         ]
-        response = await served.ask(
-            "POST",
-            f"/v1/nodes/{node.node}/renew",
-            node.token,
-            json={"held": msgspec.to_builtins(held)},
-        )
+        body, path = {"held": msgspec.to_builtins(held)}, f"/v1/nodes/{node.node}/renew"
+        response = await served.ask("POST", path, node.token, json=body)
         assert response.status == 200, response
     return nodes

@@ -5,18 +5,17 @@ The sessions are real recordings, rebuilt to trajectories and committed like tho
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from browser.busy import append_log, commit
 from browser.chromium import Tab
 from browser.conftest import check_accessibility
-from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, small, whole
+from commands import run_program
+from recording.view.synthetic import HOSTILE, LAST_WORD, Script, encode, long, small, whole
 from served import TOKENS, Served
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
@@ -29,16 +28,13 @@ from tugline.types import (
     Message,
     Reward,
     Role,
-    Span,
     Status,
-    Trace,
     Trajectory,
 )
 
 pytestmark = pytest.mark.browser
 DIFF = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-pass\n+{HOSTILE}\n"
 REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1 failed"}
-LONG = 250_000
 
 
 class Rig:
@@ -144,20 +140,9 @@ async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:
     """Of the eight on either side in the same answer; context has no class."""
     colours = Path(__file__).resolve().parents[2] / "console" / "src" / "lib" / "colours.ts"
-    script = f"""
-        import {{ colourTokens }} from {json.dumps(colours.as_uri())};
-        const surprise = [0, ...Array(10).fill(0), ...Array(10).fill(1.8), 0, 0.3, 5];
-        const logprobs = Float32Array.from(surprise, (value) => -value);
-        const spans = [[1, 21], [22, 24]].map(([start, end]) => ({{ start, end }}));
-        const trace = {{ ids: new Int32Array(24), logprobs, spans }};
-        const scale = {{ dark: false, versions: [], advantage: null, largest: 0 }};
-        const {{ classes, swatches }} = colourTokens(trace, "entropy", scale);
-        console.log(JSON.stringify([[...classes], swatches.map(({{ label }}) => label)]));
-    """
+    script = Path(__file__).with_name("entropy.mjs")
     node = Path(sys.executable).with_name("node")
-    done = subprocess.run(
-        [node, "--input-type=module", "--eval", script], capture_output=True, text=True, check=True
-    )
+    done = run_program(node, script, colours, check=True)
     classes, labels = json.loads(done.stdout)
     bounds = [0.02, 0.1, 0.25, 0.5, 1, 2]
     wanted = [0.0] * 2 + [1.8 * k / (8 + 1 + min(8, 1 + k)) for k in range(1, 9)]  # from its start
@@ -354,26 +339,14 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
 
 
 async def test_a_long_session_is_drawn_at_once(
-    tab: Tab, rig: Rig, capsys: pytest.CaptureFixture[str]
+    tab: Tab, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """250,000 tokens: few elements, and the last token is reached."""
     (work,) = await rig.lease("long", 1)
-    random = np.random.default_rng(7)
-    spans = tuple(Span(i, 1000 * i + 400, 1000 * i + 1000, i // 50) for i in range(LONG // 1000))
-    mask = np.zeros(LONG, np.bool_)
-    for span in spans:
-        mask[span.start : span.end] = True
-    logprobs = np.where(mask, -random.exponential(0.3, LONG), 0).astype(np.float32)
-    ids = random.integers(0, 150_000, LONG, np.int32)
-    trace = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=spans)
-    sampled = int(mask.sum())
-    await rig.commit(
-        work,
-        Trajectory(
-            session="", task="", sample=0, status=Status.COMPLETED, traces=(trace,),
-            ledger=Ledger(sampled=sampled, trained=sampled), reward=Reward(1.0),
-        ),
-    )  # fmt: skip
+    trajectory = rebuild(read(long(tmp_path, words=300)))
+    last = len(trajectory.traces[0].ids) - 1
+    assert last > 250_000
+    await rig.commit(work, trajectory)
     await open_page(tab, rig, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
     drawn = "performance.getEntriesByName('tokens drawn')[0].startTime"
     loaded = "performance.getEntriesByType('resource')"
@@ -381,10 +354,10 @@ async def test_a_long_session_is_drawn_at_once(
     after, total = await tab.js(f"{drawn} - {came}"), await tab.js(drawn)
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{LONG:,} tokens are drawn {after:.0f} ms after they came (budget 400 ms), "
+            f"\n{last + 1:,} tokens are drawn {after:.0f} ms after they came (budget 400 ms), "
             f"{total:.0f} ms after the page was asked for\n"
         )
     assert await tab.js("document.getElementsByTagName('*').length") < 4000
     await tab.js("document.querySelector('.box').focus()")
     await tab.key("End")
-    await tab.until(f"document.querySelector('.facts').innerText.includes('position {LONG - 1:,}')")
+    await tab.until(f"document.querySelector('.facts').innerText.includes('position {last:,}')")

@@ -18,25 +18,7 @@ from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
 
 pytestmark = pytest.mark.browser
-
-_SCROLL = """(async () => {
-  const box = document.getElementById("tokens"), work = [], frames = [], nodes = [];
-  const frame = () => new Promise(requestAnimationFrame);
-  await frame();
-  for (let i = 0; i < 200; i++) {
-    const before = performance.now();
-    box.scrollTop = (box.scrollHeight - box.clientHeight) * i / 199;
-    tugline.tokens.list.update();
-    document.body.getBoundingClientRect();
-    work.push(performance.now() - before);
-    await frame();
-    frames.push(performance.now() - before);
-    nodes.push(document.getElementsByTagName("*").length);
-  }
-  const of = (times) => times.sort((a, b) => a - b) && [times[100], times[190]];
-  return {work: of(work), frames: of(frames), nodes: Math.max(...nodes)};
-})()"""
-"""200 steps from the first row to the last; `work` is script, style and layout of a step."""
+SCROLL = Path(__file__).with_name("scroll.js").read_text()
 
 
 def page(recording: Path) -> tuple[Path, ViewedSession]:
@@ -81,7 +63,7 @@ async def test_a_long_session_scrolls_with_few_elements(
     await tab.js("tugline.showTokens()")
     await tab.js("document.getElementById('fold').click()")
     assert await tab.js("tugline.tokens.from.length") > 4000, "nothing is folded now"
-    found = await tab.js(_SCROLL)
+    found = await tab.js(SCROLL)
     steps = [f"{p50:.0f} ms (p95: {p95:.0f})" for p50, p95 in (found["work"], found["frames"])]
     with capsys.disabled():
         sys.stdout.write(

@@ -36,13 +36,9 @@ class Shell:
     def __init__(self, folder: Path, house: House) -> None:
         self.folder, self.house = folder, house
         data = folder / "tugline-data"
-        data.mkdir()
+        data.mkdir(parents=True)
         (data / "server.json").write_bytes(msgspec.json.encode({"url": house.url}))
         (data / "tokens.json").write_bytes(msgspec.json.encode(TOKENS))
-
-    def file(self, name: str, text: str) -> None:
-        """A file in the folder."""
-        (self.folder / name).write_text(text)
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -103,14 +99,6 @@ async def end(process: asyncio.subprocess.Process) -> Done:
 
 
 @pytest.fixture
-async def shell(tmp_path: Path) -> AsyncIterator[Shell]:
+def shell(tmp_path: Path, house: House) -> Shell:
     """Where commands are typed."""
-    kept = tmp_path / "server"
-    kept.mkdir()
-    house = House(kept)
-    await house.start()
-    try:
-        async with asyncio.timeout(100):
-            yield Shell(tmp_path, house)
-    finally:
-        await house.stop()
+    return Shell(tmp_path / "work", house)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib import import_module
 
 import pytest
 from cyclopts import App
 
-from commands import TUGLINE, run_command
+from commands import TUGLINE, run_command, run_program, run_python
 from tugline.cli.app import COMMANDS, MODULES, make_app
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
@@ -40,10 +39,7 @@ def test_bash_completes() -> None:
     script = run_command("--completion", "bash").stdout
     ask = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tugline; echo "${COMPREPLY[@]}"'
     for words, completed in (("tugline exp", "export"), ("tugline task pre", "prefetch")):
-        done = subprocess.run(
-            ["bash", "-c", f"{script}\n{ask}", "bash", *words.split()],
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
+        done = run_program("bash", "-c", f"{script}\n{ask}", "bash", *words.split(), check=True)
         assert done.stdout.split() == [completed]
 
 
@@ -54,9 +50,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(arguments: str) -> None:
     os.close(read)
     with os.fdopen(write, "wb") as nobody:
         argv = [TUGLINE, *arguments.split()]
-        done = subprocess.run(
-            argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(argv, stdout=nobody, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
 
 
@@ -90,7 +84,5 @@ def test_a_command_imports_only_what_it_needs(
         f"found = sorted(set({heavy!r}) & sys.modules.keys())\n"
         "assert not found, found\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 from cli.conftest import Shell
-from commands import TUGLINE
+from commands import TUGLINE, run_program
 from house import task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
@@ -38,12 +37,7 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
 
 def test_a_limit_of_open_files_that_is_too_low_for_a_node_is_told() -> None:
     """Hundreds of agents need thousands of files; what the system forbids, it must be told."""
-    done = subprocess.run(
-        ["sh", "-c", f"ulimit -n 999; exec {TUGLINE} doctor --runtimes --json"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    limited = f"ulimit -n 999; exec {TUGLINE} doctor --runtimes --json"
+    done = run_program("sh", "-c", limited, check=True)
     (advice,) = json.loads(done.stdout)["open files"]["weaknesses"]
     assert advice.startswith("999 suffice for about 62 agents")

@@ -11,36 +11,26 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from cli.conftest import Done, Shell
 from served import TOKENS
 from training_run import write_config
 
 Run = Callable[..., Done]
-PROGRAMS = {
-    "sbatch": 'env > submitted; printf "%s\\n" "$@" >> submitted; echo "17;main"',
-    "squeue": 'cat queue 2>/dev/null || { echo "Invalid job id specified" >&2; exit 1; }',
-    "sacct": 'cat accounting 2>/dev/null || { echo "accounting is disabled" >&2; exit 1; }',
-}
-TASK = {
-    "id": "t", "instruction": "x", "harness": {"name": "shell", "options": {"command": ["true"]}},
-    "evaluator": {"name": "session_completed"},
-}  # fmt: skip
+PROGRAMS = Path(__file__).parent / "slurm"
+TASK = (
+    "{id: t, instruction: x, harness: {name: shell, options: {command: ['true']}},"
+    " evaluator: session_completed}"
+)
 WORDS = ("launch", "slurm", "--tasks", "t.yaml", "--run", "run")
 
 
 @pytest.fixture(autouse=True)
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a task and the programs; its file ``queue`` is what SLURM knows of a job."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    """A folder with a task; what SLURM knows of a job is in its files `queue` and `accounting`."""
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
     monkeypatch.setenv("SLOTS", "99")
-    (tmp_path / "t.yaml").write_text(yaml.safe_dump(TASK))
+    (tmp_path / "t.yaml").write_text(TASK)
     return tmp_path
 
 

@@ -22,7 +22,7 @@ async def list_tasks(shell: Shell) -> list[str]:
 async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
     """The table in the end says how they went; submitted again, they are over at once."""
     for name in ("a", "b"):
-        shell.file(f"{name}.yaml", TASK.format(id=name))
+        (shell.folder / f"{name}.yaml").write_text(TASK.format(id=name))
     submitting = await shell.start("submit", ".", "--wait")
     played: list[str] = []
     while len(played) < 4:
@@ -44,8 +44,8 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
 
 async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:
     """One bad task of many, or an id that cannot be: exit code 2 and an empty server."""
-    shell.file("a.yaml", TASK.format(id="a"))
-    shell.file("b.yaml", TASK.format(id="b") + "priority: 11\n")
+    (shell.folder / "a.yaml").write_text(TASK.format(id="a"))
+    (shell.folder / "b.yaml").write_text(TASK.format(id="b") + "priority: 11\n")
     done = await shell.run("submit", "a.yaml", "b.yaml")
     assert done.code == 2
     assert "b.yaml: priority is 11, must be an integer <= 10" in done.err
@@ -56,18 +56,18 @@ async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:
 
 async def test_a_run_has_ids_of_its_own(shell: Shell) -> None:
     """The same file twice are two tasks; another task of the same name is refused."""
-    shell.file("a.yaml", TASK.format(id="a"))
+    (shell.folder / "a.yaml").write_text(TASK.format(id="a"))
     for arguments in ((), ("--run", "second"), ("--run", "second")):
         assert (await shell.run("submit", "a.yaml", *arguments)).code == 0
     assert sorted(await list_tasks(shell)) == ["a", "second-a"]
-    shell.file("a.yaml", TASK.format(id="a") + "priority: 1\n")
+    (shell.folder / "a.yaml").write_text(TASK.format(id="a") + "priority: 1\n")
     done = await shell.run("submit", "a.yaml")
     assert (done.code, "another id" in done.err) == (2, True)
 
 
 async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
     """And says so."""
-    shell.file("a.yaml", TASK.format(id="a"))
+    (shell.folder / "a.yaml").write_text(TASK.format(id="a"))
     submitting = await shell.start("submit", "a.yaml", "--wait")
     while not await list_tasks(shell):  # noqa: ASYNC110 - the command does it
         await asyncio.sleep(0.05)
@@ -81,7 +81,7 @@ async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
 
 async def test_the_first_failure_is_named_while_waiting(shell: Shell) -> None:
     """A reader sees why, without looking for the session; a sample that misses is exit code 1."""
-    shell.file("a.yaml", TASK.format(id="a").replace("samples: 2", "samples: 1"))
+    (shell.folder / "a.yaml").write_text(TASK.format(id="a").replace("samples: 2", "samples: 1"))
     submitting = await shell.start("submit", "a.yaml", "--wait")
     async with shell.lease() as (node, [work]):
         of = work.session

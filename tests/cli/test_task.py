@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from commands import run_command
 from containers import podman
+from repositories import git
 from tugline.cli.task import read_checked
 from tugline.errors import ConfigError
 from tugline.plugins import find
@@ -19,33 +20,8 @@ from tugline.plugins import find
 __all__ = ["podman"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
-ROWS = [
-    {"id": "fine", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "good"},
-    {"id": "broken", "start": {"work": "wrong"}, "solution": {"work": "wrong"}, "tests": "good"},
-    {"id": "solved", "start": {"work": "right"}, "solution": {"work": "right"}, "tests": "good"},
-    {"id": "error", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "bad"},
-]
-SET = """
-taskset:
-  name: jsonl
-  options: {path: rows.jsonl, id: id, instruction: id, files: start, solution: solution,
-            evaluator: {tests: tests}}
-template:
-  harness: {name: pi}
-  runtime: {name: bubblewrap}
-  evaluator: {name: harbor}
-"""
-TASK = """
-id: unproven
-instruction: do
-harness: {name: pi}
-runtime: {name: bubblewrap}
-evaluator: {name: harbor, options: {tests: GOOD}}
-files: {work: wrong}
-"""
-GOOD = "if grep -q right work; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
-
-
+TASKS = Path(__file__).parent / "tasks"
+"""A task set and tasks; FOLDER stands for the folder they are in."""
 tugline = partial(run_command, "task", timeout=110)
 
 
@@ -55,14 +31,11 @@ def folder(tmp_path: Path) -> Path:
     reason = find("runtime", "bubblewrap")().check_available()
     if reason is not None:
         pytest.skip(reason)
-    for name, script in (("good", GOOD), ("bad", "exit 1")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "test.sh").write_text(script)
-    rows = [{**row, "tests": str(tmp_path / str(row["tests"]))} for row in ROWS]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "set.yaml").write_text(SET)
-    (tmp_path / "task.yaml").write_text(TASK.replace("GOOD", str(tmp_path / "good")))
-    return tmp_path
+    folder = shutil.copytree(TASKS, tmp_path / "tasks")
+    for name in ("rows.jsonl", "task.yaml"):
+        text = (folder / name).read_text().replace("FOLDER", str(folder))
+        (folder / name).write_text(text)
+    return folder
 
 
 def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
@@ -119,14 +92,15 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     kept = out.read_text().splitlines()
     assert sorted(kept) == sorted(first.stdout.splitlines())
     out.write_text("\n".join(line for line in kept if '"broken"' not in line) + '\n{"task": "br')
-    (folder / "set.yaml").write_text(SET + "select: {exclude: [solved]}\n")
+    text = (folder / "set.yaml").read_text()
+    (folder / "set.yaml").write_text(text + "select: {exclude: [solved]}\n")
     again = tugline("validate", folder / "set.yaml", "--out", out)
     tried = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
     assert sorted(tried) == ["broken", "error", "validated before"]
     assert "fine: 1, broken: 1, error: 1" in again.stdout
     assert len(out.read_text().splitlines()) == 5
-    fine = SET.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
-    (folder / "set.yaml").write_text(fine)
+    text = text.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
+    (folder / "set.yaml").write_text(text)
     changed = tugline("validate", folder / "set.yaml", "--out", out)
     assert changed.returncode == 0
     assert changed.stderr.endswith("fine: fine\n")
@@ -135,7 +109,8 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
 def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None:
     """A solution is no part of the task, and neither is the text of its tests."""
     out = folder / "out.jsonl"
-    (folder / "set.yaml").write_text(SET + "select: {include: [fine]}\n")
+    with (folder / "set.yaml").open("a") as file:
+        file.write("select: {include: [fine]}\n")
     validate = ("validate", folder / "set.yaml", "--out", out)
     assert tugline(*validate).returncode == 0
     assert "validated before: 1" in tugline(*validate).stderr
@@ -192,29 +167,18 @@ def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
     assert done.returncode == 0
 
 
-def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
+def test_what_tasks_begin_with_is_fetched_ahead(folder: Path) -> None:
     """A repository is checked out once; one that is not there is named, and the others are had."""
-    reason = find("runtime", "bubblewrap")().check_available()
-    if reason is not None:
-        pytest.skip(reason)
-    repo = tmp_path / "repo"
-    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
-    for arguments in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "all")):
-        repo.mkdir(exist_ok=True)
-        subprocess.run(("git", "-C", str(repo), *arguments), check=True, timeout=20)
-    part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
-    part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
-    tasks = [
-        {"id": name, **part, "workspace": {"repo": str(tmp_path / where), "commit": "HEAD"}}
-        for name, where in (("a", "repo"), ("b", "repo"), ("c", "gone"))
-    ]
-    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
-    cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
-    done = tugline("prefetch", tmp_path / "tasks.json", "--json", env=cache)
+    repo = folder / "repo"
+    repo.mkdir()
+    git(repo, "init", "-q")
+    git(repo, "commit", "-q", "--allow-empty", "-m", "all")
+    cache = {"TUGLINE_CACHE": str(folder / "cache")}
+    done = tugline("prefetch", folder / "repositories.yaml", "--json", env=cache)
     report = json.loads(done.stdout)
     assert (done.returncode, report["workspaces"], len(report["failed"])) == (1, 2, 1), done.stderr
     assert "gone" in report["failed"][0]
-    assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1
+    assert len(list((folder / "cache").rglob("git-*/.git"))) == 1
 
 
 def test_only_results_of_validation_are_taken_for_such(folder: Path) -> None:

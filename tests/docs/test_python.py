@@ -6,22 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_RUN = {
-    "docs/callbacks.md": {0: "a part of a web application, which has the request"},
-    "docs/client.md": {1: "a part of a coroutine", 2: "needs a server", 3: "needs an engine"},
-    "docs/export.md": {0: "needs an export", 1: "needs an export", 2: "needs verl"},
-    "docs/replay.md": {0: "needs an engine"},
-    "docs/start/train-your-agent.md": {0: "an agent: test_tutorial.py runs it"},
-    "docs/trainers.md": {0: "needs a server"},
-    "docs/training.md": {0: "needs a model and sessions"},
-    "docs/verify.md": {0: "needs a folder of trajectories"},
-    "examples/tinker/README.md": {0: "needs Tinker's service"},
-    "examples/trl/README.md": {0: "needs TRL and a server"},
-}
-"""By page: the blocks whose imports alone are tried, with the reason."""
+NOT_RUN = yaml.safe_load(Path(__file__).with_name("not_run.yaml").read_text(encoding="utf-8"))
 FOREIGN = {"verl", "tinker", "tugline_tinker"}
 """Modules of such blocks that no extra installs."""
 FILES = {"docs/configuration.md": {"mine.yaml": "steps: 40\n"}}

@@ -1,12 +1,12 @@
 """The documentation site; test_house.py sees to it that every page has its place there."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_program
 from tugline.cli.app import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,8 +18,7 @@ NAVIGATION = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"
 def test_the_site_is_built(tmp_path: Path) -> None:
     """Without a warning, with its references, and with nothing to load from another host."""
     site = tmp_path / "site"
-    command = [sys.executable, str(ROOT / "tools/docs/build_site.py"), str(site)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+    done = run_program(sys.executable, ROOT / "tools/docs/build_site.py", site, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in NAVIGATION:
         folder = re.sub(r"(README|index)\.md$|\.md$", "", name)

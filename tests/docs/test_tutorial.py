@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_program
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "tugline train train.yaml --out runs/first"
 EVAL = "tugline eval bugs.yaml --k 4 --model runs/first/model --out scores"
@@ -19,10 +21,7 @@ _BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', re.MULTILINE
 
 def run(command: str, folder: Path) -> str:
     """Output of a command that must succeed."""
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment(), capture_output=True, text=True,
-        timeout=400, check=False,
-    )  # fmt: skip
+    done = run_program("bash", "-c", command, cwd=folder, env=environment(), timeout=400)
     assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 

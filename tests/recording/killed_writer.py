@@ -28,28 +28,23 @@ SAMPLED = 40
 def conversation(seed: int) -> list[Call]:
     """Calls that go on from each other, with now and then a fork or a prompt again."""
     draw = np.random.default_rng(seed)
-    prompt: Ids = draw.integers(0, 150_000, 800).astype(np.int32)
-    calls: list[Call] = []
+
+    def ids(count: int) -> Ids:
+        return draw.integers(0, 150_000, count).astype(np.int32)
+
+    prompt, calls = ids(800), []
     for number in range(400):
-        count = int(draw.integers(0, SAMPLED))
-        sampled: Ids = draw.integers(0, 150_000, count).astype(np.int32)
-        calls.append(
-            make_call(
-                number,
-                prompt,
-                sampled,
-                parent=number - 1 if number else None,
-                messages=(Message(Role.USER, f"{number} " * 20),),
-                answer=Message(Role.ASSISTANT, "word " * count),
-                logprobs=-draw.random(count, np.float32),
-            )
-        )
+        sampled = ids(int(draw.integers(0, SAMPLED)))
+        parent = number - 1 if number else None
+        asked = (Message(Role.USER, f"{number} " * 20),)
+        answer = Message(Role.ASSISTANT, "word " * len(sampled))
+        more = {"parent": parent, "messages": asked, "answer": answer}
+        calls.append(make_call(number, prompt, sampled, **more))
         fate = draw.random()
         if fate < 0.1:
             prompt = prompt[: len(prompt) // 2 + 1]
         elif fate < 0.9:
-            tail = draw.integers(0, 150_000, 30).astype(np.int32)
-            prompt = np.concatenate((prompt, sampled, tail))[-4000:]
+            prompt = np.concatenate((prompt, sampled, ids(30)))[-4000:]
     return calls
 
 

@@ -3,13 +3,14 @@
 import base64
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from calls import make_call, write_calls
+from drawn_sessions import SESSIONS, Drawn
 from tugline.recording.file import Writer, read
 from tugline.types import Call, Image, Message, Role, Tool, ToolCall, encode
 
@@ -43,43 +44,23 @@ messages = st.builds(
 )
 
 
-@st.composite
-def sessions(draw: st.DrawFn) -> list[Call]:
-    """Calls that extend, fork from, repeat or ignore earlier ones, in any order of numbers."""
-    few = st.lists(st.integers(0, 3), max_size=6).map(lambda ids: np.array(ids, np.int32))
-    calls: list[Call] = []
-    for number in draw(st.permutations(range(draw(st.integers(1, 8))))):
-        base = draw(st.sampled_from(calls)) if calls and draw(st.booleans()) else None
-        start = np.empty(0, np.int32)
-        if base is not None:
-            whole = np.concatenate((base.prompt_ids, base.sampled_ids))
-            start = whole[: draw(st.integers(0, len(whole))) if draw(st.booleans()) else None]
-        added = draw(st.lists(messages, max_size=3))
-        calls.append(
-            make_call(
-                number,
-                np.concatenate((start, draw(few))),
-                draw(few),
-                parent=base.number if base else None,
-                messages=tuple(added),
-                answer=draw(
-                    st.none() | messages.map(lambda m: msgspec.structs.replace(m, images=()))
-                ),
-                tools=tuple(
-                    Tool(name, "", {"n": [1, 0.1, None]})
-                    for name in draw(st.sets(words, max_size=1))
-                ),
-            )
-        )
-    return calls
+tools = st.builds(Tool, words, words, st.just({"n": [1, 0.1, None]}))
+contents = st.fixed_dictionaries(
+    {
+        "messages": st.lists(messages, max_size=3).map(tuple),
+        "answer": st.none() | messages.map(lambda message: replace(message, images=())),
+        "tools": st.lists(tools, max_size=1).map(tuple),
+    }
+)
 
 
 @settings(max_examples=80)
-@given(calls=sessions(), data=st.data())
+@given(drawn=SESSIONS, data=st.data())
 def test_any_calls_come_back(
-    tmp_path_factory: pytest.TempPathFactory, calls: list[Call], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, data: st.DataObject
 ) -> None:
     """Forks, repeats, pictures and files closed in between make no difference."""
+    calls = [replace(one, **data.draw(contents)) for one in drawn.calls]
     path = tmp_path_factory.getbasetemp() / "any.rec"
     path.unlink(missing_ok=True)
     writer = Writer(path)

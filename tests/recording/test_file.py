@@ -1,7 +1,9 @@
 """Recordings keep every call exactly, survive a crash at any byte, and name any other damage."""
 
+import json
 import os
 import struct
+import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calls import make_call, write_calls
+from commands import run_program
+from recording import killed_writer
 from tugline.errors import CaptureError, EngineError
-from tugline.recording.file import MAGIC, Writer, read
+from tugline.recording.file import MAGIC, Recording, Writer, read
 from tugline.recording.records import SampledTokens
+from tugline.traces.base import PrefixMerging
 from tugline.types import Call, Message, Role, Tool, encode
+
+TESTS = Path(__file__).parents[1]
+KILLED = 200
 
 
 def growing(turns: int) -> list[Call]:
@@ -189,3 +197,29 @@ def test_tokens_without_logprobs_are_refused() -> None:
     """An engine that leaves logprobs out is told so at the first token (I2)."""
     with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
         SampledTokens().add([1, 1], [], 0)
+
+
+def test_two_hundred_killed_writers_lose_no_answered_call(tmp_path: Path) -> None:
+    """What was answered is there exactly, the ledger balances, and the file can be gone on with."""
+    program = ("-m", "recording.killed_writer", tmp_path, KILLED)
+    done = run_program(sys.executable, *program, cwd=TESTS, check=True)
+    written = [killed_writer.conversation(seed) for seed in range(4)]
+    encoded = [[encode(call) for call in calls] for calls in written]
+    fates = json.loads(done.stdout)
+    in_the_middle = 0
+    for name, which, answered, killed in fates:
+        path = tmp_path / name
+        found = read(path) if path.exists() else Recording()  # killed before it opened the file
+        calls = written[which]
+        assert [encode(call) for call in found.calls] == encoded[which][: len(found.calls)]
+        assert answered <= len(found.calls) <= answered + 1, name
+        ledger = PrefixMerging().build(found.calls).ledger
+        assert ledger.balanced
+        assert ledger.sampled == sum(len(call.sampled_ids) for call in calls[: len(found.calls)])
+        in_the_middle += killed and 0 < answered < len(calls)
+        if found.calls and len(found.calls) < len(calls):
+            with Writer(path) as writer:
+                writer.append(calls[len(found.calls)])
+            assert len(read(path).calls) == len(found.calls) + 1
+    assert len(fates) == KILLED
+    assert in_the_middle > KILLED // 2, "most were killed while they wrote"

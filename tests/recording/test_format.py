@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 
 from calls import make_header
+from commands import run_program
 from recording.killed_writer import conversation
 from tugline.recording.file import MAGIC, VERSION, Writer
 from tugline.recording.records import RecordedEvent, RecordedEventKind
@@ -34,8 +34,7 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
                     RecordedEvent(RecordedEventKind.REPAIRED, 1.0, call.number, "{}")
                 )
     path.write_bytes(path.read_bytes() + b"torn")
-    command = [sys.executable, str(READER), str(path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_program(sys.executable, READER, path, "--json", check=True)
     plain = msgspec.to_builtins(calls, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
     assert [json.loads(line) for line in done.stdout.splitlines()] == json.loads(json.dumps(plain))
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import sys
 from inspect import signature
@@ -10,13 +9,13 @@ from types import ModuleType
 import pytest
 
 from rig import rig, says
+from rollout.test_rollout import a_task, rolled
 from tugline.plugins import BUILT_IN, find
-from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
 from tugline.sandbox.limits import ProgramLimits
-from tugline.types import PluginSpec, Session, Task
+from tugline.types import PluginSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,33 +33,15 @@ async def test_parts_written_as_the_pages_say_work(
     """A harness and an evaluator of one's own, found as module:Class, go through a rollout."""
     page("harnesses", monkeypatch)
     page("evaluators", monkeypatch)
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]})
-    script = (
-        f"cat ~/.aider.conf.yml; curl -sf -d '{body}'"
-        ' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
-    )
-    for name, text in {"aider": script, "make": "test -f a.txt"}.items():
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    task = Task(
-        id="t",
-        instruction="x",
-        harness=PluginSpec("page_harnesses:Aider"),
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:/usr/bin:/bin")
+    task = a_task(
+        PluginSpec("page_harnesses:Aider"),
         evaluator=PluginSpec("page_evaluators:Builds"),
         runtime=PluginSpec("local"),  # where the programs of this test can be seen
         files={"a.txt": ""},
     )
     async with rig(tmp_path / "gateway", says("Done.")) as it:
-        trajectory = await roll_out(
-            task,
-            Session(id="t-0", task="t", sample=0),
-            gateway=it.gateway,
-            directory=tmp_path / "s",
-            parts=Parts(),
-        )
+        trajectory, _ = await rolled(task, it.gateway, tmp_path / "s")
     assert trajectory.failure is None
     assert trajectory.reward is not None
     assert trajectory.reward.value == 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tugline.errors import ConfigError, Invalid
 from tugline.harnesses.shell import Shell
@@ -50,33 +51,14 @@ MINE = f"{__name__}:Typed"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "options", "line"),
-    [
-        ("harness", "claude_code", {"tools": "Bash"}, "tools is 'Bash', must be a list or null"),
-        ("harness", "pi", {"args": "--x"}, "args is '--x', must be a list"),
-        ("harness", "codex", {"context_window": "lots"}, "is 'lots', must be an integer"),
-        ("harness", "codex", {"context_window": 0}, "is 0, must be an integer >= 1"),
-        ("harness", "codex", {"sub_agents": "no"}, "is 'no', must be true or false"),
-        ("harness", "codex", {"version": 1.2}, "version is 1.2, must be a string"),
-        ("harness", "codex", {"mcp": [1]}, "mcp is [1], must be an object or null"),
-        ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a string"),
-        ("harness", "shell", {"command": ["a", 5]}, "command.1 is 5, must be a string"),
-        ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env.A is 5, must be a string"),
-        ("harness", MINE, {"at": "/", "limit": "x"}, "limit is 'x', must be a number"),
-        ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be an integer"),
-        ("harness", "codex", {"context_window": 2**70}, "options cannot be stored: "),
-        ("runtime", "bubblewrap", {"allow": "a:1"}, "allow is 'a:1', must be a list"),
-        ("runtime", "local", {"cache_gb": "x"}, "cache_gb is 'x', must be a number"),
-        ("evaluator", "tests", {"expected": "a"}, "expected is 'a', must be a list or null"),
-        ("evaluator", "function", {"target": 5}, "target is 5, must be a string"),
-    ],
+    "row", Path(__file__).with_name("wrong_options.txt").read_text().splitlines()
 )
-def test_a_wrong_option_names_its_value_and_what_is_right(
-    kind: str, name: str, options: dict[str, Any], line: str
-) -> None:
+def test_a_wrong_option_names_its_value_and_what_is_right(row: str) -> None:
     """Before the part is made, so that no text becomes a list of letters."""
+    part, line = row.split("  =>  ")
+    kind, name, options = part.split(maxsplit=2)
     with pytest.raises(ConfigError) as caught:
-        getattr(Parts(), kind)(PluginSpec(name, options))
+        getattr(Parts(), kind)(PluginSpec(name, yaml.safe_load(options)))
     output = str(caught.value)
     assert output.startswith(f"{kind} {name!r}: ")
     assert line in output

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,27 +15,14 @@ from bad_parts import Uninstallable
 from observed import CALL
 from rig import in_turn, rig
 from rollout.test_failures import FILES
-from tugline.errors import EvaluatorError, SandboxError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.errors import SandboxError
 from tugline.gateway.app import Gateway
-from tugline.recording import file as recordings
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.base import PausableTimeout
 from tugline.sandbox.local import LocalRuntime
-from tugline.types import (
-    Boundary,
-    Cause,
-    Failure,
-    Limits,
-    PluginSpec,
-    Reward,
-    Session,
-    Status,
-    Task,
-    Trajectory,
-)
+from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
 AGENT = str(ROOT / "examples" / "agents" / "openai_loop.py")
@@ -144,45 +130,6 @@ async def test_pi_takes_any_instruction_for_text(
     assert gateway.read_calls("t-0")[0].messages[-1].content.lstrip(" ") == instruction
 
 
-@pytest.mark.pi
-async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
-    """The harness needs no connection but the model's: with loopback alone it works as ever."""
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare program here")
-    probe = await asyncio.create_subprocess_exec(
-        *("unshare", "-rn", "true"), stderr=asyncio.subprocess.DEVNULL
-    )
-    if await probe.wait() != 0:
-        pytest.skip("user and network namespaces are not allowed here")
-    test = f"{__file__}::test_a_rollout_ends_with_traces_and_a_reward[pi]"
-    inside = await asyncio.create_subprocess_exec(
-        *("unshare", "-rn", "sh", "-c", 'ip link set lo up || exit 77; exec "$@"', "sh"),
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test),
-        f"--basetemp={tmp_path / 'inside'}",  # not among those of runs beside this one
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await asyncio.wait_for(inside.communicate(), 60)
-    if inside.returncode == 77:
-        pytest.skip("the loopback device cannot be set up here (is `ip` installed?)")
-    assert inside.returncode == 0, output.decode()
-    assert b"1 passed" in output
-
-
-class Moody(Evaluator):
-    """An evaluator that fails so many times."""
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self.failures = failures
-
-    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Fail, or say 0.5."""
-        if self.failures:
-            raise self.failures.pop()
-        return Verdict(Reward(0.5), {})
-
-
 class Given(Parts):
     """Parts of which some are given."""
 
@@ -192,69 +139,6 @@ class Given(Parts):
 
     def _make(self, kind: str, part: PluginSpec, contract: type[Any]) -> Any:
         return self.given[kind] if kind in self.given else super()._make(kind, part, contract)
-
-
-@pytest.mark.parametrize(
-    ("failures", "reward"),
-    [
-        ([EvaluatorError("x")], 0.5),
-        ([SandboxError("x")], 0.5),
-        ([EvaluatorError("x"), EvaluatorError("y")], None),
-    ],
-)
-async def test_an_evaluation_is_tried_twice(
-    failures: list[Exception], reward: float | None, gateway: Gateway, tmp_path: Path
-) -> None:
-    """One crash of the evaluator costs nothing; two are named and not charged to the policy."""
-    parts = Given(evaluator=Moody(failures))
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, parts)
-    assert (trajectory.reward.value if trajectory.reward else None) == reward
-    if reward is None:
-        assert trajectory.failure == Failure(Boundary.EVALUATOR, "x", Cause.EVALUATOR)
-        assert trajectory.traces
-
-
-class Dying(LocalRuntime):
-    """A runtime that is lost as soon as the agent has done its work."""
-
-    @contextlib.asynccontextmanager
-    async def open(self, *args: Any) -> AsyncIterator[Any]:
-        """A sandbox whose `run` does not come back with an end."""
-        async with super().open(*args) as sandbox:
-            run = sandbox.run
-
-            async def lost(*args: Any, **how: Any) -> None:
-                await run(*args, **how)
-                msg = "the machine is gone"
-                raise SandboxError(msg)
-
-            sandbox.run = lost
-            yield sandbox
-
-
-class Unclosed(LocalRuntime):
-    """A runtime that cannot clear up."""
-
-    @contextlib.asynccontextmanager
-    async def open(self, *args: Any) -> AsyncIterator[Any]:
-        """A sandbox whose end is an error."""
-        async with super().open(*args) as sandbox:
-            yield sandbox
-        msg = "cannot clear the sandbox"
-        raise SandboxError(msg)
-
-
-@pytest.mark.parametrize("agent", [LOOP, shell("exit 3")], ids=["good", "crash"])
-async def test_a_sandbox_that_is_not_closed_well_costs_nothing(
-    agent: PluginSpec, gateway: Gateway, tmp_path: Path
-) -> None:
-    """What was captured and judged stays, and so does the failure that there was before."""
-    trajectory, _ = await rolled(a_task(agent), gateway, tmp_path, Given(runtime=Unclosed()))
-    if agent is LOOP:
-        assert trajectory.failure is None
-        assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
-    else:
-        assert cause_of(trajectory) is Cause.CRASH
 
 
 async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
@@ -353,18 +237,6 @@ async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
     for _ in range(3):
         await parts.report_weaknesses(PluginSpec("odd"))
     assert looks == []
-
-
-async def test_what_was_sampled_before_a_failure_is_accounted_for(
-    gateway: Gateway, tmp_path: Path
-) -> None:
-    """A session that is lost in RUN has its traces and a ledger of every token, in both places."""
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(runtime=Dying()))
-    assert trajectory.failure == Failure(Boundary.RUNTIME, "the machine is gone", Cause.SANDBOX)
-    assert trajectory.ledger.sampled == trajectory.ledger.trained > 0
-    assert sum(int(trace.mask.sum()) for trace in trajectory.traces) == trajectory.ledger.trained
-    written = recordings.read(gateway.recording_path(SESSION)).result
-    assert written.ledger == trajectory.ledger
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rig import until
 from tugline.errors import SandboxError
 from tugline.rollout.parts import PrewarmedSandbox
 from tugline.sandbox.local import LocalRuntime, LocalSandbox
@@ -38,9 +39,7 @@ async def prepared(sandboxes: Sandboxes) -> PrewarmedSandbox:
     """A sandbox ahead, opened."""
     prewarmed = PrewarmedSandbox(sandboxes.open)
     prewarmed.prepare()
-    async with asyncio.timeout(5):
-        while not (sandboxes.opened or sandboxes.broken):  # noqa: ASYNC110 - a file's doing
-            await asyncio.sleep(0.005)
+    await until(lambda: sandboxes.opened or sandboxes.broken)
     await asyncio.sleep(0.05)
     return prewarmed
 

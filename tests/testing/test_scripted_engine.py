@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from commands import run_python
+from rig import until
 from tugline.inference.server import create_app
 from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Ids
@@ -40,13 +40,6 @@ async def ask(http: aiohttp.ClientSession, **more: Any) -> dict[str, Any]:
     async with http.post(GENERATE, json=BODY | more) as response:
         choice: dict[str, Any] = (await response.json())["choices"][0]
         return choice
-
-
-async def wait_for_running(engine: ScriptedEngine, count: int) -> None:
-    """Return once `count` requests run; fail after ten seconds."""
-    async with asyncio.timeout(10):
-        while engine.stats().running != count:  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.002)
 
 
 async def test_the_script_sees_the_request_and_says_the_answer() -> None:
@@ -82,9 +75,7 @@ async def test_streams_come_in_chunks_of_the_scripts_size() -> None:
         http.post(GENERATE, json=BODY | {"stream": True}) as response,
     ):
         lines = [line[6:] async for line in response.content if line.startswith(b"data: {")]
-    choices = [json.loads(line)["choices"] for line in lines]
-    assert [one[0]["token_ids"] for one in choices] == [[5, 6], [7, 8], [2]]
-    assert [one[0]["weight_versions"][0]["start"] for one in choices] == [0, 2, 4]
+    assert [json.loads(line)["choices"][0]["token_ids"] for line in lines] == [[5, 6], [7, 8], [2]]
 
 
 async def test_a_scripted_status_refuses_with_it() -> None:
@@ -115,12 +106,12 @@ async def test_what_runs_is_ended_by_its_client_or_by_all() -> None:
     """One that hangs up counts as an abort; an abort without ids keeps what there was."""
     async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
         leaving = asyncio.create_task(ask(http))
-        await wait_for_running(engine, 1)
+        await until(lambda: engine.stats().running == 1)
         leaving.cancel()
-        await wait_for_running(engine, 0)
+        await until(lambda: engine.stats().running == 0)
         assert engine.stats().finished["abort"] == 1
         staying = asyncio.create_task(ask(http))
-        await wait_for_running(engine, 1)
+        await until(lambda: engine.stats().running == 1)
         async with http.post("/abort_requests") as response:
             assert (await response.json())["aborted"] == 1
         assert (await staying)["finish_reason"] == "abort"
@@ -132,4 +123,4 @@ def test_no_torch_is_needed() -> None:
         "import sys, tugline.inference.server, tugline.testing;"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert run_python(code).returncode == 0

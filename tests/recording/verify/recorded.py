@@ -1,31 +1,27 @@
 """Sessions as a gateway records them, for verifying: of a scripted engine, or of a tiny model."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import aiohttp
 from msgspec.structs import replace
 
 from calls import write_calls
 from inference.tiny_model import tiny
-from rig import ASK, RENDERING, TOOLS, in_turn, rig
-from tugline.chat.engines.generate import Embedded
-from tugline.gateway.app import Gateway
-from tugline.gateway.replicas import Upstream
+from rig import ASK, RENDERING, Rig, in_turn, rig
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
 from tugline.recording.file import Recording, write_result
 from tugline.recording.verify.session import SessionReport, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.types import Call, PluginSpec, Sampling, Session, Task
+from tugline.types import Call, Sampling
 from tugline.web.serve import serve
 
 LOOK = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
 WINDOW = 700
+DRAWN = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1)
 
 
 def read_in(folder: Path) -> tuple[Path, Recording]:
@@ -87,51 +83,30 @@ def one_changed(
     return lambda call: change(call) if call.number == number else call
 
 
-@dataclass
-class Modelled:
-    """A tiny model behind a gateway, and the requests' way in."""
+class Modelled(NamedTuple):
+    """A tiny model, the URL of its server, and a session on a gateway before it."""
 
     engine: Engine
     url: str
-    http: aiohttp.ClientSession
-    base: str
-
-    async def ask(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
-        """One whole answer of at most 40 tokens."""
-        body = {"model": "m", "max_tokens": 40, "messages": list(messages), "tools": TOOLS}
-        async with self.http.post(f"{self.base}/v1/messages", json=body | fields) as response:
-            reply: dict[str, Any] = await response.json()
-            assert response.status == 200, reply
-            return reply
+    rig: Rig
 
     async def talk(self, turns: int) -> None:
         """So many calls, of which each goes on from the one before."""
         messages = list(ASK)
         for number in range(turns):
-            reply = await self.ask(messages)
+            reply = await self.rig.ask(messages, max_tokens=40)
             messages.append({"role": "assistant", "content": reply["content"] or "-"})
             messages.append({"role": "user", "content": f"And {number}?"})
 
 
 @contextlib.asynccontextmanager
 async def modelled(
-    folder: Path, sampling: Sampling | None = None, window: int = WINDOW
+    folder: Path, sampling: Sampling = DRAWN, window: int = WINDOW
 ) -> AsyncIterator[Modelled]:
     """A session that is open, and whose engine is up, while the block lasts."""
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        sampling=sampling or Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1),
-    )
-    stops = RENDERING.stop_ids
     async with (
-        Engine(tiny(), eos_ids=stops, max_model_len=window, threads=1) as engine,
+        Engine(tiny(), eos_ids=RENDERING.stop_ids, max_model_len=window, threads=1) as engine,
         serve(create_app(engine, model_name="m")) as url,
-        Gateway(Upstream(url, Embedded()), RENDERING, folder) as gateway,
-        gateway.open(Session(id="s1", task="t", sample=0), task) as opened,
+        rig(folder, url, sampling=sampling) as it,
     ):
-        headers = {"x-api-key": opened.key, "anthropic-version": "2023-06-01"}
-        async with aiohttp.ClientSession(headers=headers) as http:
-            yield Modelled(engine, url, http, opened.base_url)
+        yield Modelled(engine, url, it)

@@ -138,7 +138,7 @@ async def test_raw_logprobs_have_a_counterpart_whatever_was_drawn(
 async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
     """An answer that fills the window is scored but for what the engine has no room for."""
     async with modelled(tmp_path, window=530) as it:
-        await it.ask([{"role": "user", "content": "x" * 20}], max_tokens=400)
+        await it.rig.ask([{"role": "user", "content": "x" * 20}], max_tokens=400)
         found = await scored(tmp_path, it)
     (turn,) = found.turns
     assert turn.prompt + turn.sampled == 530

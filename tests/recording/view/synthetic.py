@@ -147,17 +147,10 @@ def small(folder: Path, name: str = "s-1") -> Path:
     )
     edited = [*first.prompt_ids.tolist(), *encode("Another history.")]
     script.call(edited, "A fork.", parent=0, branch=Branch.HISTORY_EDITED, versions=(5,))
-    helper = script.call(
-        encode("You are a helper. Look."),
-        "I look.",
-        parent=None,
-        branch=Branch.NEW_THREAD,
-        kind=TraceKind.SUBAGENT,
-        thread="helper-thread",
-        versions=(5,),
-    )
-    script.call([*whole(helper), *encode("Well?")], LAST_WORD, parent=4, thread="helper-thread",
-                kind=TraceKind.SUBAGENT, versions=(5,))  # fmt: skip
+    agent = {"kind": TraceKind.SUBAGENT, "thread": "helper-thread", "versions": (5,)}
+    looks = encode("You are a helper. Look.")
+    helper = script.call(looks, "I look.", parent=None, branch=Branch.NEW_THREAD, **agent)
+    script.call([*whole(helper), *encode("Well?")], LAST_WORD, parent=4, **agent)
     sampled = sum(len(call.sampled_ids) for call in script.calls)
     return script.end(Ledger(sampled=sampled, trained=sampled))
 
@@ -169,14 +162,9 @@ def long(folder: Path, *, turns: int = 150, base: int = 6000, words: int = 105) 
     for turn in range(turns):
         answer = script.words(words) + (LAST_WORD if turn == turns - 1 else "")
         found = script.words(words)
-        call = script.call(
-            ids,
-            answer,
-            parent=parent,
-            messages=(Message(Role.TOOL, found, tool_call_id=str(turn)),),
-            versions=(turn // 50,),
-            tools=(ToolCall(str(turn), "bash", '{"command": "ls"}'),),
-        )
+        more = {"messages": (Message(Role.TOOL, found, tool_call_id=str(turn)),), "parent": parent}
+        more["tools"] = (ToolCall(str(turn), "bash", '{"command": "ls"}'),)
+        call = script.call(ids, answer, versions=(turn // 50,), **more)
         if turn == turns // 2:
             edited = [*ids[: len(ids) // 2], *encode("changed")]
             script.call(edited, "A fork.", parent=call.number, branch=Branch.HISTORY_EDITED)
