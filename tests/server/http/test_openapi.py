@@ -131,6 +131,16 @@ def test_the_document_is_that_of_the_routes() -> None:
     assert TASK.keys() >= set(DOCUMENT["components"]["schemas"]["Task"]["required"])
 
 
+@pytest.mark.parametrize("name", ["Task", "Limits", "Sampling", "Group"])
+def test_every_number_of_a_task_has_a_range(name: str) -> None:
+    """No client can ask for what no machine could ever do."""
+    for field, schema in DOCUMENT["components"]["schemas"][name]["properties"].items():
+        for kind in schema.get("anyOf", [schema]):
+            if kind.get("type") in {"integer", "number"}:
+                assert {"minimum", "exclusiveMinimum"} & kind.keys(), field
+                assert "maximum" in kind, field
+
+
 def test_every_field_of_a_query_is_described() -> None:
     """A parameter without a sentence helps nobody."""
     dumb = [
