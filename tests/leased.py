@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import zstandard
 
+import served
 from tugline.protocol import (
     Commit,
     HeldSession,
@@ -24,22 +24,11 @@ from tugline.protocol import (
     Work,
 )
 from tugline.server.control import ControlPlane, expire
+from tugline.server.store import results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
-from tugline.types import (
-    HANDLING,
-    Boundary,
-    Cause,
-    Failure,
-    Ledger,
-    PluginSpec,
-    Reward,
-    Session,
-    Status,
-    Task,
-    Trajectory,
-    encode,
-)
+from tugline.server.store.results import End
+from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
 
 Open = Callable[..., ControlPlane]
 """Makes a control plane on the same store, as often as it is called, in a folder of a name."""
@@ -55,22 +44,34 @@ def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
     return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
 
 
-def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
-           status: Status = Status.COMPLETED, ledger: Ledger | None = None) -> bytes:  # fmt: skip
+def result(
+    of: Session,
+    failure: Boundary | Cause | None = None,
+    *,
+    reward: float | None = 1.0,
+    **fields: Any,
+) -> bytes:
     """An encoded result, as a node commits it."""
-    cause = failure if isinstance(failure, Cause) else None
-    boundary = HANDLING[cause].boundary if cause else failure
-    trajectory = Trajectory(
-        session=session.id,
-        task=session.task,
-        sample=session.sample,
-        status=Status.FAILED if failure else status,
-        traces=(),
-        ledger=ledger or Ledger(),
-        reward=None if reward is None or failure else Reward(reward),
-        failure=Failure(Boundary(boundary), "it broke", cause) if boundary else None,
-    )
-    return zstandard.ZstdCompressor().compress(encode(trajectory))
+    if failure is not None:
+        cause = failure if isinstance(failure, Cause) else None
+        boundary = HANDLING[cause].boundary if cause else Boundary(failure)
+        fields |= {"status": Status.FAILED, "failure": Failure(boundary, "it broke", cause)}
+        reward = None
+    return served.result(of.id, of.task, of.sample, reward, **fields)
+
+
+def submit(tx: Tx, *batch: Task) -> None:
+    """Submit tasks together."""
+    tasks.submit(tx, [tasks.pack(task) for task in batch])
+
+
+def finish(
+    tx: Tx, session: str, reward: float | None = None, failure: str = "", **end: Any
+) -> None:
+    """End a session, with a failure if its text is given."""
+    status = Status.FAILED if failure else Status.COMPLETED
+    broken = Failure(Boundary.AGENT, failure) if failure else None
+    results.finish(tx, sessions.get(tx, session), End(status, broken, reward, **end))
 
 
 @contextlib.contextmanager

@@ -132,17 +132,13 @@ class Served:
         return [one.session.id for one in work]
 
 
-def result(session: str, task: str, sample: int = 0, reward: float = 1.0) -> bytes:
+def result(
+    session: str, task: str, sample: int = 0, reward: float | None = 1.0, **fields: Any
+) -> bytes:
     """A trajectory as its node sends it."""
-    trajectory = Trajectory(
-        session=session,
-        task=task,
-        sample=sample,
-        status=Status.COMPLETED,
-        traces=(),
-        ledger=Ledger(),
-        reward=Reward(reward),
-    )
+    rest = {"status": Status.COMPLETED, "traces": (), "ledger": Ledger(), **fields}
+    verdict = None if reward is None else Reward(reward)
+    trajectory = Trajectory(session=session, task=task, sample=sample, reward=verdict, **rest)
     return zstandard.compress(encode(trajectory))
 
 

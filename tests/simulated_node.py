@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from stub_model import StubGateway
@@ -18,18 +18,9 @@ from tugline.node.settings import NodeSettings
 from tugline.protocol import ResultQuery, SessionView
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import (
-    MAX_READ_BYTES,
-    Content,
-    Exit,
-    PausableTimeout,
-    Runtime,
-    Sandbox,
-    SandboxSpec,
-    enforce_timeout,
-)
-from tugline.sandbox.files import write_files
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
+from tugline.sandbox.local import LocalRuntime, LocalSandbox
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
@@ -100,12 +91,13 @@ class HoldingGateway(StubGateway):
         self.actions.append(version)
 
 
-class Script(Harness, Runtime):
+class Script(Harness, LocalRuntime):
     """Harness and runtime, and the state of both and of the evaluator."""
 
     name = "simulated"
 
     def __init__(self, gateway: HoldingGateway) -> None:
+        LocalRuntime.__init__(self)
         self.gateway = gateway
         self.now = {"init": 0, "run": 0, "eval": 0, "sandboxes": 0}
         self.most = dict(self.now)
@@ -141,18 +133,14 @@ class Script(Harness, Runtime):
         """The instruction, and the session's name."""
         return Launch(argv=(context.instruction, context.base_url.rpartition("/")[-1]))
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[Sandbox]:
-        """A sandbox in a folder; the agent's waits in INIT."""
-        for name in ("work", "home", "logs"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> LocalSandbox:
         if directory.name == "agent":
             with self.count("init"):
                 await self.held["init"].wait()
-        with self.count("sandboxes"):
-            yield SimulatedSandbox(self, directory)
+        stack.enter_context(self.count("sandboxes"))
+        return SimulatedSandbox(directory, OverlayWorkspace(directory, None, spec.files), self)
 
 
 class SimulatedEvaluator(Evaluator):
@@ -169,29 +157,10 @@ class SimulatedEvaluator(Evaluator):
         return Verdict(Reward(0.5), {})
 
 
-class SimulatedSandbox(Sandbox):
+class SimulatedSandbox(LocalSandbox):
     """Its program calls the model once, writes a line and ends."""
 
-    def __init__(self, script: Script, directory: Path) -> None:
-        self.workdir, self.home = directory / "work", directory / "home"
-        self.logs = directory / "logs"
-        self._script = script
-
-    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """Write them."""
-        write_files(Path(root), files)
-
-    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """Never called."""
-        return None
-
-    async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """No changes."""
-        return Patch()
-
-    async def expose(self, url: str) -> str:
-        """As it is."""
-        return url
+    _runtime: Script
 
     async def run(
         self,
@@ -203,7 +172,7 @@ class SimulatedSandbox(Sandbox):
     ) -> Exit:
         """Wait while the gateway or RUN is held, or forever."""
         instruction, session = argv
-        script = self._script
+        script = self._runtime
         script.order.append(session)
         with script.count("run"):
             script.gateway.requests.setdefault(session, []).append({})

@@ -7,35 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from leased import Open, a_task
+from leased import Open, a_task, finish, submit
 from tugline.errors import Invalid
 from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane, sweep
-from tugline.server.store import events, results, sessions, stats, tasks
-from tugline.server.store.base import Tx
+from tugline.server.store import events, results, stats
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.results import End
-from tugline.types import Boundary, Failure, Status, Task
-
-
-def _submit(tx: Tx, batch: list[Task]) -> None:
-    tasks.submit(tx, [tasks.pack(task) for task in batch])
-
-
-def _finish(tx: Tx, session: str, reward: float | None, blob: str = "") -> None:
-    failure = None if reward is not None else Failure(Boundary.RUNTIME, "no disk")
-    status = Status.COMPLETED if failure is None else Status.FAILED
-    end = End(status, failure=failure, reward=reward, sampled=7, digest=session, blob=blob)
-    results.finish(tx, sessions.get(tx, session), end)
 
 
 async def _done(database: Database, **samples: int) -> None:
     """Submit tasks of these names and finish all their samples, the last ones first."""
-    await database.write(_submit, [a_task(name, count) for name, count in samples.items()])
+    await database.write(submit, *(a_task(name, count) for name, count in samples.items()))
     for name, count in samples.items():
         for n in reversed(range(count)):
-            await database.write(_finish, f"{name}-{n}", n / 4)
+            await database.write(finish, f"{name}-{n}", n / 4)
 
 
 def _ids(found: Results) -> list[str]:
@@ -100,8 +86,8 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
     """What a crash left behind goes, also what a lost lease had put for the same session."""
-    await database.write(_submit, [a_task("a.b", 2)])
-    await database.write(_finish, "a.b-0", 1.0, "a.b-0.2.new")
+    await database.write(submit, a_task("a.b", 2))
+    await database.write(finish, "a.b-0", 1.0, blob="a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
     for name in ("a.b-0.2.new", "a.b-0.1.old", "a.b-1.1.never", "gone-0.1.x"):
         await blobs.put(name, b"x")
@@ -168,10 +154,10 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
         control.events(EventQuery(after=after, task="a", wait_s=9.0)),
     )
     waiting = [asyncio.ensure_future(wait) for wait in waits]
-    await control.database.write(_finish, "b-0", 1.0)
+    await control.database.write(finish, "b-0", 1.0)
     await control.database.read(events.latest)
     assert not any(task.done() for task in waiting)
-    await control.database.write(_finish, "a-0", 1.0)
+    await control.database.write(finish, "a-0", 1.0)
     async with asyncio.timeout(8):
         found, whole, told = await asyncio.gather(*waiting)
     assert _ids(found) == _ids(whole) == ["a-0"]

@@ -7,14 +7,13 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from leased import Earlier, Open, a_task
+from leased import Earlier, Open, a_task, finish, submit
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, sessions, tasks
+from tugline.server.store import sessions, tasks
 from tugline.server.store.base import Tx
-from tugline.server.store.results import End
-from tugline.types import Boundary, Failure, Status, Task
+from tugline.types import Status, Task
 
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
@@ -22,22 +21,11 @@ def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     return replace(a_task(name, samples, tags=tags), instruction=instruction)
 
 
-def submit(tx: Tx, *batch: Task) -> None:
-    """Submit tasks together."""
-    tasks.submit(tx, [tasks.pack(one) for one in batch])
-
-
-def fail(tx: Tx, session: str, message: str) -> None:
-    """End a session with a failure."""
-    end = End(Status.FAILED, Failure(Boundary.AGENT, message))
-    results.finish(tx, sessions.get(tx, session), end)
-
-
 def fill(tx: Tx) -> None:
     """Two tasks of one request, one of another, and a failure."""
     submit(tx, task("a", "Fix calc.py: add() subtracts.", kind="mend"), task("b", "Größe: 77 界"))
     submit(tx, task("c", "Fix the parser; o'neill said: \\ % * \" |", 3))
-    fail(tx, "a-1", "exit code 137: out of memory_x")
+    finish(tx, "a-1", failure="exit code 137: out of memory_x")
 
 
 async def find(control: ControlPlane, q: str, **query: object) -> list[str]:
@@ -89,8 +77,8 @@ async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest
     for n in range(3):
         batch = [task(f"t{n}{k}", "even" if k % 2 == 0 else "odd", 3) for k in range(4)]
         await control.database.write(submit, *batch)
-        await control.database.write(fail, f"t{n}1-1", "an even failure")
-        await control.database.write(fail, f"t{n}0-2", "an even failure")
+        await control.database.write(finish, f"t{n}1-1", failure="an even failure")
+        await control.database.write(finish, f"t{n}0-2", failure="an even failure")
     even = [f"t{n}{k}-{i}" for n in range(3) for k in range(4) for i in range(3) if k % 2 == 0]
     expected = sorted([*even, *(f"t{n}1-1" for n in range(3))], reverse=newest)
     for limit in (1, 2, 4, 100):
@@ -105,7 +93,7 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
     tagged = [task(f"t{n:02}", "common", 2) for n in range(20)]
     await control.database.write(submit, *tagged, task("other", "different"))
     for session in ("t00-1", "t07-0", "t19-1", "other-1"):
-        await control.database.write(fail, session, "a common cause")
+        await control.database.write(finish, session, failure="a common cause")
     failed = sorted(["t00-1", "t07-0", "t19-1", "other-1"], reverse=newest)
     failed.sort(key=lambda one: one.startswith("other"), reverse=newest)
     for limit in (1, 2, 100):
@@ -166,7 +154,7 @@ async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
     await write(fill)
     await write(sessions.write_note, "a-1", "ask Ann")
     await write(sessions.write_note, "b-0", "wrong checkout")
-    await write(fail, "b-0", "no space")
+    await write(finish, "b-0", failure="no space")
     assert (await control.database.read(sessions.get, "b-0")).note == "wrong checkout"
     assert await find(control, "ann 137") == ["a-1"]
     assert await find(control, "checkout") == await find(control, "space") == ["b-0"]
@@ -187,7 +175,7 @@ async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
     await write(fill)
     for session in ("a-0", "b-0"):
         await write(sessions.write_note, session, "noted")
-    await write(fail, "a-0", "also bad")
+    await write(finish, "a-0", failure="also bad")
     assert await write(tasks.delete_finished, time.time() + 60) == 1
     assert await find(control, "noted") == ["b-0"]
     assert await find(control, "fix") == ["c-0", "c-1", "c-2"]
@@ -205,7 +193,7 @@ async def test_an_earlier_store_is_searched_from_then_on(
         earlier.setattr(sessions, "_COLUMNS", sessions._COLUMNS.replace(", note", ", ''"))
         async with open_earlier(4) as database:
             await database.write(submit, task("early", "Fix calc.py", kind="mend"))
-            await database.write(fail, "early-1", "gone wrong")
+            await database.write(finish, "early-1", failure="gone wrong")
     async with open_control() as control:
         await control.database.write(submit, task("late", "Fix calc.py", 1))
         await control.database.write(sessions.write_note, "early-0", "seen by Ann")
@@ -220,7 +208,7 @@ async def test_a_store_of_layout_5_keeps_its_words(
     """Texts that it has are in the new indexes."""
     async with open_earlier(5) as database:
         await database.write(submit, task("early", "Fix calc.py"))
-        await database.write(fail, "early-1", "gone wrong")
+        await database.write(finish, "early-1", failure="gone wrong")
     async with open_control() as control:
         assert await find(control, "fix") == ["early-0", "early-1"]
         assert await find(control, "wrong", status=Status.FAILED) == ["early-1"]

@@ -16,17 +16,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from leased import a_task
+from leased import a_task, finish, submit
 from tugline.errors import Invalid
 from tugline.protocol import Delivery, DeliveryQuery, DeliveryState, EventKind, WebhookBody
 from tugline.sandbox.base import run_beside
-from tugline.server.store import events, results, sessions, stats, tasks
+from tugline.server.store import events, stats
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.results import End
 from tugline.server.webhooks import WebhookRetries, WebhookSender, is_allowed
 from tugline.signing import key_of, new_secret, verify
-from tugline.types import Callback, Status, Task
+from tugline.types import Callback, Task
 
 SECRET = new_secret()
 SOON = WebhookRetries(tries=4, first_s=0.02, longest_s=0.1, timeout_s=0.5, at_once=2)
@@ -83,16 +82,15 @@ def _task(name: str, url: str, samples: int = 1) -> Task:
     return a_task(name, samples, callback=Callback(url))
 
 
-def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
-    tasks.submit(tx, [tasks.pack(_task(name, url, samples))])
-    for n in range(samples):
-        end = End(Status.COMPLETED, reward=float(n))
-        results.finish(tx, sessions.get(tx, f"{name}-{n}"), end)
-
-
 async def _tell(database: Database, name: str, url: str, samples: int = 1) -> None:
     """A task of which all is over: a callback for each sample, and one for its release."""
-    await database.write(_finished, name, url, samples)
+
+    def op(tx: Tx) -> None:
+        submit(tx, _task(name, url, samples))
+        for n in range(samples):
+            finish(tx, f"{name}-{n}", float(n))
+
+    await database.write(op)
 
 
 async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
