@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from rig import RENDERING, Play, says
+from rig import RENDERING, Play, says, until
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -67,13 +68,6 @@ def read(page: bytes) -> dict[str, Values]:
     return found
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for it, twenty seconds at most."""
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0.02)
-
-
 @dataclass
 class Observed:
     """What runs."""
@@ -88,16 +82,12 @@ class Observed:
     async def run(self, *tasks: Task) -> None:
         """Submit, and wait until all of it is over."""
         await self.control.submit(tasks)
-        wanted = sum(each.samples for each in tasks)
-        names = [each.id for each in tasks]
-        async with asyncio.timeout(60):
-            seen = 0
-            cursor = 0
-            while seen < wanted:
-                found = await self.control.results(
-                    ResultQuery(after=cursor, wait_s=5, task=tuple(names))
-                )
-                seen, cursor = seen + len(found.items), found.cursor
+        left = sum(each.samples for each in tasks)
+        query = ResultQuery(after=0, wait_s=60, task=tuple(each.id for each in tasks))
+        while left > 0:
+            found = await self.control.results(query)
+            assert found.items, "nothing has ended within a minute"
+            left, query = left - len(found.items), replace(query, after=found.cursor)
 
 
 @contextlib.asynccontextmanager
@@ -124,9 +114,7 @@ async def observed(
         pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:
-            async with asyncio.timeout(20):
-                while not node.id:  # noqa: ASYNC110 - until it has joined
-                    await asyncio.sleep(0.005)
+            await until(lambda: node.id, 20)
             yield Observed(control, node, gateway, metrics, engines, pages)
         finally:
             node.drain()
