@@ -93,10 +93,11 @@ class Served:
         return msgspec.json.decode(response.body, type=NodeRegistered)
 
     async def lease(
-        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int = 0
+        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int | None = None
     ) -> LeaseResponse:
         """Work for a node, once there is some; at once if there are orders after `applied`."""
-        how = {"capacity": room, "wait_s": wait_s, "applied": applied}
+        known = node.control.generation if applied is None else applied
+        how = {"capacity": room, "wait_s": wait_s, "applied": known}
         response = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
         assert response.status == 200, response
         return msgspec.json.decode(response.body, type=LeaseResponse)

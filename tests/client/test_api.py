@@ -85,18 +85,6 @@ async def test_a_lost_trajectory_stops_no_reader(house: House, client: Client) -
     assert kept == [[False, False, True], [True]]
 
 
-async def test_groups_come_whole(house: House, client: Client) -> None:
-    """One by one, with all their samples, in the order of release."""
-    await client.submit([task("a", samples=2), task("b", samples=3)])
-    await house.finish()
-    groups = [one async for one in client.groups("trainer", follow=False)]
-    assert [(one.view.id, len(one.results)) for one in groups] == [("a", 2), ("b", 3)]
-    assert [one.view.sample for one in groups[1].results] == [0, 1, 2]
-    await client.ack("trainer", groups[0].cursor)
-    left = [one.view.id async for one in client.groups("trainer", follow=False)]
-    assert left == ["b"]
-
-
 async def test_results_come_with_their_trajectories(house: House, client: Client) -> None:
     """In order, and again from where the consumer acknowledged."""
     await client.submit(task(samples=3))
@@ -163,7 +151,7 @@ async def test_events_are_followed_from_a_position(client: Client) -> None:
 async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client: Client) -> None:
     """Also over a restart of the server; the tail alone if asked for."""
     await client.submit(task())
-    async with leased(house) as (node, _, work), asyncio.timeout(30):
+    async with leased(house.url) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
         async with aclosing(client.log("t-0", follow=True)) as log:
@@ -179,7 +167,7 @@ async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client:
 async def test_cancelling_reaches_the_node(house: House, client: Client) -> None:
     """What waits ends at once; what runs is stopped by its node."""
     await client.submit([task("a"), task("b")])
-    async with leased(house) as (node, name, work), asyncio.timeout(20):
+    async with leased(house.url) as (node, name, work), asyncio.timeout(20):
         ask = LeaseRequest(capacity=0, held=held(work), wait_s=10.0)
         polling = asyncio.create_task(node.lease(name, ask))
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)

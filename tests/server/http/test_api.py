@@ -70,7 +70,11 @@ async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
 
 # --------------------------------------------------------------------------- results
 async def test_a_result_is_committed_once_and_read_in_every_form(server: Served) -> None:
-    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not."""
+    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not.
+
+    Its version is that of the weights when it was leased.
+    """
+    await server.ask("POST", "/v1/weights", json={"version": 3})
     node, epoch = await server.start()
     assert (await server.ask("GET", "/v1/sessions/t-0/result")).status == 404
     data = result("t-0", "t")
@@ -79,7 +83,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     other = await server.commit(node, "t-0", epoch, result("t-0", "t", reward=0.5))
     assert other.refusal == (409, "fenced")
     view = (await server.ask("GET", "/v1/sessions/t-0/result")).json
-    assert (view["status"], view["reward"], view["bytes"]) == ("completed", 1.0, len(data))
+    shown = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
+    assert view.items() >= shown.items()
 
     async def fetch(**headers: str) -> Answer:
         return await server.ask("GET", "/v1/sessions/t-0/trajectory", headers=headers)
@@ -88,17 +93,6 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     assert (packed.headers["content-type"], packed.body) == ("application/zstd", data)
     assert (await fetch(accept="application/json")).json["reward"]["value"] == 1.0
     assert (await fetch(accept="application/x-msgpack")).body == zstandard.decompress(data)
-
-
-async def test_a_result_names_the_version_that_it_was_leased_under(server: Served) -> None:
-    """The weights that were served when it began, whatever was announced since."""
-    await server.ask("POST", "/v1/weights", json={"version": 3})
-    await server.submit()
-    node = await server.join()
-    done = (await server.lease(node, 0, 0.0)).control.generation
-    (work,) = (await server.lease(node, applied=done)).work
-    await server.commit(node, "t-0", work.session.epoch, result("t-0", "t"))
-    assert (await server.ask("GET", "/v1/sessions/t-0/result")).json["version"] == 3
 
 
 async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_path: Path) -> None:
@@ -119,20 +113,6 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
         assert set(archive.getnames()) == {file.name for file in folder.iterdir()}
     assert (await server.ask("GET", "/v1/sessions/t-1/recording")).status == 204
-
-
-# --------------------------------------------------------------------------- logs
-async def test_a_log_is_read_from_anywhere(server: Served) -> None:
-    """From an offset, or the tail."""
-    node, epoch = await server.start()
-    for offset, line in ((0, b"one\n"), (4, b"two\n")):
-        written = await server.write_log(node, epoch, line, offset=offset)
-        assert written.json == {"length": offset + 4}
-    path = "/v1/sessions/t-0/log"
-    assert (await server.ask("GET", path)).body == b"one\ntwo\n"
-    assert (await server.ask("GET", path + "?offset=4")).body == b"two\n"
-    tail = await server.ask("GET", path + "?tail=2")
-    assert (tail.body, tail.headers["tugline-offset"]) == (b"o\n", "6")
 
 
 async def test_what_is_kept_is_for_its_user_only(server: Served, tmp_path: Path) -> None:

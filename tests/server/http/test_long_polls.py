@@ -53,19 +53,6 @@ async def test_whoever_hangs_up_is_forgotten(
     await _until(server.app, 0)
 
 
-async def test_a_lease_that_nobody_waits_for_takes_no_work(server: Served) -> None:
-    """Work goes to who is there: a node that hung up is given nothing."""
-    gone, here = await server.join("gone"), await server.join("here")
-    asking = asyncio.create_task(server.lease(gone, wait_s=30))
-    await _until(server.app, 1)
-    asking.cancel()
-    await _until(server.app, 0)
-    await server.submit()
-    (work,) = (await server.lease(here)).work
-    assert (await server.ask("GET", "/v1/sessions/t-0")).json["node"] == here.node
-    assert work.session.id == "t-0"
-
-
 async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
     """Open long-polls get 503, streams end as streams do, and it is down within two seconds."""
     house = House(tmp_path)
