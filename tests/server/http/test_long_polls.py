@@ -111,20 +111,15 @@ async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
             return fields["event"], event
 
 
-async def test_events_come_as_they_happen(server: Served) -> None:
-    """A stream that names no position begins with what is new."""
-    await server.submit(id="before")
+async def test_a_stream_begins_with_what_is_new_or_after_a_position(server: Served) -> None:
+    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
+    for name in ("a", "b"):
+        await server.submit(id=name)
     async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
         assert got.headers["content-type"].startswith("text/event-stream")
-        await server.submit(id="after")
+        await server.submit(id="c")
         name, event = await _event(got)
-        assert (name, event.task) == ("task.accepted", "after")
-
-
-async def test_a_stream_resumes_after_a_position(server: Served) -> None:
-    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
-    for name in ("a", "b", "c"):
-        await server.submit(id=name)
+        assert (name, event.task) == ("task.accepted", "c")
     page = (await server.ask("GET", "/v1/events")).json
     assert [one["task"] for one in page] == ["a", "b", "c"]
     path = f"/v1/events?after={page[0]['position']}"

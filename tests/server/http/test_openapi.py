@@ -21,7 +21,7 @@ from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
 from served import TASK, TOKENS, Served, result, serve
-from tugline.protocol import LeaseRequest, NodeRegistered
+from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
@@ -42,18 +42,16 @@ MODES = [
 
 
 @asynccontextmanager
-async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
-    """A server with one of everything; its address, its node, the node's token, a session."""
+async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, NodeRegistered]]:
+    """A server with one of everything; its address, and its node."""
     async with serve(
         STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
     ) as server:
-        await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
-        node = await server.join()
-        done, _ = (await server.lease(node, 2)).work
-        data = result(done.session.id, "t")
-        assert (await server.commit(node, done.session.id, done.session.epoch, data)).status == 200
+        node, epoch = await server.start(samples=4, callback={"url": "http://127.0.0.1:9/"})
+        assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
+        await server.lease(node, 1)
         living = asyncio.create_task(_live(server, node))
-        yield server.url, [node.node, node.token, done.session.id]
+        yield server.url, node
         living.cancel()
 
 
@@ -61,28 +59,23 @@ async def _live(server: Served, node: NodeRegistered) -> None:
     """Keep the node's lease, and put in place at once what all nodes are to put in place."""
     applied = 0
     while True:
-        orders = await server.control.dispatcher.lease(
-            node.node, LeaseRequest(capacity=0, applied=applied, wait_s=0.3)
-        )
-        applied = orders.control.generation
+        applied = (await server.lease(node, 0, 0.3, applied)).control.generation
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, NodeRegistered]]:
     """That server on a thread of its own."""
     lived_in = _lived_in(tmp_path_factory.mktemp("server"))
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(lived_in) as known:
         yield known
 
 
-def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str, Any]:
+def _settled(case: Case, url: str, node: NodeRegistered, *, real: bool) -> dict[str, Any]:
     """How to send `case`: with a token that opens it, often a known id, and no long wait."""
-    node, token, session = known
     roles = DOCUMENT["paths"][case.path][case.method.lower()]["x-roles"]
-    tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": token}
+    tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": node.token}
     if real and "id" in case.path_parameters:
-        ids = {"tasks": "t", "sessions": session, "nodes": node, "consumers": "trainer"}
-        ids |= {"runs": "r"}
+        ids = {"tasks": "t", "sessions": "t-0", "nodes": node.node, "consumers": "c", "runs": "r"}
         case.path_parameters["id"] = ids[case.path.split("/")[2]]
     if case.path.endswith(("lease", "pause")) and isinstance(case.body, dict):
         case.body.setdefault("within_s" if case.path.endswith("pause") else "wait_s", 0.01)
@@ -98,10 +91,10 @@ def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str,
 @pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis does
 @pytest.mark.parametrize(("operation", "mode"), MODES, ids=lambda one: getattr(one, "label", one))
 def test_the_server_keeps_to_its_document(
-    operation: APIOperation, mode: GenerationMode, address: tuple[str, list[str]]
+    operation: APIOperation, mode: GenerationMode, address: tuple[str, NodeRegistered]
 ) -> None:
     """Right and wrong requests get documented statuses and bodies, and never a 500."""
-    url, known = address
+    url, node = address
     (rejects,) = CHECKS.get_by_names(["negative_data_rejection"])
     taken = [check for check in CHECKS.get_all() if check.__name__ not in PASSED_BY | TOO_STRICT]
 
@@ -115,7 +108,7 @@ def test_the_server_keeps_to_its_document(
     @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
     def holds(case: Case, real: bool) -> None:  # noqa: FBT001 - hypothesis fills it in
         right = mode is GenerationMode.POSITIVE
-        answer = case.call(**_settled(case, url, known, real=real and right))
+        answer = case.call(**_settled(case, url, node, real=real and right))
         parts = case.meta.components if case.meta else {}
         wrong = {part for part, how in parts.items() if how.mode is GenerationMode.NEGATIVE}
         mended = wrong <= {ParameterLocation.HEADER, ParameterLocation.COOKIE}
