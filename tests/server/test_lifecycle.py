@@ -48,7 +48,6 @@ class Lifecycle:
 
     def __init__(self, connection: Connection, seed: int) -> None:
         self.connection, self.random = connection, random.Random(seed)
-        self.history: list[str] = []
         self.now = 1_000_000.0
         self.numbers = itertools.count()
         self.known: dict[str, set[Lease]] = {}
@@ -81,9 +80,7 @@ class Lifecycle:
         """Something happens."""
         names = ["grant"] * 5 + ["renew"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
         names += ["join", "again", "release", "cancel", "announce"]
-        name = self.random.choice(names)
-        self.history.append(name)
-        getattr(self, f"_{name}")()
+        getattr(self, f"_{self.random.choice(names)}")()
         self.check()
 
     def _submit(self) -> None:
@@ -295,11 +292,10 @@ class Lifecycle:
 def _run(store: Driver, seed: int, steps: int) -> None:
     store.prepare()
     with contextlib.closing(store.connect()) as connection:
-        life = Lifecycle(connection, seed)
         try:
-            life.live(steps)
+            Lifecycle(connection, seed).live(steps)
         except Exception as error:
-            error.add_note(f"seed {seed} after {life.history}")
+            error.add_note(f"seed {seed}")
             raise
     store.release()
 

@@ -28,30 +28,25 @@ def _ids(found: Results) -> list[str]:
     return [item.session for item in found.items]
 
 
-async def test_results_are_read_in_the_order_of_their_commits(database: Database) -> None:
-    """Each page begins after the cursor of the one before, until there is nothing more."""
-    await _done(database, a=3, b=2)
-    seen, cursor = [], 0
-    while (found := await database.read(results.page, cursor, 2)).items:
-        assert found.cursor == found.items[-1].position
-        assert len(found.items) <= 2
-        seen += _ids(found)
-        cursor = found.cursor
-    assert seen == ["a-2", "a-1", "a-0", "b-1", "b-0"]
-    assert found.cursor == cursor, "the cursor stays where there is nothing new"
-
-
-async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) -> None:
-    """As many whole groups as fit, and one in any case."""
-    await _done(database, a=4, b=2, c=2, d=2)
+@pytest.mark.parametrize(
+    ("op", "limit", "expected"),
+    [
+        (results.page, 2, ["a-3 a-2", "a-1 a-0", "b-1 b-0", "c-0"]),
+        (results.groups, 3, ["a-0 a-1 a-2 a-3", "b-0 b-1 c-0"]),
+        (results.groups, 6, ["a-0 a-1 a-2 a-3 b-0 b-1", "c-0"]),
+    ],
+)
+async def test_results_are_read_in_pages(
+    database: Database, op: Callable[..., Results], limit: int, expected: list[str]
+) -> None:
+    """In the order of their commits, or whole groups: as many as fit, and one in any case."""
+    await _done(database, a=4, b=2, c=1)
     pages, cursor = [], 0
-    while (found := await database.read(results.groups, cursor, 3)).items:
-        pages.append([group.id for group in found.groups])
+    while (found := await database.read(op, cursor, limit)).items:
+        pages.append(" ".join(_ids(found)))
         cursor = found.cursor
-    assert pages == [["a"], ["b"], ["c"], ["d"]]
+    assert pages == expected
     assert found.cursor == cursor, "the cursor stays where there is nothing new"
-    found = await database.read(results.groups, 0, 6)
-    assert [group.id for group in found.groups] == ["a", "b"]
 
 
 async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> None:
