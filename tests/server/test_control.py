@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from leased import Idler, Open, a_task, result
 from tugline.errors import Invalid, UsageError
-from tugline.protocol import CommitOutcome, NodeRegistration, SessionQuery, TaskQuery, TaskState
+from tugline.protocol import CommitOutcome, NodeRegistration, TaskQuery, TaskState
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, sessions, stats, tasks
+from tugline.server.store import results, stats, tasks
 from tugline.types import Session, Status, Task
 
 
@@ -96,19 +96,6 @@ async def test_a_node_in_this_process_must_make_sense(control: ControlPlane) -> 
     with pytest.raises(Invalid) as caught:
         await control.dispatcher.register(NodeRegistration(name="a b", slots=0, capacity=1))
     assert [each.field for each in caught.value.problems] == ["name", "slots"]
-
-
-async def test_sessions_are_found(control: ControlPlane) -> None:
-    """By task, by status and by node."""
-    node = await Idler.at_work(control, a_task("t", 3), a_task("u", 2), room=2)
-
-    async def find(**query: Any) -> list[str]:
-        page = await control.database.read(sessions.page, SessionQuery(**query))
-        return [one.id for one in page.sessions]
-
-    assert await find(node=node.node) == ["t-0", "t-1"]
-    assert await find(status=Status.QUEUED) == ["t-2", "u-0", "u-1"]
-    assert await find(task="u") == ["u-0", "u-1"]
 
 
 async def test_a_node_is_asked_for_a_log_that_somebody_reads(control: ControlPlane) -> None:

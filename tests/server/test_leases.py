@@ -325,22 +325,6 @@ async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     assert (await control.database.read(stats.counts)).paused
 
 
-@on_postgres
-async def test_work_is_given_across_servers(open_control: Open) -> None:
-    """On PostgreSQL a task that one server takes in wakes a node that waits at another."""
-    async with open_control("one") as one, open_control("other") as other:
-        node = await Idler.join(other)
-        asking = await node.start_asking()
-        await one.submit([a_task("t", 2)])
-        assert len((await asyncio.wait_for(asking, 20)).work) == 2
-        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        waiting = asyncio.ensure_future(
-            one.results(ResultQuery(after=(await one.results(ResultQuery())).cursor, wait_s=10))
-        )
-        await node.commit("t-1")
-        assert [item.session for item in (await asyncio.wait_for(waiting, 20)).items] == ["t-1"]
-
-
 # --------------------------------------------------------------------------- clocks and restarts
 async def test_a_clock_set_back_keeps_no_dead_node(
     open_control: Open, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
-from served import TASK, TOKENS, Served, result, serve
+from served import TOKENS, Served, result, serve
 from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())
@@ -120,8 +120,6 @@ def test_the_server_keeps_to_its_document(
 def test_the_document_is_that_of_the_routes() -> None:
     """Made with ``python tools/docs/openapi.py``, which writes it."""
     assert make_document() == FILE.read_bytes()
-    assert DOCUMENT["components"]["schemas"]["Task"]["properties"]["samples"]["maximum"] == 10_000
-    assert TASK.keys() >= set(DOCUMENT["components"]["schemas"]["Task"]["required"])
 
 
 @pytest.mark.parametrize("name", ["Task", "Limits", "Sampling", "Group"])
