@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from rig import RENDERING, Play, says, until
+from served import make_control
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -22,10 +23,8 @@ from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Tracer
 from tugline.protocol import ResultQuery
 from tugline.rollout.parts import Parts
-from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store.database import open_database
 from tugline.testing import ScriptedEngine
 from tugline.types import PluginSpec, Task
 from tugline.web.serve import serve
@@ -96,14 +95,12 @@ async def observed(
 ) -> AsyncIterator[Observed]:
     """All of it, up while the block lasts."""
     engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
-    database = open_database(f"sqlite:{folder / 'server.db'}")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = await enter(serve(create_app(engine, model_name="scripted")))
-        pages = ServerMetrics(database)
-        control = await enter(
-            ControlPlane(database, open_blobs(str(folder / "blobs")), folder=folder)
-        )
+        control = make_control(f"sqlite:{folder / 'server.db'}", folder)
+        pages = ServerMetrics(control.database)
+        await enter(control)
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from tugline.server.metrics import ServerMetrics
 from tugline.server.settings import ServerSettings
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task
-from tugline.types import Ledger, Reward, Status, Trajectory, encode
+from tugline.types import Ledger, Reward, Status, Task, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
 TASK = {
@@ -153,20 +153,23 @@ def spoil(folder: Path, damaged: str, lost: str) -> str:
     return path.name
 
 
+def make_control(
+    store: str, folder: Path, *, check: Callable[[Task], None] = check_task, **settings: Any
+) -> ControlPlane:
+    """A control plane with all its files in a folder."""
+    blobs, settings = open_blobs(str(folder / "blobs")), ServerSettings(**settings)
+    return ControlPlane(open_database(store), blobs, folder=folder, check=check, settings=settings)
+
+
 @asynccontextmanager
 async def serve(
     store: str, folder: Path, *, port: int = 0, **settings: Any
 ) -> AsyncIterator[Served]:
     """A server with metrics, and somebody who asks."""
+    connector = aiohttp.TCPConnector(limit=0)
     async with (
-        ControlPlane(
-            open_database(store),
-            open_blobs(str(folder / "blobs")),
-            folder=folder,
-            check=check_task,
-            settings=ServerSettings(**settings),
-        ) as control,
-        aiohttp.ClientSession() as http,
+        make_control(store, folder, **settings) as control,
+        aiohttp.ClientSession(connector=connector) as http,
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))
         async with serve_api(app, port=port) as url:
