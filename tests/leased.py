@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -116,10 +117,13 @@ async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 3
     await control.database.write(expire, lease_s=lease_s)
 
 
-async def until_waiting(control: ControlPlane, topic: str) -> None:
-    """Until somebody waits for `topic`."""
-    async with asyncio.timeout(10):
-        while topic not in control.database.hub.topics:  # noqa: ASYNC110 - it tells nobody
+async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Wait until a check, which may be asynchronous, is true."""
+    async with asyncio.timeout(within_s):
+        while True:
+            value = check()
+            if await value if inspect.isawaitable(value) else value:
+                return
             await asyncio.sleep(0.005)
 
 
@@ -162,7 +166,7 @@ class Idler:
     async def start_asking(self, **settings: Any) -> asyncio.Task[LeaseResponse]:
         """Request a lease; returns once the request waits at the server."""
         asking = asyncio.create_task(self.ask(**{"wait_s": 60.0, **settings}))
-        await until_waiting(self.control, f"node:{self.node}")
+        await until(lambda: f"node:{self.node}" in self.control.database.hub.topics)
         await self.control.database.write(lambda _tx: None)  # its renewal is committed
         await asyncio.sleep(0.01)
         return asking

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from leased import until
 from served import make_control
 from stub_model import StubGateway
 from tugline.errors import ServerError
@@ -157,6 +157,9 @@ class SimulatedSandbox(LocalSandbox):
         """Create its folders in no time, so that sessions begin to run in their order."""
         self._create()
 
+    async def put(self, *_: object) -> None:
+        """Nothing: its program reads no files."""
+
     async def run(
         self,
         argv: Sequence[str],
@@ -217,16 +220,6 @@ def make_task(
         group=group,
         limits=Limits(**limits),
     )
-
-
-async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait until a check, which may be asynchronous, is true."""
-    async with asyncio.timeout(within_s):
-        while True:
-            value = check()
-            if await value if inspect.isawaitable(value) else value:
-                return
-            await asyncio.sleep(0.005)
 
 
 class Bench:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -14,6 +15,13 @@ from tugline.client.nodes import NodeClient
 from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError
 from tugline.protocol import LeaseRequest, NodeRegistration, Renewal, TaskState
 from tugline.types import Limits, Reward, Status
+
+
+@pytest.fixture
+async def client(house: House) -> AsyncIterator[Client]:
+    """Somebody who asks it."""
+    async with house.client(deadline_s=10.0) as made:
+        yield made
 
 
 async def test_many_tasks_go_in_batches(client: Client) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from leased import until
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
@@ -99,9 +100,7 @@ async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
             sandbox.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
         )
         log = sandbox.logs / "agent.log"
-        async with asyncio.timeout(10):
-            while not (log.exists() and log.read_text().strip()):  # noqa: ASYNC110 - a program's
-                await asyncio.sleep(0.01)
+        await until(lambda: log.exists() and log.read_text().strip())
         pid = int(log.read_text())
         ended = await asyncio.to_thread(disk.housekeeping.reap, Parts(), ["journaled.1"])
         assert ended >= 2

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from simulated_node import Bench, make_task, open_bench, open_plane, until
+from leased import until
+from simulated_node import Bench, make_task, open_bench, open_plane
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
 from tugline.node.housekeeping import COMMITTED

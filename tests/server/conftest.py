@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from leased import Clock, Earlier, Open
+from served import Served, serve
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.settings import ServerSettings
@@ -131,3 +132,18 @@ async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
     """A control plane with nothing in it."""
     async with open_control() as control:
         yield control
+
+
+# --------------------------------------------------------------------------- over HTTP
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server with nothing in it, on SQLite."""
+    async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
+async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[Served]:
+    """The same on SQLite and on PostgreSQL."""
+    async with serve(store_url, tmp_path) as served:
+        yield served

@@ -104,29 +104,28 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
         assert await find(control, "common", node="none", **options) == []
 
 
+@pytest.mark.parametrize("few_tasks", [sessions._FEW_TASKS, 1])
 async def test_sessions_are_found_by_parts_of_ids(
-    control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    control: ControlPlane, monkeypatch: pytest.MonkeyPatch, few_tasks: int
 ) -> None:
-    """In the order of submission, whether tasks or sessions are looked at."""
-    await control.database.write(submit, task("mend", "x", 3), task("later", "x", 2))
-    mend, later = ["mend-0", "mend-1", "mend-2"], ["later-0", "later-1"]
-    assert await find(control, "end-1") == ["mend-1"]
-    assert await find(control, "mend") == await find(control, "mend-") == mend
-    assert await find(control, "-1") == await find(control, "1") == ["mend-1", "later-1"]
-    assert await find(control, "e") == mend + later
-    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing"):
+    """In the order of submission, whether tasks or sessions are looked at.
+
+    A number is that of a task or of a sample, however many tasks have no such sample.
+    """
+    monkeypatch.setattr(sessions, "_FEW_TASKS", few_tasks)
+    samples = {"mend": 3, "later": 2, "few-12": 1, "many": 14}
+    await control.database.write(submit, *(task(name, "x", n) for name, n in samples.items()))
+    for q, found in {
+        "end-1": ["mend-1"],
+        "mend": ["mend-0", "mend-1", "mend-2"],
+        "mend-": ["mend-0", "mend-1", "mend-2"],
+        "t": ["later-0", "later-1"],
+        "12": ["few-12-0", "many-12"],
+        "-1": ["mend-1", "later-1", "few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))],
+    }.items():
+        assert await find(control, q) == found, q
+    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing", "99"):
         assert await find(control, nothing) == [], nothing
-    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)
-    assert await find(control, "e") == mend + later
-
-
-async def test_a_number_is_that_of_a_task_or_of_a_sample(control: ControlPlane) -> None:
-    """A sample is found however many tasks have none with this number."""
-    batch = [task("few-12", "x", 1), task("many", "x", 14)]
-    await control.database.write(submit, *batch)
-    assert await find(control, "12") == ["few-12-0", "many-12"]
-    assert await find(control, "-1") == ["few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))]
-    assert await find(control, "99") == []
 
 
 async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from house import House
+from leased import until
 from observed import read
 from served import Served
 from tugline.protocol import Event
@@ -20,9 +21,7 @@ SSE = {"accept": "text/event-stream"}
 
 
 async def _until(app: Api, waiting: int) -> None:
-    async with asyncio.timeout(10):
-        while app.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.01)
+    await until(lambda: app.waits.open == waiting)
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
