@@ -72,25 +72,28 @@ async def test_how_many_are_made_ready_ahead(
     assert node.target == target
 
 
-async def test_room_is_what_can_begin_at_once() -> None:
+@pytest.mark.parametrize(
+    ("passed", "available_mb", "room"),
+    [
+        ([], 1e6, 3),
+        ([None] * 3, 1e6, 0),
+        ([Status.INIT] * 3, 1e6, 2),  # slots 4 + 1 ahead - 3
+        ([Status.INIT] * 3, 0.0, 1),
+        ([Status.RUN] * 8, 1e6, 0),  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
+    ],
+    ids=["empty", "INIT is full", "one ahead", "little memory", "a jam"],
+)
+def test_room_is_what_can_begin_at_once(
+    passed: list[Status | None], available_mb: float, room: int
+) -> None:
     """As many as INIT takes; with little memory no more than slots are free; behind a jam none."""
-    node = make_pools(max_initializing=3, ready_max=1, max_evaluating=1, max_building=1)
-    assert node.count_room() == 3
+    limits = {"ready_max": 1, "max_evaluating": 1, "max_building": 1}
+    settings = NodeSettings(slots=4, max_initializing=3, **limits)
+    node = Pools(settings, Admission(), read_available_mb=lambda: available_mb)
     with contextlib.ExitStack() as stack:
-        slots = [stack.enter_context(node.enter("a", n, None)) for n in range(3)]
-        assert node.count_room() == 0
-        for one in slots:
-            one.passed = Status.INIT
-        assert node.count_room() == 2  # slots 4 + 1 ahead - 3
-        low = Pools(NodeSettings(slots=4, ready_max=1), Admission(), read_available_mb=lambda: 0.0)
-        assert low.count_room() == 4
-        for one in slots:
-            one.passed = Status.RUN
-        more = [stack.enter_context(node.enter("b", n, None)) for n in range(5)]
-        for one in more:
-            one.passed = Status.RUN
-        assert len(node.members) == 8
-        assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
+        for n, stage in enumerate(passed):
+            stack.enter_context(node.enter("a", n, None)).passed = stage
+        assert node.count_room() == room
     assert not node.members
 
 
