@@ -154,9 +154,9 @@ def spoil(folder: Path, damaged: str, lost: str) -> str:
 
 
 def make_control(
-    store: str, folder: Path, *, check: Callable[[Task], None] = check_task, **settings: Any
+    store: str, folder: Path, *, check: Callable[[Task], None] = lambda _task: None, **settings: Any
 ) -> ControlPlane:
-    """A control plane with all its files in a folder."""
+    """A control plane with all its files in a folder, which takes any task."""
     blobs, settings = open_blobs(str(folder / "blobs")), ServerSettings(**settings)
     return ControlPlane(open_database(store), blobs, folder=folder, check=check, settings=settings)
 
@@ -168,7 +168,7 @@ async def serve(
     """A server with metrics, and somebody who asks."""
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        make_control(store, folder, **settings) as control,
+        make_control(store, folder, check=check_task, **settings) as control,
         aiohttp.ClientSession(connector=connector) as http,
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))

@@ -30,9 +30,8 @@ NO_GROUP = Group()
 
 
 def open_plane(folder: Path, lease_s: float = 1.0) -> ControlPlane:
-    """A control plane on SQLite that takes any task."""
-    store = f"sqlite:{folder / 'server.db'}"
-    return make_control(store, folder, check=lambda _task: None, lease_s=lease_s)
+    """A control plane on SQLite."""
+    return make_control(f"sqlite:{folder / 'server.db'}", folder, lease_s=lease_s)
 
 
 class Link:

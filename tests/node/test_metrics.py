@@ -13,11 +13,18 @@ from tugline.web.serve import serve
 
 
 async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
-    """Stages, tokens, calls and failures are those of three real sessions, of which one broke."""
+    """Stages, tokens, calls and failures are those of three real sessions, of which one broke.
+
+    In one process one page has the server and its node, and every metric once.
+    """
     async with observed(tmp_path) as rig:
         await rig.run(task("good", samples=2), task("bad", "exit(3)"))
-        found = read(await rig.metrics.render())
+        page = await rig.pages.page()
         stats = rig.node.stats
+    names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    found = read(page)
+    assert found["tugline_sessions"]["completed",] == 2
     assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
     assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
     assert found["tugline_node_leases_total"]["leased",] == 4

@@ -322,9 +322,10 @@ async def test_what_was_delivered_is_forgotten_with_its_event(
 
 
 # --------------------------------------------------------------------------- the example
-@pytest.fixture
-async def example(tmp_path: Path) -> AsyncIterator[asyncio.StreamReader]:
-    """What examples/callback_receiver.py prints."""
+async def test_the_example_receiver_takes_what_is_genuine(
+    database: Database, tmp_path: Path
+) -> None:
+    """It verifies and notes each callback once, with no library."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-u", str(EXAMPLE), "0"),
         stdout=subprocess.PIPE,
@@ -332,16 +333,7 @@ async def example(tmp_path: Path) -> AsyncIterator[asyncio.StreamReader]:
         env=dict(os.environ, TUGLINE_CALLBACK_SECRET=SECRET),
     )
     assert process.stdout is not None
-    yield process.stdout
-    process.terminate()
-    await process.wait()
-
-
-async def test_the_example_receiver_takes_what_is_genuine(
-    database: Database, example: asyncio.StreamReader
-) -> None:
-    """It verifies and notes each callback once, with no library."""
-    url = (await example.readline()).split()[-1].decode()
+    url = (await process.stdout.readline()).split()[-1].decode()
     async with _sender(database):
         await _tell(database, "t", url, samples=2)
         for delivery in await _until(database, DeliveryState.DELIVERED, 3):
@@ -350,6 +342,8 @@ async def test_the_example_receiver_takes_what_is_genuine(
     async with _sender(database, secret=new_secret()):
         await _tell(database, "u", url)
         dead = await _until(database, DeliveryState.DEAD, 2)
+    process.terminate()
+    output, _ = await process.communicate()
     assert {one.error for one in dead} == {"answered 401"}
-    kinds = sorted([(await example.readline()).split()[0].decode() for _ in range(3)])
+    kinds = sorted(line.split()[0].decode() for line in output.splitlines()[:3])
     assert kinds == ["session.result", "session.result", "task.released"]
