@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import served
 from tugline.protocol import (
@@ -20,6 +21,7 @@ from tugline.protocol import (
     LeaseRequest,
     LeaseResponse,
     NodeRegistration,
+    Page,
     Release,
     Renewal,
     Work,
@@ -32,7 +34,7 @@ from tugline.server.store.results import End
 from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
 
 Open = Callable[..., ControlPlane]
-"""Makes a control plane on the same store, as often as it is called, in a folder of a name."""
+"""Makes a control plane on the same store, as often as it is called."""
 on_postgres = pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
 """Only there, several servers share a store."""
 Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
@@ -98,6 +100,17 @@ def limited_files(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def read_pages(control: ControlPlane, op: Callable[..., Page], query: Any) -> list[str]:
+    """Ids on all pages from `query` on."""
+    ids: list[str] = []
+    while True:
+        page = await control.database.read(op, query)
+        ids += [one.id for one in (*page.tasks, *page.sessions)]
+        if page.next is None:
+            return ids
+        query = replace(query, after=page.next)
 
 
 class Clock:

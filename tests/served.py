@@ -154,11 +154,16 @@ def spoil(folder: Path, damaged: str, lost: str) -> str:
 
 
 def make_control(
-    store: str, folder: Path, *, check: Callable[[Task], None] = lambda _task: None, **settings: Any
+    store: str,
+    folder: Path,
+    *,
+    clock: Callable[[], float] | None = None,
+    check: Callable[[Task], None] = lambda _task: None,
+    **settings: Any,
 ) -> ControlPlane:
     """A control plane with all its files in a folder, which takes any task."""
-    blobs, settings = open_blobs(str(folder / "blobs")), ServerSettings(**settings)
-    return ControlPlane(open_database(store), blobs, folder=folder, check=check, settings=settings)
+    parts = open_database(store, clock=clock), open_blobs(str(folder / "blobs"))
+    return ControlPlane(*parts, folder=folder, check=check, settings=ServerSettings(**settings))
 
 
 @asynccontextmanager

@@ -4,9 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from leased import Idler, Open, a_task, result
+from leased import Idler, Open, a_task, read_pages, result
 from tugline.errors import Invalid, UsageError
 from tugline.protocol import CommitOutcome, NodeRegistration, TaskQuery, TaskState
 from tugline.server.control import ControlPlane
@@ -22,15 +21,8 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     await control.submit([a_task(name, **(even, odd)[n % 2]) for n, name in enumerate(names)])
     await control.database.write(results.cancel_task, "t3", by="me")
 
-    async def read(**chosen: object) -> list[str]:
-        seen: list[str] = []
-        query = TaskQuery(**chosen, limit=4)
-        while True:
-            page = await control.database.read(tasks.page, query)
-            seen += [task.id for task in page.tasks]
-            if page.next is None:
-                return seen
-            query = replace(query, after=page.next)
+    async def read(**chosen: Any) -> list[str]:
+        return await read_pages(control, tasks.page, TaskQuery(**chosen, limit=4))
 
     assert await read() == names
     assert await read(tenant="x") == names[::2]

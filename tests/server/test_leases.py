@@ -379,10 +379,10 @@ async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: 
 @on_postgres
 async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open) -> None:
     """Nodes that have time left need none from a second server."""
-    async with open_control("one") as one:
+    async with open_control() as one:
         await Idler.join(one)
         [before] = await one.database.read(nodes.list_views)
-        async with open_control("other") as other:
+        async with open_control() as other:
             [after] = await other.database.read(nodes.list_views)
     assert after.deadline == before.deadline
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from leased import Earlier, Open, a_task, finish, submit
+from leased import Earlier, Open, a_task, finish, read_pages, submit
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
@@ -28,16 +29,9 @@ def fill(tx: Tx) -> None:
     finish(tx, "a-1", failure="exit code 137: out of memory_x")
 
 
-async def find(control: ControlPlane, q: str, **query: object) -> list[str]:
+async def find(control: ControlPlane, q: str, **query: Any) -> list[str]:
     """Ids of all pages that match."""
-    found: list[str] = []
-    asked = SessionQuery(q=q, **query)  # type: ignore[arg-type]
-    while True:
-        page = await control.database.read(sessions.page, asked)
-        found += [one.id for one in page.sessions]
-        if page.next is None:
-            return found
-        asked = replace(asked, after=page.next)
+    return await read_pages(control, sessions.page, SessionQuery(q=q, **query))
 
 
 async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> None:
@@ -136,11 +130,8 @@ async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
         change = "UPDATE sessions SET status = :status, updated = :at WHERE id = :id"
         await write(Tx.run, change, status=status, at=now + n, id=session)
 
-    async def recent(**query: object) -> list[str]:
-        asked = SessionQuery(recent=True, **query)  # type: ignore[arg-type]
-        page = await control.database.read(sessions.page, asked)
-        assert page.next is None
-        return [one.id for one in page.sessions]
+    async def recent(**query: Any) -> list[str]:
+        return await read_pages(control, sessions.page, SessionQuery(recent=True, **query))
 
     assert await recent() == ["a-0", "a-2", "b-0"]
     assert await recent(limit=1) == ["a-0"]

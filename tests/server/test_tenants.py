@@ -178,7 +178,7 @@ async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) ->
     """Both give out work at once: never more than the limit; an end on one is room on the other."""
     limits = {"t": TenantSettings(sessions=5)}
     async with AsyncExitStack() as stack:
-        made = [open_control(name, tenants=limits) for name in "xy"]
+        made = [open_control(tenants=limits) for _ in range(2)]
         servers = [await stack.enter_async_context(server) for server in made]
         idlers = [await Idler.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)]
         await servers[0].submit([a_task("t", 30, tenant="t")])

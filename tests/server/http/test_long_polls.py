@@ -15,13 +15,8 @@ from leased import until
 from observed import read
 from served import Served
 from tugline.protocol import Event
-from tugline.server.http.app import Api
 
 SSE = {"accept": "text/event-stream"}
-
-
-async def _until(app: Api, waiting: int) -> None:
-    await until(lambda: app.waits.open == waiting)
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
@@ -47,9 +42,9 @@ async def test_whoever_hangs_up_is_forgotten(
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
     reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
-    await _until(server.app, 1)
+    await until(lambda: server.app.waits.open == 1)
     reading.cancel()
-    await _until(server.app, 0)
+    await until(lambda: server.app.waits.open == 0)
 
 
 async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
@@ -68,7 +63,7 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
                 *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
             )
         ]
-        await _until(house.app, len(asking))
+        await until(lambda: house.app.waits.open == len(asking))
         began = time.monotonic()
         await house.stop()
         assert time.monotonic() - began < 2
@@ -81,7 +76,7 @@ async def test_many_wait_at_once(server: Served) -> None:
     """300 long-polls, each on its own connection, are counted, and all woken by one result."""
     path = "/v1/results?wait_s=60"
     asking = [asyncio.create_task(server.ask("GET", path, "read")) for _ in range(300)]
-    await _until(server.app, 300)
+    await until(lambda: server.app.waits.open == 300)
     page = await server.ask("GET", "/metrics")
     assert read(page.body)["tugline_waiting"] == {(): 300}
     await server.finish()
