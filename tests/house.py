@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from leased import a_task
 from served import TOKENS, result, serve
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api
-from tugline.types import PluginSpec, Status, Task
+from tugline.types import Status, Task
 
 
 class House:
@@ -73,5 +74,4 @@ def held(*work: Work) -> tuple[HeldSession, ...]:
 
 def task(name: str = "t", **changes: object) -> Task:
     """A task of one sample."""
-    part = PluginSpec("tests")
-    return Task(id=name, instruction="do", harness=PluginSpec("shell"), evaluator=part, **changes)
+    return a_task(name, **changes)

@@ -42,9 +42,9 @@ Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
 
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
-    """A task that is never run."""
+    """A task; one that is never run, unless `fields` say how."""
     parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
-    return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
+    return Task(**{"id": name, "instruction": "Mend it", "samples": samples, **parts, **fields})
 
 
 def result(

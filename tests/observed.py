@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from leased import a_task
 from rig import RENDERING, Play, says, until
 from served import make_control
 from tugline.chat.engines.generate import Embedded
@@ -41,16 +42,12 @@ CALL = (
 
 def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "default") -> Task:
     """A task whose agent runs `script`; its files pass their test."""
-    return Task(
-        id=name,
-        instruction="",
-        harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
-        evaluator=PluginSpec("tests"),
-        runtime=PluginSpec("local"),  # a script may look at the folder that it is in
-        files={"test_it.py": "def test_it():\n    pass\n"},
-        samples=samples,
-        tenant=tenant,
-    )
+    parts = {
+        "harness": PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
+        "runtime": PluginSpec("local"),  # a script may look at the folder that it is in
+        "files": {"test_it.py": "def test_it():\n    pass\n"},
+    }
+    return a_task(name, samples, tenant=tenant, **parts)
 
 
 Values = dict[tuple[str, ...], float]

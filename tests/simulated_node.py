@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from leased import until
+from leased import a_task, until
 from served import make_control
 from stub_model import StubGateway
 from tugline.errors import ServerError
@@ -26,7 +26,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.store import sessions, stats
 from tugline.types import Group, Limits, PluginSpec, Reward, Status, Task, Trajectory
 
-NO_GROUP = Group()
+GROUP = Group()
 
 
 def open_plane(folder: Path, lease_s: float = 1.0) -> ControlPlane:
@@ -202,23 +202,12 @@ class SimulatedParts(Parts):
 
 
 def make_task(
-    name: str = "t",
-    *,
-    what: str = "work",
-    samples: int = 1,
-    group: Group = NO_GROUP,
-    **limits: float,
+    name: str = "t", samples: int = 1, *, what: str = "work", group: Group = GROUP, **limits: float
 ) -> Task:
     """Work for the script."""
-    return Task(
-        id=name,
-        instruction=what,
-        harness=PluginSpec("simulated"),
-        evaluator=PluginSpec("simulated"),
-        samples=samples,
-        group=group,
-        limits=Limits(**limits),
-    )
+    parts = dict.fromkeys(("harness", "evaluator"), PluginSpec("simulated"))
+    limited = Limits(**limits)
+    return a_task(name, samples, instruction=what, group=group, limits=limited, **parts)
 
 
 class Bench:

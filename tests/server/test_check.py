@@ -106,15 +106,15 @@ async def test_a_backup_of_a_running_server_is_a_server(tmp_path: Path) -> None:
 
 def test_a_backup_needs_a_store_and_a_new_folder(tmp_path: Path) -> None:
     """Neither is anything overwritten, nor is a folder left behind."""
-    nothing = run_command("server", "backup", tmp_path / "copy", "--dir", tmp_path)
-    assert nothing.returncode == 2
-    assert "has no server.db" in nothing.stderr
+
+    def refuse(copy: Path, code: int) -> str:
+        done = run_command("server", "backup", copy, "--dir", tmp_path)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+        return done.stderr
+
+    assert "has no server.db" in refuse(tmp_path / "copy", 2)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "server.db").write_bytes(b"no database" * 1000)
-    damaged = run_command("server", "backup", tmp_path / "copy", "--dir", tmp_path)
-    assert damaged.returncode == 1
-    assert "Traceback" not in damaged.stderr
-    assert not (tmp_path / "copy").exists()
-    taken = run_command("server", "backup", tmp_path, "--dir", tmp_path)
-    assert taken.returncode == 2
-    assert "name a folder that does not" in taken.stderr
+    refuse(tmp_path / "copy", 1)
+    assert "name a folder that does not" in refuse(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["server.db"]

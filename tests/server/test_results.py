@@ -171,13 +171,9 @@ async def test_events_tell_what_happened_in_order(database: Database) -> None:
     await _done(database, a=2, b=1)
     found: list[Event] = await database.read(events.page, 0, 100)
     assert [event.position for event in found] == list(range(1, len(found) + 1))
-    assert [(event.kind, event.task) for event in found[2:]] == [
-        (EventKind.RESULT, "a"),
-        (EventKind.RESULT, "a"),
-        (EventKind.RELEASED, "a"),
-        (EventKind.RESULT, "b"),
-        (EventKind.RELEASED, "b"),
-    ]
+    result, released = EventKind.RESULT, EventKind.RELEASED
+    assert [event.kind for event in found[2:]] == [result, result, released, result, released]
+    assert [event.task for event in found[2:]] == ["a", "a", "a", "b", "b"]
     assert await database.read(events.page, 2, 3) == found[2:5]
     of_b = await database.read(events.page, 0, 100, "b")
     assert of_b == [event for event in found if event.task == "b"]

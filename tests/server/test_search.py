@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from leased import Earlier, Open, a_task, finish, read_pages, submit
 from tugline.errors import Missing
@@ -19,7 +18,7 @@ from tugline.types import Status, Task
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     """A task that no node runs."""
-    return replace(a_task(name, samples, tags=tags), instruction=instruction)
+    return a_task(name, samples, instruction=instruction, tags=tags)
 
 
 def fill(tx: Tx) -> None:

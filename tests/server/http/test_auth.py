@@ -53,16 +53,6 @@ async def test_only_bearer_tokens_are_tokens(server: Served) -> None:
     assert (await server.ask("GET", "/v1/status?token=client-token", None)).status == 401
 
 
-async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
-    """It can neither lease, renew nor drain as another node."""
-    one, two = await server.join("one"), await server.join("two")
-    for verb in ("lease", "renew", "drain"):
-        body = {"capacity": 1, "wait_s": 0} if verb == "lease" else {}
-        response = await server.ask("POST", f"/v1/nodes/{two.node}/{verb}", one.token, json=body)
-        assert response.status == 403, verb
-    assert {one["state"] for one in (await server.ask("GET", "/v1/nodes")).json} == {"live"}
-
-
 async def _send_all(server: Served, node: NodeRegistered, epoch: int) -> list[tuple[int, str]]:
     """What a node gets that sends result, log and return of ``t-0`` and does not hold it."""
     back = {"epoch": epoch, "reason": "because"}
