@@ -39,6 +39,7 @@ class Link:
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.away = control, False
+        self.refusal: ServerError | None = None
         self.requests: list[str] = []
         self.commits = asyncio.Event()
         """Cleared while commits get no answer."""
@@ -47,9 +48,8 @@ class Link:
     def __getattr__(self, name: str) -> Any:
         async def request(*args: Any) -> Any:
             self.requests.append(name)
-            if self.away:
-                msg = "connection refused"
-                raise ServerError(msg)
+            if self.away or self.refusal:
+                raise self.refusal or ServerError("connection refused")
             if name == "commit":
                 await self.commits.wait()
             return await getattr(self.control.dispatcher, name)(*args)

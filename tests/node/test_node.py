@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -300,14 +299,9 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
 
 async def test_a_server_that_refuses_the_node_ends_it(tmp_path: Path) -> None:
     """A wrong token is nothing to wait for."""
-
-    async def register(_registration: Any) -> None:
-        msg = "the join token is wrong"
-        raise ServerError(msg, status=401)
-
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
-        bench.link.register = register  # type: ignore[attr-defined]
+        bench.link.refusal = ServerError("the join token is wrong", status=401)
         with pytest.raises(ServerError, match="join token"):
             await asyncio.wait_for(bench.node.run(), 20)
 

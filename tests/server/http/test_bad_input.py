@@ -122,7 +122,7 @@ GOOD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", GOOD, ids=str)
-def test_what_can_be_is_taken(change: dict[str, Any]) -> None:
+def test_what_can_be_is_taken() -> None:
     """Callbacks at any web address; one place to begin with."""
-    check_task(replace(SOUND, **change))
+    for change in GOOD:
+        check_task(replace(SOUND, **change))
