@@ -143,13 +143,18 @@ def result(
     return zstandard.compress(encode(trajectory))
 
 
+def flip_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def spoil(folder: Path, damaged: str, lost: str) -> str:
     """Change one bit of a session's result and remove that of another; the name of the first."""
     next(folder.rglob(f"{lost}.*")).unlink()
     path = next(folder.rglob(f"{damaged}.*"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_bit(path)
     return path.name
 
 

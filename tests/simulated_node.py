@@ -270,6 +270,11 @@ class Bench:
         await until(there)
         return {name: unpack(await self.control.trajectory(name)) for name in await self.statuses()}
 
+    async def begin(self, task: Task, count: int = 1) -> None:
+        """Submit a task, and wait until so many sessions run."""
+        await self.control.submit([task])
+        await self.wait_in("run", count)
+
     async def wait_in(self, stage: str, count: int = 1) -> None:
         """Wait until so many sessions are in a stage."""
         await until(lambda: self.script.now[stage] == count)

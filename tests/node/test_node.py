@@ -38,8 +38,7 @@ async def test_a_node_does_its_work(tmp_path: Path) -> None:
 async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
     """No more run than there are slots, one more is ready, and no more is leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
-        await bench.control.submit([make_task(what="hang", samples=9)])
-        await bench.wait_in("run", 2)
+        await bench.begin(make_task(what="hang", samples=9), 2)
         pools = bench.node.pools
         await until(lambda: len(pools.members) == 3)
         assert (pools.count({None, Status.INIT}), pools.count_room()) == (1, 0)
@@ -81,8 +80,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     """Nothing of it is committed, and it starts again with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([make_task(what="hang", group=group)])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang", group=group))
         epoch = await bench.read_epoch()
         await bench.control.announce(1)
         await until(lambda: len(bench.script.order) == 2)
@@ -95,8 +93,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
 async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None:
     """Its sessions are another's; the same one may come back to it under a new lease."""
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
-        await bench.control.submit([make_task(what="hang")])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang"))
         epoch = await bench.read_epoch()
         instance = (tmp_path / "instance").read_text()
         twin = NodeRegistration(name="n", slots=1, capacity=1, instance=instance)
@@ -114,8 +111,7 @@ async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
     """Results wait for it on disk, and are committed once when it is back."""
     async with open_bench(tmp_path, lease_s=60.0) as bench:
         bench.script.hold("run")
-        await bench.control.submit([make_task(samples=4)])
-        await bench.wait_in("run", 4)
+        await bench.begin(make_task(samples=4), 4)
         bench.link.away = True
         bench.script.release("run")
         await until(lambda: len(bench.journal) == 4 and bench.node.stats.outages)
@@ -201,8 +197,7 @@ async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -
     async with open_bench(tmp_path, grace_s=0.2) as bench:
         bench.node.leave_s = 0.1
         bench.script.hold("run")
-        await bench.control.submit([make_task()])
-        await bench.wait_in("run")
+        await bench.begin(make_task())
         bench.link.away = True
         bench.script.release("run")
         bench.node.drain()
@@ -227,12 +222,10 @@ async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         bench.script.hold("run")
-        await bench.control.submit([make_task("a")])
-        await bench.wait_in("run")
+        await bench.begin(make_task("a"))
         barrier = await bench.control.pause(PauseMode.ABORT, within_s=5)
         assert (barrier.applied, barrier.missing) == (("n",), ())
-        await bench.control.submit([make_task("b")])
-        await bench.wait_in("run", 2)
+        await bench.begin(make_task("b"), 2)
         slots = [session.slots for session in bench.node.runner.sessions.values()]
         assert [one.paused for one in slots] == [True, True]
         await bench.control.announce(3)
@@ -274,8 +267,7 @@ async def test_slow_evaluations_do_not_hold_up_agents(tmp_path: Path) -> None:
 async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
     """Of a log that nobody followed 64 KiB, of a followed one all from there on."""
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([make_task(what="hang")])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang"))
         [session] = bench.node.runner.sessions.values()
         assert session.slots.agent_log is not None
         text = b"".join(b"%07d\n" % number for number in range(20_000))

@@ -12,7 +12,7 @@ import pytest
 
 from commands import run_command
 from recording.verify.recorded import work
-from served import Served, serve, spoil
+from served import Served, flip_bit, serve, spoil
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:
@@ -75,9 +75,7 @@ async def test_recordings_are_read_too(tmp_path: Path, *, damaged: bool) -> None
     await work(tmp_path / "node")
     (path,) = (tmp_path / "node").glob("*.rec")
     if damaged:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        flip_bit(path)
     async with serve_in(tmp_path):
         pass
     code, report = await check(tmp_path, "--recordings", tmp_path / "node")
