@@ -149,11 +149,12 @@ class Idler:
         self.applied = 0
 
     @classmethod
-    async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
+    async def join(
+        cls, control: ControlPlane, name: str = "node", *, room: int = 8, **fields: str
+    ) -> Idler:
         """Register a node."""
-        welcome = await control.dispatcher.register(
-            NodeRegistration(name=name, slots=room, capacity=room)
-        )
+        hello = NodeRegistration(name=name, slots=room, capacity=room, **fields)
+        welcome = await control.dispatcher.register(hello)
         idler = cls(control, welcome.node, room)
         idler.applied = welcome.control.generation
         return idler

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +13,6 @@ from tugline.protocol import (
     EventKind,
     EventQuery,
     HeldSession,
-    NodeRegistered,
-    NodeRegistration,
     PauseMode,
     Release,
     Renewal,
@@ -98,20 +96,15 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
 
 async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
     """Two folders are two nodes; a restart takes over at once, another folder after the lease."""
-
-    def join(instance: str) -> Awaitable[NodeRegistered]:
-        one = NodeRegistration(name="a", slots=1, capacity=1, instance=instance)
-        return control.dispatcher.register(one)
-
-    first = await join("one")
+    first = await Idler.join(control, "a", instance="one")
     with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
-        await join("two")
-    again = await join("one")
+        await Idler.join(control, "a", instance="two")
+    again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):
-        await control.dispatcher.renew(first.node, Renewal(held=(), applied=0))
-    await control.dispatcher.renew(again.node, Renewal(held=(), applied=0))
+        await first.renew()
+    await again.renew()
     await pass_time(control, 31.0)
-    await join("two")
+    await Idler.join(control, "a", instance="two")
 
 
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
@@ -387,8 +380,7 @@ async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
     """No task waits for its failures; a session that works there ends it."""
-    hello = NodeRegistration(name="bare", slots=8, capacity=8, problem="no bwrap on PATH")
-    node = Idler(control, (await control.dispatcher.register(hello)).node, 8)
+    node = await Idler.join(control, problem="no bwrap on PATH")
     await control.submit([a_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
     [view] = await control.database.read(nodes.list_views)
