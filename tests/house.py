@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from leased import a_task
 from served import TOKENS, result, serve
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api
-from tugline.types import PluginSpec, Status, Task
+from tugline.types import Status, Task
 
 
 class House:
@@ -43,24 +44,21 @@ class House:
 
     async def finish(self, *, limit: int = 100, wait_s: float = 5.0, **rewards: float) -> list[str]:
         """Play a node that runs what is queued; `rewards` by session, with ``_`` for ``-``."""
-        async with NodeClient(self.url, TOKENS.join) as node:
-            welcome = await node.register(
-                NodeRegistration(name="played", slots=limit, capacity=limit)
-            )
-            ask = LeaseRequest(capacity=limit, applied=welcome.control.generation, wait_s=wait_s)
-            work = (await node.lease(welcome.node, ask)).work
+        async with leased(self.url, limit, wait_s) as (node, _, *work):
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
             return [one.session.id for one in work]
 
 
 @contextlib.asynccontextmanager
-async def leased(house: House) -> AsyncIterator[tuple[NodeClient, str, Work]]:
-    """A node that holds one session: its connection, its id, and the session."""
-    async with NodeClient(house.url, TOKENS.join) as node:
-        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
-        yield node, welcome.node, work
+async def leased(
+    url: str, room: int = 1, wait_s: float = 5.0
+) -> AsyncIterator[tuple[NodeClient, str, *tuple[Work, ...]]]:
+    """A node that holds what is queued: its connection, its id, and the sessions."""
+    async with NodeClient(url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="n", slots=room, capacity=room))
+        ask = LeaseRequest(capacity=room, applied=welcome.control.generation, wait_s=wait_s)
+        yield node, welcome.node, *(await node.lease(welcome.node, ask)).work
 
 
 async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
@@ -76,5 +74,4 @@ def held(*work: Work) -> tuple[HeldSession, ...]:
 
 def task(name: str = "t", **changes: object) -> Task:
     """A task of one sample."""
-    part = PluginSpec("tests")
-    return Task(id=name, instruction="do", harness=PluginSpec("shell"), evaluator=part, **changes)
+    return a_task(name, **changes)

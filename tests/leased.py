@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -11,38 +12,29 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-import zstandard
+from msgspec.structs import replace
 
+import served
 from tugline.protocol import (
     Commit,
     HeldSession,
     LeaseRequest,
     LeaseResponse,
     NodeRegistration,
+    Page,
     Release,
     Renewal,
     Work,
 )
 from tugline.server.control import ControlPlane, expire
+from tugline.server.store import results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
-from tugline.types import (
-    HANDLING,
-    Boundary,
-    Cause,
-    Failure,
-    Ledger,
-    PluginSpec,
-    Reward,
-    Session,
-    Status,
-    Task,
-    Trajectory,
-    encode,
-)
+from tugline.server.store.results import End
+from tugline.types import HANDLING, Boundary, Cause, Failure, PluginSpec, Session, Status, Task
 
 Open = Callable[..., ControlPlane]
-"""Makes a control plane on the same store, as often as it is called, in a folder of a name."""
+"""Makes a control plane on the same store, as often as it is called."""
 on_postgres = pytest.mark.parametrize("store_url", ["postgres"], indirect=True)
 """Only there, several servers share a store."""
 Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
@@ -50,27 +42,39 @@ Earlier = Callable[[int], AbstractAsyncContextManager[Database]]
 
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
-    """A task that is never run."""
+    """A task; one that is never run, unless `fields` say how."""
     parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
-    return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
+    return Task(**{"id": name, "instruction": "Mend it", "samples": samples, **parts, **fields})
 
 
-def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
-           status: Status = Status.COMPLETED, ledger: Ledger | None = None) -> bytes:  # fmt: skip
+def result(
+    of: Session,
+    failure: Boundary | Cause | None = None,
+    *,
+    reward: float | None = 1.0,
+    **fields: Any,
+) -> bytes:
     """An encoded result, as a node commits it."""
-    cause = failure if isinstance(failure, Cause) else None
-    boundary = HANDLING[cause].boundary if cause else failure
-    trajectory = Trajectory(
-        session=session.id,
-        task=session.task,
-        sample=session.sample,
-        status=Status.FAILED if failure else status,
-        traces=(),
-        ledger=ledger or Ledger(),
-        reward=None if reward is None or failure else Reward(reward),
-        failure=Failure(Boundary(boundary), "it broke", cause) if boundary else None,
-    )
-    return zstandard.ZstdCompressor().compress(encode(trajectory))
+    if failure is not None:
+        cause = failure if isinstance(failure, Cause) else None
+        boundary = HANDLING[cause].boundary if cause else Boundary(failure)
+        fields |= {"status": Status.FAILED, "failure": Failure(boundary, "it broke", cause)}
+        reward = None
+    return served.result(of.id, of.task, of.sample, reward, **fields)
+
+
+def submit(tx: Tx, *batch: Task) -> None:
+    """Submit tasks together."""
+    tasks.submit(tx, [tasks.pack(task) for task in batch])
+
+
+def finish(
+    tx: Tx, session: str, reward: float | None = None, failure: str = "", **end: Any
+) -> None:
+    """End a session, with a failure if its text is given."""
+    status = Status.FAILED if failure else Status.COMPLETED
+    broken = Failure(Boundary.AGENT, failure) if failure else None
+    results.finish(tx, sessions.get(tx, session), End(status, broken, reward, **end))
 
 
 @contextlib.contextmanager
@@ -98,6 +102,17 @@ def limited_files(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+async def read_pages(control: ControlPlane, op: Callable[..., Page], query: Any) -> list[str]:
+    """Ids on all pages from `query` on."""
+    ids: list[str] = []
+    while True:
+        page = await control.database.read(op, query)
+        ids += [one.id for one in (*page.tasks, *page.sessions)]
+        if page.next is None:
+            return ids
+        query = replace(query, after=page.next)
+
+
 class Clock:
     """A clock of the database that a test moves forward."""
 
@@ -115,10 +130,13 @@ async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 3
     await control.database.write(expire, lease_s=lease_s)
 
 
-async def until_waiting(control: ControlPlane, topic: str) -> None:
-    """Until somebody waits for `topic`."""
-    async with asyncio.timeout(10):
-        while topic not in control.database.hub.topics:  # noqa: ASYNC110 - it tells nobody
+async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Wait until a check, which may be asynchronous, is true."""
+    async with asyncio.timeout(within_s):
+        while True:
+            value = check()
+            if await value if inspect.isawaitable(value) else value:
+                return
             await asyncio.sleep(0.005)
 
 
@@ -131,11 +149,12 @@ class Idler:
         self.applied = 0
 
     @classmethod
-    async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
+    async def join(
+        cls, control: ControlPlane, name: str = "node", *, room: int = 8, **fields: str
+    ) -> Idler:
         """Register a node."""
-        welcome = await control.dispatcher.register(
-            NodeRegistration(name=name, slots=room, capacity=room)
-        )
+        hello = NodeRegistration(name=name, slots=room, capacity=room, **fields)
+        welcome = await control.dispatcher.register(hello)
         idler = cls(control, welcome.node, room)
         idler.applied = welcome.control.generation
         return idler
@@ -161,7 +180,7 @@ class Idler:
     async def start_asking(self, **settings: Any) -> asyncio.Task[LeaseResponse]:
         """Request a lease; returns once the request waits at the server."""
         asking = asyncio.create_task(self.ask(**{"wait_s": 60.0, **settings}))
-        await until_waiting(self.control, f"node:{self.node}")
+        await until(lambda: f"node:{self.node}" in self.control.database.hub.topics)
         await self.control.database.write(lambda _tx: None)  # its renewal is committed
         await asyncio.sleep(0.01)
         return asking

@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from leased import a_task
 from rig import RENDERING, Play, says, until
+from served import make_control
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -21,10 +24,8 @@ from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Tracer
 from tugline.protocol import ResultQuery
 from tugline.rollout.parts import Parts
-from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store.database import open_database
 from tugline.testing import ScriptedEngine
 from tugline.types import PluginSpec, Task
 from tugline.web.serve import serve
@@ -41,16 +42,12 @@ CALL = (
 
 def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "default") -> Task:
     """A task whose agent runs `script`; its files pass their test."""
-    return Task(
-        id=name,
-        instruction="",
-        harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
-        evaluator=PluginSpec("tests"),
-        runtime=PluginSpec("local"),  # a script may look at the folder that it is in
-        files={"test_it.py": "def test_it():\n    pass\n"},
-        samples=samples,
-        tenant=tenant,
-    )
+    parts = {
+        "harness": PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
+        "runtime": PluginSpec("local"),  # a script may look at the folder that it is in
+        "files": {"test_it.py": "def test_it():\n    pass\n"},
+    }
+    return a_task(name, samples, tenant=tenant, **parts)
 
 
 Values = dict[tuple[str, ...], float]
@@ -81,16 +78,12 @@ class Observed:
     async def run(self, *tasks: Task) -> None:
         """Submit, and wait until all of it is over."""
         await self.control.submit(tasks)
-        wanted = sum(each.samples for each in tasks)
-        names = [each.id for each in tasks]
-        async with asyncio.timeout(60):
-            seen = 0
-            cursor = 0
-            while seen < wanted:
-                found = await self.control.results(
-                    ResultQuery(after=cursor, wait_s=5, task=tuple(names))
-                )
-                seen, cursor = seen + len(found.items), found.cursor
+        left = sum(each.samples for each in tasks)
+        query = ResultQuery(after=0, wait_s=60, task=tuple(each.id for each in tasks))
+        while left > 0:
+            found = await self.control.results(query)
+            assert found.items, "nothing has ended within a minute"
+            left, query = left - len(found.items), replace(query, after=found.cursor)
 
 
 @contextlib.asynccontextmanager
@@ -99,14 +92,12 @@ async def observed(
 ) -> AsyncIterator[Observed]:
     """All of it, up while the block lasts."""
     engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
-    database = open_database(f"sqlite:{folder / 'server.db'}")
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = await enter(serve(create_app(engine, model_name="scripted")))
-        pages = ServerMetrics(database)
-        control = await enter(
-            ControlPlane(database, open_blobs(str(folder / "blobs")), folder=folder)
-        )
+        control = make_control(f"sqlite:{folder / 'server.db'}", folder)
+        pages = ServerMetrics(control.database)
+        await enter(control)
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )
@@ -117,7 +108,7 @@ async def observed(
         pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:
-            await until(lambda: node.id)
+            await until(lambda: node.id, 20)
             yield Observed(control, node, gateway, metrics, engines, pages)
         finally:
             node.drain()

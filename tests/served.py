@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from tugline.server.metrics import ServerMetrics
 from tugline.server.settings import ServerSettings
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task
-from tugline.types import Ledger, Reward, Status, Trajectory, encode
+from tugline.types import Ledger, Reward, Status, Task, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
 TASK = {
@@ -93,10 +93,11 @@ class Served:
         return msgspec.json.decode(response.body, type=NodeRegistered)
 
     async def lease(
-        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int = 0
+        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0, applied: int | None = None
     ) -> LeaseResponse:
         """Work for a node, once there is some; at once if there are orders after `applied`."""
-        how = {"capacity": room, "wait_s": wait_s, "applied": applied}
+        known = node.control.generation if applied is None else applied
+        how = {"capacity": room, "wait_s": wait_s, "applied": known}
         response = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
         assert response.status == 200, response
         return msgspec.json.decode(response.body, type=LeaseResponse)
@@ -132,28 +133,42 @@ class Served:
         return [one.session.id for one in work]
 
 
-def result(session: str, task: str, sample: int = 0, reward: float = 1.0) -> bytes:
+def result(
+    session: str, task: str, sample: int = 0, reward: float | None = 1.0, **fields: Any
+) -> bytes:
     """A trajectory as its node sends it."""
-    trajectory = Trajectory(
-        session=session,
-        task=task,
-        sample=sample,
-        status=Status.COMPLETED,
-        traces=(),
-        ledger=Ledger(),
-        reward=Reward(reward),
-    )
+    rest = {"status": Status.COMPLETED, "traces": (), "ledger": Ledger(), **fields}
+    verdict = None if reward is None else Reward(reward)
+    trajectory = Trajectory(session=session, task=task, sample=sample, reward=verdict, **rest)
     return zstandard.compress(encode(trajectory))
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def spoil(folder: Path, damaged: str, lost: str) -> str:
     """Change one bit of a session's result and remove that of another; the name of the first."""
     next(folder.rglob(f"{lost}.*")).unlink()
     path = next(folder.rglob(f"{damaged}.*"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_bit(path)
     return path.name
+
+
+def make_control(
+    store: str,
+    folder: Path,
+    *,
+    clock: Callable[[], float] | None = None,
+    check: Callable[[Task], None] = lambda _task: None,
+    **settings: Any,
+) -> ControlPlane:
+    """A control plane with all its files in a folder, which takes any task."""
+    parts = open_database(store, clock=clock), open_blobs(str(folder / "blobs"))
+    return ControlPlane(*parts, folder=folder, check=check, settings=ServerSettings(**settings))
 
 
 @asynccontextmanager
@@ -161,15 +176,10 @@ async def serve(
     store: str, folder: Path, *, port: int = 0, **settings: Any
 ) -> AsyncIterator[Served]:
     """A server with metrics, and somebody who asks."""
+    connector = aiohttp.TCPConnector(limit=0)
     async with (
-        ControlPlane(
-            open_database(store),
-            open_blobs(str(folder / "blobs")),
-            folder=folder,
-            check=check_task,
-            settings=ServerSettings(**settings),
-        ) as control,
-        aiohttp.ClientSession() as http,
+        make_control(store, folder, check=check_task, **settings) as control,
+        aiohttp.ClientSession(connector=connector) as http,
     ):
         app = Api(control, TOKENS, ServerMetrics(control.database))
         async with serve_api(app, port=port) as url:

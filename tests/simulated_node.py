@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from calls import make_call
+from leased import a_task, until
+from served import make_control
 from tugline.errors import ServerError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.engine import Opened, SessionState
@@ -21,39 +22,19 @@ from tugline.protocol import ResultQuery, SessionView
 from tugline.recording.records import RecordedResult
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import (
-    MAX_READ_BYTES,
-    Content,
-    Exit,
-    PausableTimeout,
-    Runtime,
-    Sandbox,
-    SandboxSpec,
-    enforce_timeout,
-)
-from tugline.sandbox.files import write_files
-from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.server.blobs import open_blobs
+from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
+from tugline.sandbox.local import LocalRuntime, LocalSandbox
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.server.control import ControlPlane
-from tugline.server.settings import ServerSettings
 from tugline.server.store import sessions, stats
-from tugline.server.store.database import open_database
 from tugline.types import Call, Group, Limits, PluginSpec, Reward, Session, Status, Task, Trajectory
 
-NO_GROUP = Group()
+GROUP = Group()
 
 
-@contextlib.asynccontextmanager
-async def open_plane(folder: Path, lease_s: float = 1.0) -> AsyncIterator[ControlPlane]:
+def open_plane(folder: Path, lease_s: float = 1.0) -> ControlPlane:
     """A control plane on SQLite."""
-    database = open_database(f"sqlite:{folder / 'server.db'}")
-    async with ControlPlane(
-        database,
-        open_blobs(str(folder / "blobs")),
-        folder=folder,
-        settings=ServerSettings(lease_s=lease_s),
-    ) as control:
-        yield control
+    return make_control(f"sqlite:{folder / 'server.db'}", folder, lease_s=lease_s)
 
 
 class Link:
@@ -61,6 +42,7 @@ class Link:
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.away = control, False
+        self.refusal: ServerError | None = None
         self.requests: list[str] = []
         self.commits = asyncio.Event()
         """Cleared while commits get no answer."""
@@ -69,9 +51,8 @@ class Link:
     def __getattr__(self, name: str) -> Any:
         async def request(*args: Any) -> Any:
             self.requests.append(name)
-            if self.away:
-                msg = "connection refused"
-                raise ServerError(msg)
+            if self.away or self.refusal:
+                raise self.refusal or ServerError("connection refused")
             if name == "commit":
                 await self.commits.wait()
             return await getattr(self.control.dispatcher, name)(*args)
@@ -124,12 +105,13 @@ class HoldingGateway:
         self.actions.append(version)
 
 
-class Script(Harness, Runtime):
+class Script(Harness, LocalRuntime):
     """Harness and runtime, and the state of both and of the evaluator."""
 
     name = "simulated"
 
     def __init__(self, gateway: HoldingGateway) -> None:
+        LocalRuntime.__init__(self)
         self.gateway = gateway
         self.now = {"init": 0, "run": 0, "eval": 0, "sandboxes": 0}
         self.most = dict(self.now)
@@ -165,18 +147,14 @@ class Script(Harness, Runtime):
         """The instruction, and the session's name."""
         return Launch(argv=(context.instruction, context.base_url.rpartition("/")[-1]))
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[Sandbox]:
-        """A sandbox in a folder; the agent's waits in INIT."""
-        for name in ("work", "home", "logs"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> LocalSandbox:
         if directory.name == "agent":
             with self.count("init"):
                 await self.held["init"].wait()
-        with self.count("sandboxes"):
-            yield SimulatedSandbox(self, directory)
+        stack.enter_context(self.count("sandboxes"))
+        return SimulatedSandbox(directory, OverlayWorkspace(directory, None, spec.files), self)
 
 
 class SimulatedEvaluator(Evaluator):
@@ -193,29 +171,17 @@ class SimulatedEvaluator(Evaluator):
         return Verdict(Reward(0.5), {})
 
 
-class SimulatedSandbox(Sandbox):
+class SimulatedSandbox(LocalSandbox):
     """Its program calls the model once, writes a line and ends."""
 
-    def __init__(self, script: Script, directory: Path) -> None:
-        self.workdir, self.home = directory / "work", directory / "home"
-        self.logs = directory / "logs"
-        self._script = script
+    _runtime: Script
 
-    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """Write them."""
-        write_files(Path(root), files)
+    async def start(self) -> None:
+        """Create its folders in no time, so that sessions begin to run in their order."""
+        self._create()
 
-    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """Never called."""
-        return None
-
-    async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """No changes."""
-        return Patch()
-
-    async def expose(self, url: str) -> str:
-        """As it is."""
-        return url
+    async def put(self, *_: object) -> None:
+        """Nothing: its program reads no files."""
 
     async def run(
         self,
@@ -227,7 +193,7 @@ class SimulatedSandbox(Sandbox):
     ) -> Exit:
         """Wait while the gateway or RUN is held, or forever."""
         instruction, session = argv
-        script = self._script
+        script = self._runtime
         script.order.append(session)
         with script.count("run"):
             script.gateway.counts[session] += 1
@@ -260,33 +226,12 @@ class SimulatedParts(Parts):
 
 
 def make_task(
-    name: str = "t",
-    *,
-    what: str = "work",
-    samples: int = 1,
-    group: Group = NO_GROUP,
-    **limits: float,
+    name: str = "t", samples: int = 1, *, what: str = "work", group: Group = GROUP, **limits: float
 ) -> Task:
     """Work for the script."""
-    return Task(
-        id=name,
-        instruction=what,
-        harness=PluginSpec("simulated"),
-        evaluator=PluginSpec("simulated"),
-        samples=samples,
-        group=group,
-        limits=Limits(**limits),
-    )
-
-
-async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait until a check, which may be asynchronous, is true."""
-    async with asyncio.timeout(within_s):
-        while True:
-            value = check()
-            if await value if inspect.isawaitable(value) else value:
-                return
-            await asyncio.sleep(0.005)
+    parts = dict.fromkeys(("harness", "evaluator"), PluginSpec("simulated"))
+    limited = Limits(**limits)
+    return a_task(name, samples, instruction=what, group=group, limits=limited, **parts)
 
 
 class Bench:
@@ -348,6 +293,11 @@ class Bench:
 
         await until(there)
         return {name: unpack(await self.control.trajectory(name)) for name in await self.statuses()}
+
+    async def begin(self, task: Task, count: int = 1) -> None:
+        """Submit a task, and wait until so many sessions run."""
+        await self.control.submit([task])
+        await self.wait_in("run", count)
 
     async def wait_in(self, stage: str, count: int = 1) -> None:
         """Wait until so many sessions are in a stage."""

@@ -1,4 +1,4 @@
-"""Which states may follow each state of a session, as the tests hold servers and nodes to it."""
+"""Which states may follow each state of a session."""
 
 from __future__ import annotations
 

@@ -26,16 +26,14 @@ def up(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
     (folder / "tokens.json").write_text('{"client": "c", "join": "j", "read": "r"}')
 
 
-def test_the_folder_here_is_enough(here: Path) -> None:
-    """Nothing needs to be told on the machine of the server."""
+def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags before the environment, before the folder; a folder that is named before both.
+
+    On the machine of the server nothing needs to be told.
+    """
     up(here / "tugline-data")
     assert find_server() == ("http://127.0.0.1:7700", "c")
     assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700/", "c")
-
-
-def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags before the environment, before the folder; a folder that is named before both."""
-    up(here / "tugline-data")
     up(here / "other", "http://other:1")
     monkeypatch.setenv("TUGLINE_SERVER", "http://env:1")
     monkeypatch.setenv("TUGLINE_TOKEN", "e")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 
 import pytest
 
@@ -16,11 +15,8 @@ from tugline.errors import Missing, UsageError
 
 def test_both_clients_have_the_same_methods() -> None:
     """With the same arguments."""
-    for name, method in inspect.getmembers(Client, inspect.isfunction):
-        if not name.startswith("_"):
-            here = inspect.signature(getattr(SyncClient, name), eval_str=True).parameters
-            there = inspect.signature(method, eval_str=True).parameters
-            assert list(here.values()) == list(there.values()), name
+    for name in (name for name in vars(Client) if not name.startswith("_")):
+        assert getattr(SyncClient, name).__wrapped__ is getattr(Client, name)
 
 
 async def test_it_does_what_the_other_one_does(house: House) -> None:

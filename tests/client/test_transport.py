@@ -13,16 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from tugline import errors
 from tugline.client.transport import Transport
-from tugline.errors import (
-    Conflict,
-    FencedError,
-    Invalid,
-    Missing,
-    QuotaExceeded,
-    ServerError,
-    UsageError,
-)
 from tugline.protocol import Version
 from tugline.web.serve import serve
 
@@ -79,22 +71,22 @@ async def test_what_passes_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("name", "status", "kind"),
     [
-        ("invalid", 422, Invalid),
-        ("missing", 404, Missing),
-        ("conflict", 409, Conflict),
-        ("fenced", 409, FencedError),
-        ("quota", 429, QuotaExceeded),
-        ("unauthorized", 401, ServerError),
-        ("forbidden", 403, ServerError),
-        ("fault", 500, ServerError),
+        ("invalid", 422, errors.Invalid),
+        ("missing", 404, errors.Missing),
+        ("conflict", 409, errors.Conflict),
+        ("fenced", 409, errors.FencedError),
+        ("quota", 429, errors.QuotaExceeded),
+        ("unauthorized", 401, errors.ServerError),
+        ("forbidden", 403, errors.ServerError),
+        ("fault", 500, errors.ServerError),
     ],
 )
 async def test_a_refusal_is_an_error_of_its_class(
-    name: str, status: int, kind: type[ServerError]
+    name: str, status: int, kind: type[errors.ServerError]
 ) -> None:
     """At once, with the field and the words of the server."""
     async with server(lambda _n: problem(name, status, field="0.id")) as (http, requests):
-        with pytest.raises(ServerError, match="why") as raised:
+        with pytest.raises(errors.ServerError, match="why") as raised:
             await http.ask("GET", "/x", Version)
         assert type(raised.value) is kind
         assert (raised.value.status, raised.value.field) == (status, "0.id")
@@ -104,7 +96,7 @@ async def test_a_refusal_is_an_error_of_its_class(
 async def test_a_silent_server_is_given_up_at_the_deadline() -> None:
     """Each attempt ends by itself; no attempt begins after the deadline."""
     async with server(lambda _n: None, deadline_s=0.2) as (http, requests):
-        with pytest.raises(ServerError, match="cannot be reached"):
+        with pytest.raises(errors.ServerError, match="cannot be reached"):
             await http.ask("GET", "/x", Version, wait_s=0.1)
         assert len(requests) == 1
 
@@ -123,11 +115,11 @@ async def test_what_a_proxy_says_is_no_refusal(status: int) -> None:
 async def test_a_foreign_server_is_told_apart() -> None:
     """An answer that is none of ours is quoted, not taken for a success."""
     async with server(lambda _n: PlainTextResponse("<html>hello")) as (http, _):
-        with pytest.raises(ServerError, match="is it a Tugline server"):
+        with pytest.raises(errors.ServerError, match="is it a Tugline server"):
             await http.ask("GET", "/x", Version)
     page = PlainTextResponse("no such page", 404)
     async with server(lambda _n: page, deadline_s=0.5) as (http, _):
-        with pytest.raises(ServerError, match="404 Not Found: no such page"):
+        with pytest.raises(errors.ServerError, match="404 Not Found: no such page"):
             await http.ask("GET", "/x", Version)
-    with pytest.raises(UsageError, match="must be a URL"):
+    with pytest.raises(errors.UsageError, match="must be a URL"):
         Transport("localhost:7700", "t", deadline_s=1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 
 import pytest
 
@@ -52,19 +51,6 @@ def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
     assert load.busy_s == pytest.approx(seconds)
 
 
-class Reports:
-    """Engines that report what a test wants."""
-
-    def __init__(self, *loads: EngineLoad) -> None:
-        self.loads: Sequence[EngineLoad] = loads
-        self.polls = 0
-
-    async def __call__(self) -> Sequence[EngineLoad]:
-        """Count, and report it."""
-        self.polls += 1
-        return self.loads
-
-
 async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
     """So many agents that are admitted, or wait, once all others of this loop had a turn."""
 
@@ -94,13 +80,18 @@ async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
 )
 async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
     """As many as fit the queue and the KV memory of any engine; all, if none reports."""
-    reports = Reports(*engines)
-    gate = Admission(reports, waiting=4)
+    polls: list[float] = []
+
+    async def poll() -> list[EngineLoad]:
+        polls.append(0.0)
+        return engines
+
+    gate = Admission(poll, waiting=4)
     gate.clock = lambda: 0.0
     gate.running = 6
     tasks = await start(gate, 9)
     assert sum(task.done() for task in tasks) == admitted
-    assert (reports.polls, gate.running, gate.waiting) == (1, 6, 9 - admitted)
+    assert (len(polls), gate.running, gate.waiting) == (1, 6, 9 - admitted)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -108,12 +99,16 @@ async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
 
 async def test_the_gate_opens_again() -> None:
     """Those that wait are admitted after a later poll, and the time they waited is known."""
-    reports = Reports(EngineLoad(9, 0.0))
-    gate = Admission(reports, waiting=4)
+    load = EngineLoad(9, 0.0)
+
+    async def poll() -> list[EngineLoad]:
+        return [load]
+
+    gate = Admission(poll, waiting=4)
     gate.clock = map(float, itertools.count()).__next__
     [task] = await start(gate, 1)
     assert gate.waiting == 1
-    reports.loads = [EngineLoad(0, 0.0)]
+    load.waiting = 0
     await asyncio.wait_for(task, 20)
     assert gate.waiting == 0
     assert gate.waited_s > 0

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from leased import until
 from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
@@ -26,14 +27,10 @@ class Disk:
         self.sessions.mkdir()
         self.recordings.mkdir()
         self.needed: set[str] = set()
-        self.stats = Stats()
-        self.free_gb = 1000.0
+        self.stats, self.free_gb = Stats(), 1000.0
+        limits = NodeSettings(**{"disk_floor_gb": 0.0, **settings})
         self.housekeeping = Housekeeping(
-            self.sessions,
-            self.recordings,
-            NodeSettings(**{"disk_floor_gb": 0.0, **settings}),
-            self.stats,
-            self.needed.__contains__,
+            *(self.sessions, self.recordings, limits, self.stats, self.needed.__contains__),
             read_free_bytes=lambda _folder: int(self.free_gb * (1 << 30)),
         )
 
@@ -99,17 +96,13 @@ async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
             sandbox.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
         )
         log = sandbox.logs / "agent.log"
-        async with asyncio.timeout(10):
-            while not (log.exists() and log.read_text().strip()):  # noqa: ASYNC110 - a program's
-                await asyncio.sleep(0.01)
+        await until(lambda: log.exists() and log.read_text().strip())
         pid = int(log.read_text())
         ended = await asyncio.to_thread(disk.housekeeping.reap, Parts(), ["journaled.1"])
         assert ended >= 2
         await running
     assert start_time(pid) is None or _is_dead(pid)
-    assert not (disk.sessions / "orphan.1").exists()
-    assert (disk.sessions / "done.1").exists()
-    assert (disk.sessions / "journaled.1").exists()
+    assert disk.left == ["done.1", "done.1.rec", "journaled.1", "journaled.1.rec"]
 
 
 def _is_dead(pid: int) -> bool:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import aiohttp
 
-from observed import CALL, observed, read, task
+from observed import CALL, observed, read, task, until
 from tugline.node.admission import EngineLoad
+from tugline.types import Status
 from tugline.web.serve import serve
 
 
 async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
-    """Stages, tokens, calls and failures are those of three real sessions, of which one broke."""
+    """Stages, tokens, calls and failures are those of three real sessions, of which one broke.
+
+    In one process one page has the server and its node, and every metric once.
+    """
     async with observed(tmp_path) as rig:
         await rig.run(task("good", samples=2), task("bad", "exit(3)"))
-        found = read(await rig.metrics.render())
+        page = await rig.pages.page()
         stats = rig.node.stats
+    names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    found = read(page)
+    assert found["tugline_sessions"]["completed",] == 2
     assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
     assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
     assert found["tugline_node_leases_total"]["leased",] == 4
@@ -39,15 +46,13 @@ async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
     script = f"{CALL}\nimport time; time.sleep(3)"
     async with observed(tmp_path) as rig:
         await rig.control.submit([task("slow", script, samples=3)])
-        async with asyncio.timeout(20):
-            while True:
-                found = read(await rig.metrics.render())
-                sessions = found["tugline_node_stage_sessions"]
-                if sessions["run",] == 2 and found["tugline_node_stage_waiting"]["run",] == 1:
-                    break
-                await asyncio.sleep(0.05)
-        assert sessions["ready",] == 1
-        assert found["tugline_node_sessions"][()] == 3
+        stages = rig.node.pools.by_stage
+        await until(lambda: stages[Status.RUN].waiting == 1, 20)
+        found = read(await rig.metrics.render())
+    sessions = found["tugline_node_stage_sessions"]
+    assert (sessions["run",], sessions["ready",]) == (2, 1)
+    assert found["tugline_node_stage_waiting"]["run",] == 1
+    assert found["tugline_node_sessions"][()] == 3
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from simulated_node import Bench, make_task, open_bench, open_plane, until
+from leased import until
+from simulated_node import Bench, make_task, open_bench, open_plane
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
 from tugline.node.housekeeping import COMMITTED
-from tugline.protocol import NodeRegistration, PauseMode, ResultQuery
+from tugline.protocol import NodeRegistration, PauseMode
 from tugline.server.store import leases, nodes, results
 from tugline.types import Boundary, Group, Stale, Status
 
@@ -38,8 +38,7 @@ async def test_a_node_does_its_work(tmp_path: Path) -> None:
 async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
     """No more run than there are slots, one more is ready, and no more is leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
-        await bench.control.submit([make_task(what="hang", samples=9)])
-        await bench.wait_in("run", 2)
+        await bench.begin(make_task(what="hang", samples=9), 2)
         pools = bench.node.pools
         await until(lambda: len(pools.members) == 3)
         assert (pools.count({None, Status.INIT}), pools.count_room()) == (1, 0)
@@ -81,8 +80,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
     """Nothing of it is committed, and it starts again with the new weights."""
     group = Group(max_staleness=0, on_stale=Stale.ABORT)
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([make_task(what="hang", group=group)])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang", group=group))
         epoch = await bench.read_epoch()
         await bench.control.announce(1)
         await until(lambda: len(bench.script.order) == 2)
@@ -95,8 +93,7 @@ async def test_a_stale_session_is_released(tmp_path: Path) -> None:
 async def test_a_lost_node_drops_all_and_registers_again(tmp_path: Path) -> None:
     """Its sessions are another's; the same one may come back to it under a new lease."""
     async with open_bench(tmp_path, slots=1, ready_max=0) as bench:
-        await bench.control.submit([make_task(what="hang")])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang"))
         epoch = await bench.read_epoch()
         instance = (tmp_path / "instance").read_text()
         twin = NodeRegistration(name="n", slots=1, capacity=1, instance=instance)
@@ -114,8 +111,7 @@ async def test_work_goes_on_without_the_server(tmp_path: Path) -> None:
     """Results wait for it on disk, and are committed once when it is back."""
     async with open_bench(tmp_path, lease_s=60.0) as bench:
         bench.script.hold("run")
-        await bench.control.submit([make_task(samples=4)])
-        await bench.wait_in("run", 4)
+        await bench.begin(make_task(samples=4), 4)
         bench.link.away = True
         bench.script.release("run")
         await until(lambda: len(bench.journal) == 4 and bench.node.stats.outages)
@@ -201,8 +197,7 @@ async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -
     async with open_bench(tmp_path, grace_s=0.2) as bench:
         bench.node.leave_s = 0.1
         bench.script.hold("run")
-        await bench.control.submit([make_task()])
-        await bench.wait_in("run")
+        await bench.begin(make_task())
         bench.link.away = True
         bench.script.release("run")
         bench.node.drain()
@@ -227,12 +222,10 @@ async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
     async with open_bench(tmp_path) as bench:
         await until(lambda: bench.node.id)
         bench.script.hold("run")
-        await bench.control.submit([make_task("a")])
-        await bench.wait_in("run")
+        await bench.begin(make_task("a"))
         barrier = await bench.control.pause(PauseMode.ABORT, within_s=5)
         assert (barrier.applied, barrier.missing) == (("n",), ())
-        await bench.control.submit([make_task("b")])
-        await bench.wait_in("run", 2)
+        await bench.begin(make_task("b"), 2)
         slots = [session.slots for session in bench.node.runner.sessions.values()]
         assert [one.paused for one in slots] == [True, True]
         await bench.control.announce(3)
@@ -274,8 +267,7 @@ async def test_slow_evaluations_do_not_hold_up_agents(tmp_path: Path) -> None:
 async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
     """Of a log that nobody followed 64 KiB, of a followed one all from there on."""
     async with open_bench(tmp_path) as bench:
-        await bench.control.submit([make_task(what="hang")])
-        await bench.wait_in("run")
+        await bench.begin(make_task(what="hang"))
         [session] = bench.node.runner.sessions.values()
         assert session.slots.agent_log is not None
         text = b"".join(b"%07d\n" % number for number in range(20_000))
@@ -299,14 +291,9 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
 
 async def test_a_server_that_refuses_the_node_ends_it(tmp_path: Path) -> None:
     """A wrong token is nothing to wait for."""
-
-    async def register(_registration: Any) -> None:
-        msg = "the join token is wrong"
-        raise ServerError(msg, status=401)
-
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
-        bench.link.register = register  # type: ignore[attr-defined]
+        bench.link.refusal = ServerError("the join token is wrong", status=401)
         with pytest.raises(ServerError, match="join token"):
             await asyncio.wait_for(bench.node.run(), 20)
 
@@ -323,33 +310,18 @@ async def test_a_rollout_that_raises_is_a_result(tmp_path: Path) -> None:
     assert result.status is Status.COMPLETED
 
 
-# --------------------------------------------------------------------------- a restored store
-async def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
-    """A session that is leased again begins in an empty folder."""
-    async with open_plane(tmp_path) as control:
-        bench = Bench(tmp_path, control)
-        async with bench.working():
-            await control.submit([make_task()])
-            with sqlite3.connect(tmp_path / "server.db") as live:
-                live.backup(backup := sqlite3.connect(tmp_path / "backup.db"))
-            backup.close()
-            await bench.wait_for_results(1)
-            position = (await control.results(ResultQuery())).cursor
-    (folder,) = (tmp_path / "sessions").glob("t-0.*")
-    (folder / "left").write_text("of the first run")
-    for name in ("server.db-wal", "server.db-shm"):
-        (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / "backup.db").replace(tmp_path / "server.db")
-    async with open_plane(tmp_path) as control:
-        assert (await control.results(ResultQuery())).items == ()
-        bench = Bench(tmp_path, control)
-        async with bench.working():
-            await bench.wait_for_results(1)
-            again = await control.results(ResultQuery(after=position))
-        assert [item.session for item in again.items] == ["t-0"], "new results stand after old ones"
-        epoch = await bench.read_epoch()
-    assert f"t-0.{epoch}" >= folder.name
-    assert not (tmp_path / "sessions" / f"t-0.{epoch}" / "left").exists()
+async def test_a_session_begins_in_an_empty_folder(tmp_path: Path) -> None:
+    """A restored store may give out an epoch again, whose folder is still there."""
+    async with open_bench(tmp_path) as bench:
+        await until(lambda: bench.node.id)
+        now = int(time.time()) - leases.EPOCHS_FROM
+        for epoch in range(now, now + 60):
+            (tmp_path / "sessions" / f"t-0.{epoch}" / "left").mkdir(parents=True)
+        await bench.control.submit([make_task()])
+        await bench.wait_for_results(1)
+        begun = tmp_path / "sessions" / f"t-0.{await bench.read_epoch()}"
+    assert {path.name for path in begun.iterdir()} >= {"agent", COMMITTED}
+    assert not (begun / "left").exists()
 
 
 async def test_a_node_says_when_it_joins_that_it_has_no_sandboxes(tmp_path: Path) -> None:

@@ -58,46 +58,42 @@ async def test_a_place_given_to_somebody_who_leaves_goes_to_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "run", "most", "target"),
-    [
-        (None, None, None, 1),
-        (None, None, 0, 0),
-        (1.0, 100.0, None, 2),
-        (50.0, 100.0, None, 4),
-        (50.0, 100.0, 9, 6),
-        (500.0, 100.0, 9, 9),
-    ],
+    ("init_s", "most", "target"),
+    [(None, None, 1), (None, 0, 0), (1.0, None, 2), (50.0, None, 4), (50.0, 9, 6), (500.0, 9, 9)],
 )
 async def test_how_many_are_made_ready_ahead(
-    init: float | None, run: float | None, most: int | None, target: int
+    init_s: float | None, most: int | None, target: int
 ) -> None:
     """One until times are known, then slots x INIT / RUN and a margin, up to the bound."""
     node = make_pools(ready_max=most)
-    if init is not None and run is not None:
-        node.mean_s[Status.INIT].add(init)
-        node.mean_s[Status.RUN].add(run)
+    if init_s is not None:
+        node.mean_s[Status.INIT].add(init_s)
+        node.mean_s[Status.RUN].add(100.0)
     assert node.target == target
 
 
-async def test_room_is_what_can_begin_at_once() -> None:
+@pytest.mark.parametrize(
+    ("passed", "available_mb", "room"),
+    [
+        ([], 1e6, 3),
+        ([None] * 3, 1e6, 0),
+        ([Status.INIT] * 3, 1e6, 2),  # slots 4 + 1 ahead - 3
+        ([Status.INIT] * 3, 0.0, 1),
+        ([Status.RUN] * 8, 1e6, 0),  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
+    ],
+    ids=["empty", "INIT is full", "one ahead", "little memory", "a jam"],
+)
+def test_room_is_what_can_begin_at_once(
+    passed: list[Status | None], available_mb: float, room: int
+) -> None:
     """As many as INIT takes; with little memory no more than slots are free; behind a jam none."""
-    node = make_pools(max_initializing=3, ready_max=1, max_evaluating=1, max_building=1)
-    assert node.count_room() == 3
+    limits = {"ready_max": 1, "max_evaluating": 1, "max_building": 1}
+    settings = NodeSettings(slots=4, max_initializing=3, **limits)
+    node = Pools(settings, Admission(), read_available_mb=lambda: available_mb)
     with contextlib.ExitStack() as stack:
-        slots = [stack.enter_context(node.enter("a", n, None)) for n in range(3)]
-        assert node.count_room() == 0
-        for one in slots:
-            one.passed = Status.INIT
-        assert node.count_room() == 2  # slots 4 + 1 ahead - 3
-        low = Pools(NodeSettings(slots=4, ready_max=1), Admission(), read_available_mb=lambda: 0.0)
-        assert low.count_room() == 4
-        for one in slots:
-            one.passed = Status.RUN
-        more = [stack.enter_context(node.enter("b", n, None)) for n in range(5)]
-        for one in more:
-            one.passed = Status.RUN
-        assert len(node.members) == 8
-        assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
+        for n, stage in enumerate(passed):
+            stack.enter_context(node.enter("a", n, None)).passed = stage
+        assert node.count_room() == room
     assert not node.members
 
 

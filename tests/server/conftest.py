@@ -14,13 +14,11 @@ import psycopg
 import pytest
 
 from leased import Clock, Earlier, Open
-from tugline.server.blobs import LocalBlobs
+from served import Served, make_control, serve
 from tugline.server.control import ControlPlane
-from tugline.server.settings import ServerSettings
 from tugline.server.store import base, postgres, sqlite
 from tugline.server.store.base import STEPS
 from tugline.server.store.database import Database, open_database
-from tugline.types import Task
 
 with warnings.catch_warnings():
     # Where nobody is logged in it says so when it is imported.
@@ -107,21 +105,10 @@ def open_earlier(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Earlier:
 def open_control(store_url: str, tmp_path: Path) -> Open:
     """Opens the control plane of this test; again, to see what a restart finds."""
 
-    def opened(
-        name: str = "server",
-        *,
-        ahead_s: float | None = 0.0,
-        check: Callable[[Task], None] = lambda _task: None,
-        **settings: Any,
-    ) -> ControlPlane:
+    def opened(*, ahead_s: float | None = 0.0, **settings: Any) -> ControlPlane:
         clock = None if ahead_s is None else Clock(ahead_s)  # None: the server's own
-        return ControlPlane(
-            open_database(store_url, clock=clock),
-            LocalBlobs(tmp_path / "blobs"),
-            folder=tmp_path / name,
-            settings=ServerSettings(**{"callback_hosts": ("*",), **settings}),
-            check=check,
-        )
+        settings = {"callback_hosts": ("*",), **settings}
+        return make_control(store_url, tmp_path, clock=clock, **settings)
 
     return opened
 
@@ -131,3 +118,18 @@ async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
     """A control plane with nothing in it."""
     async with open_control() as control:
         yield control
+
+
+# --------------------------------------------------------------------------- over HTTP
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Served]:
+    """A server with nothing in it, on SQLite."""
+    async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
+async def server_of_each(store_url: str, tmp_path: Path) -> AsyncIterator[Served]:
+    """The same on SQLite and on PostgreSQL."""
+    async with serve(store_url, tmp_path) as served:
+        yield served

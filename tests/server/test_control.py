@@ -4,13 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from leased import Idler, Open, a_task, result
+from leased import Idler, Open, a_task, read_pages, result
 from tugline.errors import Invalid, UsageError
-from tugline.protocol import CommitOutcome, NodeRegistration, SessionQuery, TaskQuery, TaskState
+from tugline.protocol import CommitOutcome, NodeRegistration, TaskQuery, TaskState
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, sessions, stats, tasks
+from tugline.server.store import results, stats, tasks
 from tugline.types import Session, Status, Task
 
 
@@ -22,15 +21,8 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     await control.submit([a_task(name, **(even, odd)[n % 2]) for n, name in enumerate(names)])
     await control.database.write(results.cancel_task, "t3", by="me")
 
-    async def read(**chosen: object) -> list[str]:
-        seen: list[str] = []
-        query = TaskQuery(**chosen, limit=4)
-        while True:
-            page = await control.database.read(tasks.page, query)
-            seen += [task.id for task in page.tasks]
-            if page.next is None:
-                return seen
-            query = replace(query, after=page.next)
+    async def read(**chosen: Any) -> list[str]:
+        return await read_pages(control, tasks.page, TaskQuery(**chosen, limit=4))
 
     assert await read() == names
     assert await read(tenant="x") == names[::2]
@@ -49,6 +41,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     [
         (b"", "not a trajectory"),
         (b"nonsense", "not a trajectory"),
+        (b"\x28\xb5\x2f\xfd garbage", "not a trajectory"),
         (result(Session(id="other-0", task="t", sample=0)), "must name it"),
         (result(Session(id="t-0", task="t", sample=0), status=Status.RUN), "be final"),
         (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "does not say why"),
@@ -95,19 +88,6 @@ async def test_a_node_in_this_process_must_make_sense(control: ControlPlane) -> 
     with pytest.raises(Invalid) as caught:
         await control.dispatcher.register(NodeRegistration(name="a b", slots=0, capacity=1))
     assert [each.field for each in caught.value.problems] == ["name", "slots"]
-
-
-async def test_sessions_are_found(control: ControlPlane) -> None:
-    """By task, by status and by node."""
-    node = await Idler.at_work(control, a_task("t", 3), a_task("u", 2), room=2)
-
-    async def find(**query: Any) -> list[str]:
-        page = await control.database.read(sessions.page, SessionQuery(**query))
-        return [one.id for one in page.sessions]
-
-    assert await find(node=node.node) == ["t-0", "t-1"]
-    assert await find(status=Status.QUEUED) == ["t-2", "u-0", "u-1"]
-    assert await find(task="u") == ["u-0", "u-1"]
 
 
 async def test_a_node_is_asked_for_a_log_that_somebody_reads(control: ControlPlane) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import errno
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -154,51 +152,26 @@ async def test_servers_wake_each_other_on_postgres(postgres_url: str) -> None:
             assert await subscription.wait(asyncio.get_running_loop().time() + 5)
 
 
-async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> None:
-    """SQLite would let it in, and both would give the same nodes orders."""
-    url = f"sqlite:{tmp_path / 'a.db'}"
-    async with open_database(url):
-        with pytest.raises(UsageError, match="used by another server"):
-            async with open_database(url):
-                pass
+def _make_names(path: Path) -> list[Path]:
+    """All names of a file, beside which no lock is left."""
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+    soft, hard, folder = (path.with_name(name) for name in ("soft.db", "hard.db", "folder"))
+    soft.symlink_to(path)
+    hard.hardlink_to(path)
+    folder.symlink_to(path.parent)
+    return [path, soft, hard, folder / path.name]
 
 
-def _run(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """A program that is given the store's URL."""
-    command = [sys.executable, "-c", program, f"sqlite:{path}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path) -> None:
+    """The lock is the file's own: no other name of it, and no deletion beside it, gets around.
 
-
-_OPEN = """
-import asyncio, sys
-from tugline.server.store.database import open_database
-
-async def main():
-    async with open_database(sys.argv[1]):
-        print("two servers")
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("how", ["symlink", "hard link", "folder", "no lock file"])
-async def test_a_second_server_is_refused_by_whatever_name(tmp_path: Path, how: str) -> None:
-    """The lock is the file's own: no other name of it, and no deletion beside it, gets around."""
-    path, other = tmp_path / "a.db", tmp_path / "b.db"
-    async with open_database(f"sqlite:{path}") as database:
-        if how == "symlink":
-            other.symlink_to(path)
-        elif how == "hard link":
-            other.hardlink_to(path)
-        elif how == "folder":
-            (tmp_path / "link").symlink_to(tmp_path)
-            other = tmp_path / "link" / "a.db"
-        else:
-            await asyncio.to_thread(Path(f"{path}.lock").unlink, missing_ok=True)
-            other = path
-        second = await asyncio.to_thread(_run, _OPEN, other)
-        assert second.stdout == ""
-        assert "is used by another server" in second.stderr
+    SQLite would let it in, and both would give the same nodes orders.
+    """
+    async with open_database(f"sqlite:{tmp_path / 'a.db'}") as database:
+        for name in _make_names(tmp_path / "a.db"):
+            with pytest.raises(UsageError, match=rf"{name} is used by another server"):
+                async with open_database(f"sqlite:{name}"):
+                    pass
         await database.write(_add("still here"))
 
 
@@ -234,19 +207,12 @@ async def test_a_store_of_an_earlier_version_is_brought_up_to_date(
             assert (row[0], bytes(row[1]), row[2]) == ("t", b"old", 3600)
 
 
-async def test_a_store_of_a_later_version_is_refused(store_url: str) -> None:
-    """It is left as it is, and the message says which layouts there are."""
-    async with open_database(store_url) as database:
-        if database.name == "sqlite":
-            await database.write(lambda tx: tx.notify())
-        else:
-            await database.write(lambda tx: tx.run("INSERT INTO layout VALUES (99)"))
-    if store_url.startswith("sqlite:"):
-        with sqlite3.connect(store_url.removeprefix("sqlite:")) as db:
-            db.execute("PRAGMA user_version = 99")
-        db.close()
-    with pytest.raises(UsageError, match=f"layout 99, this version reads {len(STEPS)}"):
-        async with open_database(store_url):
+async def test_a_store_of_a_later_version_is_refused(store_url: str, open_earlier: Earlier) -> None:
+    """The message says which layouts there are."""
+    async with open_database(store_url):
+        pass
+    with pytest.raises(UsageError, match=f"layout {len(STEPS)}, this version reads 3"):
+        async with open_earlier(3):
             pass
 
 

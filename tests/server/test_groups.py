@@ -85,28 +85,3 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
     assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
     assert names((await node.ask()).work) == ["t-1"]
-
-
-@pytest.mark.parametrize(
-    ("how", "status"),
-    [
-        ("lost", Status.CANCELLED),
-        ("handed back", Status.CANCELLED),
-        ("failed", Status.FAILED),
-        ("completed", Status.COMPLETED),
-    ],
-)
-async def test_what_is_cancelled_does_not_start_again(
-    control: ControlPlane, how: str, status: Status
-) -> None:
-    """However its attempt ends; a result that came in time is kept as it is."""
-    node = await Idler.at_work(control, a_task("t"), name="a")
-    await control.database.write(results.cancel_task, "t", by="me")
-    if how == "lost":
-        await Idler.join(control, "a")
-    elif how == "handed back":
-        await node.release("t-0")
-    else:
-        await node.commit("t-0", failure=Boundary.INFRASTRUCTURE if how == "failed" else None)
-    assert (await control.database.read(results.get, "t-0")).status is status
-    assert (await control.database.read(tasks.view, "t")).state is TaskState.RELEASED

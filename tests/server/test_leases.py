@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +13,6 @@ from tugline.protocol import (
     EventKind,
     EventQuery,
     HeldSession,
-    NodeRegistered,
-    NodeRegistration,
     PauseMode,
     Release,
     Renewal,
@@ -46,12 +44,10 @@ async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane)
         await control.submit([a_task(f"t{n}")])
         asking.cancel()
         await asyncio.wait([asking])
-    held = set(node.held)
-    for _ in range(10):
-        held |= set(names((await node.ask(wait_s=0.3)).work))
-        if len(held) == 8:
-            break
-    assert len(held) == 8, "as many as it has room for"
+    async with asyncio.timeout(20):
+        while len(node.held) < 8:  # as many as it has room for
+            await node.ask(wait_s=0.3)
+    assert len(node.held) == 8
 
 
 async def test_a_lost_nodes_sessions_go_to_others(control: ControlPlane) -> None:
@@ -100,20 +96,15 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
 
 async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
     """Two folders are two nodes; a restart takes over at once, another folder after the lease."""
-
-    def join(instance: str) -> Awaitable[NodeRegistered]:
-        one = NodeRegistration(name="a", slots=1, capacity=1, instance=instance)
-        return control.dispatcher.register(one)
-
-    first = await join("one")
+    first = await Idler.join(control, "a", instance="one")
     with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
-        await join("two")
-    again = await join("one")
+        await Idler.join(control, "a", instance="two")
+    again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):
-        await control.dispatcher.renew(first.node, Renewal(held=(), applied=0))
-    await control.dispatcher.renew(again.node, Renewal(held=(), applied=0))
+        await first.renew()
+    await again.renew()
     await pass_time(control, 31.0)
-    await join("two")
+    await Idler.join(control, "a", instance="two")
 
 
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
@@ -325,22 +316,6 @@ async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     assert (await control.database.read(stats.counts)).paused
 
 
-@on_postgres
-async def test_work_is_given_across_servers(open_control: Open) -> None:
-    """On PostgreSQL a task that one server takes in wakes a node that waits at another."""
-    async with open_control("one") as one, open_control("other") as other:
-        node = await Idler.join(other)
-        asking = await node.start_asking()
-        await one.submit([a_task("t", 2)])
-        assert len((await asyncio.wait_for(asking, 20)).work) == 2
-        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        waiting = asyncio.ensure_future(
-            one.results(ResultQuery(after=(await one.results(ResultQuery())).cursor, wait_s=10))
-        )
-        await node.commit("t-1")
-        assert [item.session for item in (await asyncio.wait_for(waiting, 20)).items] == ["t-1"]
-
-
 # --------------------------------------------------------------------------- clocks and restarts
 async def test_a_clock_set_back_keeps_no_dead_node(
     open_control: Open, monkeypatch: pytest.MonkeyPatch
@@ -395,18 +370,17 @@ async def test_a_server_that_restarts_for_ever_keeps_no_dead_node(open_control: 
 @on_postgres
 async def test_a_start_beside_a_running_server_renews_nothing(open_control: Open) -> None:
     """Nodes that have time left need none from a second server."""
-    async with open_control("one") as one:
+    async with open_control() as one:
         await Idler.join(one)
         [before] = await one.database.read(nodes.list_views)
-        async with open_control("other") as other:
+        async with open_control() as other:
             [after] = await other.database.read(nodes.list_views)
     assert after.deadline == before.deadline
 
 
 async def test_a_node_without_sandboxes_joins_in_quarantine(control: ControlPlane) -> None:
     """No task waits for its failures; a session that works there ends it."""
-    hello = NodeRegistration(name="bare", slots=8, capacity=8, problem="no bwrap on PATH")
-    node = Idler(control, (await control.dispatcher.register(hello)).node, 8)
+    node = await Idler.join(control, problem="no bwrap on PATH")
     await control.submit([a_task(f"t{n}") for n in range(3)])
     assert (await node.ask(wait_s=0.05)).work == ()
     [view] = await control.database.read(nodes.list_views)

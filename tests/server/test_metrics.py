@@ -3,10 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from leased import Idler, Open, a_task
-from observed import observed, read, task
+from observed import read
 from tugline.protocol import EventQuery
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
@@ -86,13 +85,3 @@ async def test_a_server_counts_from_its_start(open_control: Open) -> None:
         await control.submit([a_task("b")])
         found = read(await metrics.page())
     assert found["tugline_events_total"]["task.accepted",] == 1
-
-
-async def test_one_page_has_the_server_and_its_node(tmp_path: Path) -> None:
-    """In one process one address tells all of it, every metric once."""
-    async with observed(tmp_path) as rig:
-        await rig.run(task("a"))
-        page = await rig.pages.page()
-    names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
-    assert len(names) == len(set(names))
-    assert {"tugline_sessions", "tugline_node_sessions", "tugline_gateway_calls_total"} <= {*names}

@@ -2,70 +2,54 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from leased import Open, a_task
+from leased import Open, a_task, finish, statements, submit
 from tugline.errors import Invalid
 from tugline.protocol import Event, EventKind, EventQuery, ResultQuery, Results
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane, sweep
-from tugline.server.store import events, results, sessions, stats, tasks
+from tugline.server.store import events, results, stats
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.results import End
-from tugline.types import Boundary, Failure, Status, Task
-
-
-def _submit(tx: Tx, batch: list[Task]) -> None:
-    tasks.submit(tx, [tasks.pack(task) for task in batch])
-
-
-def _finish(tx: Tx, session: str, reward: float | None, blob: str = "") -> None:
-    failure = None if reward is not None else Failure(Boundary.RUNTIME, "no disk")
-    status = Status.COMPLETED if failure is None else Status.FAILED
-    end = End(status, failure=failure, reward=reward, sampled=7, digest=session, blob=blob)
-    results.finish(tx, sessions.get(tx, session), end)
 
 
 async def _done(database: Database, **samples: int) -> None:
     """Submit tasks of these names and finish all their samples, the last ones first."""
-    await database.write(_submit, [a_task(name, count) for name, count in samples.items()])
+    await database.write(submit, *(a_task(name, count) for name, count in samples.items()))
     for name, count in samples.items():
         for n in reversed(range(count)):
-            await database.write(_finish, f"{name}-{n}", n / 4)
+            await database.write(finish, f"{name}-{n}", n / 4)
 
 
 def _ids(found: Results) -> list[str]:
     return [item.session for item in found.items]
 
 
-async def test_results_are_read_in_the_order_of_their_commits(database: Database) -> None:
-    """Each page begins after the cursor of the one before, until there is nothing more."""
-    await _done(database, a=3, b=2)
-    seen, cursor = [], 0
-    while (found := await database.read(results.page, cursor, 2)).items:
-        assert found.cursor == found.items[-1].position
-        assert len(found.items) <= 2
-        seen += _ids(found)
-        cursor = found.cursor
-    assert seen == ["a-2", "a-1", "a-0", "b-1", "b-0"]
-    assert found.cursor == cursor, "the cursor stays where there is nothing new"
-
-
-async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) -> None:
-    """As many whole groups as fit, and one in any case."""
-    await _done(database, a=4, b=2, c=2, d=2)
+@pytest.mark.parametrize(
+    ("op", "limit", "expected"),
+    [
+        (results.page, 2, ["a-3 a-2", "a-1 a-0", "b-1 b-0", "c-0"]),
+        (results.groups, 3, ["a-0 a-1 a-2 a-3", "b-0 b-1 c-0"]),
+        (results.groups, 6, ["a-0 a-1 a-2 a-3 b-0 b-1", "c-0"]),
+    ],
+)
+async def test_results_are_read_in_pages(
+    database: Database, op: Callable[..., Results], limit: int, expected: list[str]
+) -> None:
+    """In the order of their commits, or whole groups: as many as fit, and one in any case."""
+    await _done(database, a=4, b=2, c=1)
     pages, cursor = [], 0
-    while (found := await database.read(results.groups, cursor, 3)).items:
-        pages.append([group.id for group in found.groups])
+    while (found := await database.read(op, cursor, limit)).items:
+        pages.append(" ".join(_ids(found)))
         cursor = found.cursor
-    assert pages == [["a"], ["b"], ["c"], ["d"]]
+    assert pages == expected
     assert found.cursor == cursor, "the cursor stays where there is nothing new"
-    found = await database.read(results.groups, 0, 6)
-    assert [group.id for group in found.groups] == ["a", "b"]
 
 
 async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> None:
@@ -100,8 +84,8 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
     """What a crash left behind goes, also what a lost lease had put for the same session."""
-    await database.write(_submit, [a_task("a.b", 2)])
-    await database.write(_finish, "a.b-0", 1.0, "a.b-0.2.new")
+    await database.write(submit, a_task("a.b", 2))
+    await database.write(finish, "a.b-0", 1.0, blob="a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
     for name in ("a.b-0.2.new", "a.b-0.1.old", "a.b-1.1.never", "gone-0.1.x"):
         await blobs.put(name, b"x")
@@ -111,26 +95,30 @@ async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Pa
     assert [path.name for path in (tmp_path / "blobs").glob("*/*")] == ["a.b-0.2.new"]
 
 
+def _explain(tx: Tx, op: Callable[[Tx], object]) -> str:
+    with statements(tx) as seen:
+        op(tx)
+    plans = [tx.execute(f"EXPLAIN QUERY PLAN {sql}", defaultdict(int)) for sql in [*seen]]
+    return "; ".join(row[-1] for plan in plans for row in plan)
+
+
 async def test_pages_use_their_index(tmp_path: Path) -> None:
     """Neither a page nor a filter looks at more rows than it gives back.
 
     PostgreSQL plans by statistics: there, an empty table tells nothing.
     """
-    asked = {
-        "SELECT view FROM results WHERE position > 1 ORDER BY position LIMIT 9": "INDEX",
-        "SELECT view FROM results WHERE position > 1 AND task IN ('a', 'b')"
-        " ORDER BY position LIMIT 9": "results_of_task (task=? AND position>?)",
-        "SELECT id FROM tasks WHERE released > 1 ORDER BY released LIMIT 9": "tasks_released",
-        "SELECT id FROM outbox WHERE state = 'pending' AND host = 'h' AND next_try <= 1"
-        " ORDER BY next_try LIMIT 4": "outbox_due (host=? AND next_try<?)",
-        "SELECT MIN(host) FROM outbox WHERE state = 'pending' AND host > 'h'": "outbox_due (host>?",
-    }
+    page = {"after": 1, "limit": 9}
+    due = partial(events.claim_deliveries, host="h", for_s=1.0, limit=4)
     async with open_database(f"sqlite:{tmp_path / 'tugline.db'}") as database:
-        for sql, index in asked.items():
-            rows = await database.read(lambda tx: tx.all(f"EXPLAIN QUERY PLAN {sql}"))  # noqa: B023
-            plan = " ".join(row[-1] for row in rows)
-            assert "SEARCH" in plan, plan
-            assert index in plan, plan
+        for index, op in {
+            "results USING INDEX sqlite_autoindex": partial(results.page, **page),
+            "results_of_task (task=? AND position>?)": partial(results.page, **page, tasks=["a"]),
+            "tasks_released (released>?)": partial(results.groups, **page),
+            "outbox_due (host=? AND next_try<?)": due,
+            "outbox_due (host>?)": events.next_tries,
+        }.items():
+            plan = await database.write(_explain, op)
+            assert f"SEARCH {index}" in plan or f"INDEX {index}" in plan, plan
 
 
 async def test_a_reader_of_a_wiped_store_sees_all_that_is_new(
@@ -168,10 +156,10 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
         control.events(EventQuery(after=after, task="a", wait_s=9.0)),
     )
     waiting = [asyncio.ensure_future(wait) for wait in waits]
-    await control.database.write(_finish, "b-0", 1.0)
+    await control.database.write(finish, "b-0", 1.0)
     await control.database.read(events.latest)
     assert not any(task.done() for task in waiting)
-    await control.database.write(_finish, "a-0", 1.0)
+    await control.database.write(finish, "a-0", 1.0)
     async with asyncio.timeout(8):
         found, whole, told = await asyncio.gather(*waiting)
     assert _ids(found) == _ids(whole) == ["a-0"]
@@ -183,13 +171,9 @@ async def test_events_tell_what_happened_in_order(database: Database) -> None:
     await _done(database, a=2, b=1)
     found: list[Event] = await database.read(events.page, 0, 100)
     assert [event.position for event in found] == list(range(1, len(found) + 1))
-    assert [(event.kind, event.task) for event in found[2:]] == [
-        (EventKind.RESULT, "a"),
-        (EventKind.RESULT, "a"),
-        (EventKind.RELEASED, "a"),
-        (EventKind.RESULT, "b"),
-        (EventKind.RELEASED, "b"),
-    ]
+    result, released = EventKind.RESULT, EventKind.RELEASED
+    assert [event.kind for event in found[2:]] == [result, result, released, result, released]
+    assert [event.task for event in found[2:]] == ["a", "a", "a", "b", "b"]
     assert await database.read(events.page, 2, 3) == found[2:5]
     of_b = await database.read(events.page, 0, 100, "b")
     assert of_b == [event for event in found if event.task == "b"]

@@ -67,19 +67,6 @@ async def test_what_is_still_to_be_told_is_kept(control: ControlPlane) -> None:
     assert await write(delete, later) == 1
 
 
-async def test_a_consumer_that_died_keeps_nothing_for_ever(control: ControlPlane) -> None:
-    """One that has acknowledged nothing for long no longer counts, and goes on if it returns."""
-    position = await finished(control, "a")
-    delete, later = tasks.delete_finished, time.time() + 60
-    await control.database.write(results.ack, "dead", 0)
-    await control.database.write(results.ack, "trainer", position)
-    assert await control.database.write(delete, later) == 0, "not acknowledged by all"
-    await control.database.write(Tx.run, "UPDATE consumers SET updated = 5 WHERE name = 'dead'")
-    assert await control.database.write(delete, later, alive=5) == 0
-    assert await control.database.write(delete, later, alive=6) == 1
-    assert len(await control.database.read(results.list_consumers)) == 2
-
-
 async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
     """What it had not acknowledged may go once all others have it."""
     await finished(control, "a")
@@ -90,8 +77,8 @@ async def test_a_deleted_consumer_keeps_nothing(control: ControlPlane) -> None:
         await control.database.write(results.delete_consumer, "dead")
 
 
-async def test_retention_counts_consumers_by_its_setting(open_control: Open) -> None:
-    """`keep_consumers_days` is how long one may be silent."""
+async def test_a_consumer_that_died_keeps_nothing_for_ever(open_control: Open) -> None:
+    """After `keep_consumers_days` of silence one no longer counts, and goes on if it returns."""
     minute = 1 / 1440
     async with open_control(keep_tasks_days=minute, keep_consumers_days=10 * minute) as control:
         await finished(control, "a")
@@ -99,3 +86,4 @@ async def test_retention_counts_consumers_by_its_setting(open_control: Open) -> 
         for ahead_s, left in ((500.0, 1), (700.0, 0)):
             await control.delete_old(time.time() + ahead_s)
             assert len((await control.database.read(tasks.page)).tasks) == left
+        assert len(await control.database.read(results.list_consumers)) == 1

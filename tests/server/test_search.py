@@ -3,82 +3,50 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from leased import Earlier, Open, a_task
+from leased import Earlier, Open, a_task, finish, read_pages, submit
 from tugline.errors import Missing
 from tugline.protocol import EventKind, EventQuery, SessionQuery
 from tugline.server.control import ControlPlane
-from tugline.server.store import results, sessions, tasks
+from tugline.server.store import sessions, tasks
 from tugline.server.store.base import Tx
-from tugline.server.store.results import End
-from tugline.types import Boundary, Failure, Status, Task
+from tugline.types import Status, Task
 
 
 def task(name: str, instruction: str, samples: int = 2, **tags: str) -> Task:
     """A task that no node runs."""
-    return replace(a_task(name, samples, tags=tags), instruction=instruction)
-
-
-def submit(tx: Tx, *batch: Task) -> None:
-    """Submit tasks together."""
-    tasks.submit(tx, [tasks.pack(one) for one in batch])
-
-
-def fail(tx: Tx, session: str, message: str) -> None:
-    """End a session with a failure."""
-    end = End(Status.FAILED, Failure(Boundary.AGENT, message))
-    results.finish(tx, sessions.get(tx, session), end)
+    return a_task(name, samples, instruction=instruction, tags=tags)
 
 
 def fill(tx: Tx) -> None:
     """Two tasks of one request, one of another, and a failure."""
     submit(tx, task("a", "Fix calc.py: add() subtracts.", kind="mend"), task("b", "Größe: 77 界"))
     submit(tx, task("c", "Fix the parser; o'neill said: \\ % * \" |", 3))
-    fail(tx, "a-1", "exit code 137: out of memory_x")
+    finish(tx, "a-1", failure="exit code 137: out of memory_x")
 
 
-async def find(control: ControlPlane, q: str, **query: object) -> list[str]:
+async def find(control: ControlPlane, q: str, **query: Any) -> list[str]:
     """Ids of all pages that match."""
-    found: list[str] = []
-    asked = SessionQuery(q=q, **query)  # type: ignore[arg-type]
-    while True:
-        page = await control.database.read(sessions.page, asked)
-        found += [one.id for one in page.sessions]
-        if page.next is None:
-            return found
-        asked = replace(asked, after=page.next)
+    return await read_pages(control, sessions.page, SessionQuery(q=q, **query))
 
 
 async def test_words_are_found_in_tasks_and_failures(control: ControlPlane) -> None:
     """Each word by its beginning, one of two characters as a whole; all of them in one text."""
     await control.database.write(fill)
-    for q, found in {
-        "FIX": ["a-0", "a-1", "c-0", "c-1", "c-2"],
-        "fix pars": ["c-0", "c-1", "c-2"],
-        "calc.py": ["a-0", "a-1"],
-        "add() sub": ["a-0", "a-1"],
-        "mend": ["a-0", "a-1"],
-        "kind=mend": ["a-0", "a-1"],
-        "größ": ["b-0", "b-1"],
-        "77": ["b-0", "b-1"],
-        "界": ["b-0", "b-1"],
-        "137": ["a-1"],
-        "memory_x": ["a-1"],
-        "memory x": [],
-        "fix 137": [],
-        "ix": [],
-        "sa": [],
-        "o'neill \\ % * \" |": ["c-0", "c-1", "c-2"],
-        "a-1": ["a-1"],
-        "' OR 1 --": [],
-        "NOT (": [],
-        ")": [],
+    for found, queries in {
+        "a-0 a-1 c-0 c-1 c-2": ("FIX",),
+        "a-0 a-1": ("calc.py", "add() sub", "mend", "kind=mend"),
+        "a-1": ("137", "memory_x", "a-1"),
+        "b-0 b-1": ("größ", "77", "界"),
+        "c-0 c-1 c-2": ("fix pars", "o'neill \\ % * \" |"),
+        "": ("memory x", "fix 137", "ix", "sa", "' OR 1 --", "NOT (", ")"),
     }.items():
-        assert await find(control, q) == found, q
-        assert await find(control, q, newest=True) == found[::-1], q
+        for q in queries:
+            assert await find(control, q) == found.split(), q
+            assert await find(control, q, newest=True) == found.split()[::-1], q
     assert await find(control, "fix", status=Status.FAILED) == ["a-1"]
     assert await find(control, "fix", task="c") == ["c-0", "c-1", "c-2"]
 
@@ -89,8 +57,8 @@ async def test_pages_of_a_search_leave_nothing_out(control: ControlPlane, newest
     for n in range(3):
         batch = [task(f"t{n}{k}", "even" if k % 2 == 0 else "odd", 3) for k in range(4)]
         await control.database.write(submit, *batch)
-        await control.database.write(fail, f"t{n}1-1", "an even failure")
-        await control.database.write(fail, f"t{n}0-2", "an even failure")
+        await control.database.write(finish, f"t{n}1-1", failure="an even failure")
+        await control.database.write(finish, f"t{n}0-2", failure="an even failure")
     even = [f"t{n}{k}-{i}" for n in range(3) for k in range(4) for i in range(3) if k % 2 == 0]
     expected = sorted([*even, *(f"t{n}1-1" for n in range(3))], reverse=newest)
     for limit in (1, 2, 4, 100):
@@ -105,7 +73,7 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
     tagged = [task(f"t{n:02}", "common", 2) for n in range(20)]
     await control.database.write(submit, *tagged, task("other", "different"))
     for session in ("t00-1", "t07-0", "t19-1", "other-1"):
-        await control.database.write(fail, session, "a common cause")
+        await control.database.write(finish, session, failure="a common cause")
     failed = sorted(["t00-1", "t07-0", "t19-1", "other-1"], reverse=newest)
     failed.sort(key=lambda one: one.startswith("other"), reverse=newest)
     for limit in (1, 2, 100):
@@ -116,29 +84,28 @@ async def test_few_are_found_among_many(control: ControlPlane, newest: bool) -> 
         assert await find(control, "common", node="none", **options) == []
 
 
+@pytest.mark.parametrize("few_tasks", [sessions._FEW_TASKS, 1])
 async def test_sessions_are_found_by_parts_of_ids(
-    control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    control: ControlPlane, monkeypatch: pytest.MonkeyPatch, few_tasks: int
 ) -> None:
-    """In the order of submission, whether tasks or sessions are looked at."""
-    await control.database.write(submit, task("mend", "x", 3), task("later", "x", 2))
-    mend, later = ["mend-0", "mend-1", "mend-2"], ["later-0", "later-1"]
-    assert await find(control, "end-1") == ["mend-1"]
-    assert await find(control, "mend") == await find(control, "mend-") == mend
-    assert await find(control, "-1") == await find(control, "1") == ["mend-1", "later-1"]
-    assert await find(control, "e") == mend + later
-    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing"):
+    """In the order of submission, whether tasks or sessions are looked at.
+
+    A number is that of a task or of a sample, however many tasks have no such sample.
+    """
+    monkeypatch.setattr(sessions, "_FEW_TASKS", few_tasks)
+    samples = {"mend": 3, "later": 2, "few-12": 1, "many": 14}
+    await control.database.write(submit, *(task(name, "x", n) for name, n in samples.items()))
+    for q, found in {
+        "end-1": ["mend-1"],
+        "mend": ["mend-0", "mend-1", "mend-2"],
+        "mend-": ["mend-0", "mend-1", "mend-2"],
+        "t": ["later-0", "later-1"],
+        "12": ["few-12-0", "many-12"],
+        "-1": ["mend-1", "later-1", "few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))],
+    }.items():
+        assert await find(control, q) == found, q
+    for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing", "99"):
         assert await find(control, nothing) == [], nothing
-    monkeypatch.setattr(sessions, "_FEW_TASKS", 1)
-    assert await find(control, "e") == mend + later
-
-
-async def test_a_number_is_that_of_a_task_or_of_a_sample(control: ControlPlane) -> None:
-    """A sample is found however many tasks have none with this number."""
-    batch = [task("few-12", "x", 1), task("many", "x", 14)]
-    await control.database.write(submit, *batch)
-    assert await find(control, "12") == ["few-12-0", "many-12"]
-    assert await find(control, "-1") == ["few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))]
-    assert await find(control, "99") == []
 
 
 async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
@@ -149,11 +116,8 @@ async def test_what_changed_last_is_listed_first(control: ControlPlane) -> None:
         change = "UPDATE sessions SET status = :status, updated = :at WHERE id = :id"
         await write(Tx.run, change, status=status, at=now + n, id=session)
 
-    async def recent(**query: object) -> list[str]:
-        asked = SessionQuery(recent=True, **query)  # type: ignore[arg-type]
-        page = await control.database.read(sessions.page, asked)
-        assert page.next is None
-        return [one.id for one in page.sessions]
+    async def recent(**query: Any) -> list[str]:
+        return await read_pages(control, sessions.page, SessionQuery(recent=True, **query))
 
     assert await recent() == ["a-0", "a-2", "b-0"]
     assert await recent(limit=1) == ["a-0"]
@@ -166,7 +130,7 @@ async def test_a_note_is_kept_with_its_session(control: ControlPlane) -> None:
     await write(fill)
     await write(sessions.write_note, "a-1", "ask Ann")
     await write(sessions.write_note, "b-0", "wrong checkout")
-    await write(fail, "b-0", "no space")
+    await write(finish, "b-0", failure="no space")
     assert (await control.database.read(sessions.get, "b-0")).note == "wrong checkout"
     assert await find(control, "ann 137") == ["a-1"]
     assert await find(control, "checkout") == await find(control, "space") == ["b-0"]
@@ -187,7 +151,7 @@ async def test_what_is_deleted_is_not_found(control: ControlPlane) -> None:
     await write(fill)
     for session in ("a-0", "b-0"):
         await write(sessions.write_note, session, "noted")
-    await write(fail, "a-0", "also bad")
+    await write(finish, "a-0", failure="also bad")
     assert await write(tasks.delete_finished, time.time() + 60) == 1
     assert await find(control, "noted") == ["b-0"]
     assert await find(control, "fix") == ["c-0", "c-1", "c-2"]
@@ -205,7 +169,7 @@ async def test_an_earlier_store_is_searched_from_then_on(
         earlier.setattr(sessions, "_COLUMNS", sessions._COLUMNS.replace(", note", ", ''"))
         async with open_earlier(4) as database:
             await database.write(submit, task("early", "Fix calc.py", kind="mend"))
-            await database.write(fail, "early-1", "gone wrong")
+            await database.write(finish, "early-1", failure="gone wrong")
     async with open_control() as control:
         await control.database.write(submit, task("late", "Fix calc.py", 1))
         await control.database.write(sessions.write_note, "early-0", "seen by Ann")
@@ -220,7 +184,7 @@ async def test_a_store_of_layout_5_keeps_its_words(
     """Texts that it has are in the new indexes."""
     async with open_earlier(5) as database:
         await database.write(submit, task("early", "Fix calc.py"))
-        await database.write(fail, "early-1", "gone wrong")
+        await database.write(finish, "early-1", failure="gone wrong")
     async with open_control() as control:
         assert await find(control, "fix") == ["early-0", "early-1"]
         assert await find(control, "wrong", status=Status.FAILED) == ["early-1"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from leased import Idler, Open, a_task, on_postgres, statements
+from leased import Idler, Open, a_task, finish, on_postgres, statements, submit
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration
 from tugline.server.settings import DEFAULTS, ServerSettings, TenantSettings
@@ -33,7 +33,7 @@ def _settings(**tenants: Any) -> ServerSettings:
 
 async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
     database.clock = lambda: at
-    await database.write(tasks.submit, [tasks.pack(task) for task in batch])
+    await database.write(submit, *batch)
 
 
 async def _lease(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> list[str]:
@@ -52,16 +52,6 @@ async def _lease(database: Database, n: int, settings: ServerSettings = DEFAULTS
 async def _count(database: Database, n: int, settings: ServerSettings = DEFAULTS) -> Counter[str]:
     """How many of the next `n` sessions are of each task."""
     return Counter(await _lease(database, n, settings))
-
-
-async def _end(database: Database, session: str) -> None:
-    """A leased session ends."""
-
-    def op(tx: Tx) -> None:
-        tx.run("UPDATE sessions SET stop = 'cancelled', stop_at = 0 WHERE id = :id", id=session)
-        leases.end_unstopped(tx, 1.0)
-
-    await database.write(op)
 
 
 # --------------------------------------------------------------------------- shares
@@ -132,7 +122,7 @@ async def test_a_tenant_at_its_limit_waits_while_others_take_the_slots(database:
     assert await _count(database, 2, three) == {"a": 1, "b": 1}
     assert await _count(database, 8, three) == {"a": 2, "b": 6}
     assert await _count(database, 2, _settings(a={"sessions": 1})) == {"b": 2}
-    await _end(database, "a-0")
+    await database.write(finish, "a-0")
     assert await _count(database, 4, three) == {"a": 1, "b": 3}
     assert await _count(database, 99, _settings(a={"sessions": 99})) == {"a": 5, "b": 8}
 
@@ -188,7 +178,7 @@ async def test_servers_of_one_store_hold_a_limit_together(open_control: Open) ->
     """Both give out work at once: never more than the limit; an end on one is room on the other."""
     limits = {"t": TenantSettings(sessions=5)}
     async with AsyncExitStack() as stack:
-        made = [open_control(name, tenants=limits) for name in "xy"]
+        made = [open_control(tenants=limits) for _ in range(2)]
         servers = [await stack.enter_async_context(server) for server in made]
         idlers = [await Idler.join(server, f"{n}", room=2) for n, server in enumerate(servers * 3)]
         await servers[0].submit([a_task("t", 30, tenant="t")])

@@ -295,7 +295,7 @@ class SessionRunner:
     async def _try_to_commit(self, name: str, data: bytes) -> bool:
         """Offer a result; False if the server takes it only once the node has registered again."""
         session, _, epoch = name.rpartition(".")
-        commit = self.dispatcher.server.commit
+        commit, settle = self.dispatcher.server.commit, self.journal.remove
         try:
             response = await self.dispatcher.call(lambda: commit(session, int(epoch), data))
         except FencedError as error:
@@ -305,15 +305,13 @@ class SessionRunner:
             if error.status in {401, 403}:
                 return False
             _log.error("result refused", session=session, error=str(error))
-            await asyncio.to_thread(self.journal.set_aside, name)
-            await asyncio.to_thread(self._mark_done, self._directories / name)
-            return True
+            settle = self.journal.set_aside
         else:
             requeued = response.outcome is CommitOutcome.REQUEUED
             self.stats.requeued += requeued
             self.stats.committed += not requeued
         await asyncio.to_thread(self._mark_done, self._directories / name)
-        await asyncio.to_thread(self.journal.remove, name)
+        await asyncio.to_thread(settle, name)
         return True
 
     def _mark_done(self, directory: Path) -> None:

@@ -16,7 +16,6 @@ from observed import read
 from recording.view.synthetic import small
 from served import TASK, TOKENS, Answer, Served, result
 from tugline.errors import StoreError
-from tugline.protocol import Problem
 from tugline.server.http.handlers import ROUTES
 from tugline.server.http.route import PROBLEMS
 from tugline.server.store import nodes, stats
@@ -30,47 +29,42 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
 async def test_a_task_is_submitted_once(server_of_each: Served) -> None:
-    """201 the first time, also twice in a batch, 200 for the same again, 409 for another."""
+    """201 the first time, also twice in a batch, 200 for the same again, 409 for another.
+
+    One conflict in a batch keeps all the others out.
+    """
     server = server_of_each
     first = await server.ask("POST", "/v1/tasks", json=[TASK, TASK])
     accepted = {"task": "t", "sessions": ["t-0"], "new": True}
     assert (first.status, first.json) == (201, [accepted, accepted])
     again = await server.ask("POST", "/v1/tasks", json=TASK)
     assert (again.status, again.json[0]["new"]) == (200, False)
-    other = await server.ask("POST", "/v1/tasks", json={**TASK, "instruction": "other"})
-    assert other.refusal == (409, "conflict")
+    batch = [*({**TASK, "id": f"b{n}"} for n in range(999)), {**TASK, "instruction": "other"}]
+    other = await server.ask("POST", "/v1/tasks", json=batch)
+    assert (*other.refusal, other.problem.field) == (409, "conflict", "999.id")
     assert "'t' was submitted before with other content" in other.problem.detail
-
-
-async def test_a_batch_is_kept_whole_or_not_at_all(server_of_each: Served) -> None:
-    """One conflict in a thousand keeps the other 999 out."""
-    server = server_of_each
-    await server.submit()
-    batch = [{**TASK, "id": f"b{n}"} for n in range(999)]
-    response = await server.ask("POST", "/v1/tasks", json=[*batch, {**TASK, "instruction": "x"}])
-    assert (response.status, response.problem.field) == (409, "999.id")
     assert (await server.ask("GET", "/v1/tasks/b0")).status == 404
-    assert len((await server.ask("POST", "/v1/tasks", json=batch)).json) == 999
+    assert len((await server.ask("POST", "/v1/tasks", json=batch[:-1])).json) == 999
 
 
 async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
-    """Its state, its body as it came, its sessions; found by its tags and its tenant."""
+    """Its state, its body as it came, its sessions."""
     changes = {"samples": 3, "tags": {"set": "a"}, "tenant": "lab"}
     await server.submit(**changes)
-    await server.submit(id="u")
     task = (await server.ask("GET", "/v1/tasks/t", "read")).json
     assert (task["state"], task["counts"], task["tenant"]) == ("open", {"queued": 3}, "lab")
     body = msgspec.json.decode((await server.ask("GET", "/v1/tasks/t/body")).body, type=Task)
     assert body == msgspec.convert({**TASK, **changes}, Task)
-    for query in ("tag=set=a", "tenant=lab"):
-        page = (await server.ask("GET", f"/v1/tasks?{query}")).json
-        assert [one["id"] for one in page["tasks"]] == ["t"], query
     assert (await server.ask("GET", "/v1/sessions/t-1")).json["sample"] == 1
 
 
 # --------------------------------------------------------------------------- results
 async def test_a_result_is_committed_once_and_read_in_every_form(server: Served) -> None:
-    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not."""
+    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not.
+
+    Its version is that of the weights when it was leased.
+    """
+    await server.ask("POST", "/v1/weights", json={"version": 3})
     node, epoch = await server.start()
     assert (await server.ask("GET", "/v1/sessions/t-0/result")).status == 404
     data = result("t-0", "t")
@@ -79,7 +73,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     other = await server.commit(node, "t-0", epoch, result("t-0", "t", reward=0.5))
     assert other.refusal == (409, "fenced")
     view = (await server.ask("GET", "/v1/sessions/t-0/result")).json
-    assert (view["status"], view["reward"], view["bytes"]) == ("completed", 1.0, len(data))
+    shown = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
+    assert view.items() >= shown.items()
 
     async def fetch(**headers: str) -> Answer:
         return await server.ask("GET", "/v1/sessions/t-0/trajectory", headers=headers)
@@ -88,17 +83,6 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     assert (packed.headers["content-type"], packed.body) == ("application/zstd", data)
     assert (await fetch(accept="application/json")).json["reward"]["value"] == 1.0
     assert (await fetch(accept="application/x-msgpack")).body == zstandard.decompress(data)
-
-
-async def test_a_result_names_the_version_that_it_was_leased_under(server: Served) -> None:
-    """The weights that were served when it began, whatever was announced since."""
-    await server.ask("POST", "/v1/weights", json={"version": 3})
-    await server.submit()
-    node = await server.join()
-    done = (await server.lease(node, 0, 0.0)).control.generation
-    (work,) = (await server.lease(node, applied=done)).work
-    await server.commit(node, "t-0", work.session.epoch, result("t-0", "t"))
-    assert (await server.ask("GET", "/v1/sessions/t-0/result")).json["version"] == 3
 
 
 async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_path: Path) -> None:
@@ -119,20 +103,6 @@ async def test_a_recording_of_the_servers_own_node_is_shown(server: Served, tmp_
     with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
         assert set(archive.getnames()) == {file.name for file in folder.iterdir()}
     assert (await server.ask("GET", "/v1/sessions/t-1/recording")).status == 204
-
-
-# --------------------------------------------------------------------------- logs
-async def test_a_log_is_read_from_anywhere(server: Served) -> None:
-    """From an offset, or the tail."""
-    node, epoch = await server.start()
-    for offset, line in ((0, b"one\n"), (4, b"two\n")):
-        written = await server.write_log(node, epoch, line, offset=offset)
-        assert written.json == {"length": offset + 4}
-    path = "/v1/sessions/t-0/log"
-    assert (await server.ask("GET", path)).body == b"one\ntwo\n"
-    assert (await server.ask("GET", path + "?offset=4")).body == b"two\n"
-    tail = await server.ask("GET", path + "?tail=2")
-    assert (tail.body, tail.headers["tugline-offset"]) == (b"o\n", "6")
 
 
 async def test_what_is_kept_is_for_its_user_only(server: Served, tmp_path: Path) -> None:
@@ -212,4 +182,3 @@ def test_every_route_and_problem_is_documented() -> None:
         assert set(tokens.split(", ")) == {str(role) for role in route.roles} or tokens == "none"
     for name, (status, _) in PROBLEMS.items():
         assert f"| `{name}` | {status} |" in page
-    assert Problem(type="", title="", status=1, detail="").known == ()

@@ -28,12 +28,6 @@ async def test_each_page_is_the_console(server: Served, path: str) -> None:
         assert "immutable" in asset.headers["cache-control"]
 
 
-@pytest.mark.parametrize("path", ["/assets/none.js", "/assets/", "/assets/..%2Findex.html"])
-async def test_nothing_else_is_served(server: Served, path: str) -> None:
-    """What is no file of the console is a problem like any other."""
-    assert (await server.ask("GET", path, None)).problem.type.endswith("no-route")
-
-
 async def test_the_newest_come_first_with_their_results(server_of_each: Served) -> None:
     """Pages backwards, with results of those that have ended and their node."""
     server = server_of_each

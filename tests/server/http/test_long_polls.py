@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import aiohttp
@@ -11,18 +10,12 @@ import msgspec
 import pytest
 
 from house import House
+from leased import until
 from observed import read
-from served import TOKENS, Served
+from served import Served
 from tugline.protocol import Event
-from tugline.server.http.app import Api
 
 SSE = {"accept": "text/event-stream"}
-
-
-async def _until(app: Api, waiting: int) -> None:
-    async with asyncio.timeout(10):
-        while app.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(0.01)
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
@@ -48,22 +41,9 @@ async def test_whoever_hangs_up_is_forgotten(
     await server.submit()
     position = (await server.ask("GET", "/v1/status")).json["position"]
     reading = asyncio.create_task(server.ask("GET", path.format(position), headers=headers))
-    await _until(server.app, 1)
+    await until(lambda: server.app.waits.open == 1)
     reading.cancel()
-    await _until(server.app, 0)
-
-
-async def test_a_lease_that_nobody_waits_for_takes_no_work(server: Served) -> None:
-    """Work goes to who is there: a node that hung up is given nothing."""
-    gone, here = await server.join("gone"), await server.join("here")
-    asking = asyncio.create_task(server.lease(gone, wait_s=30))
-    await _until(server.app, 1)
-    asking.cancel()
-    await _until(server.app, 0)
-    await server.submit()
-    (work,) = (await server.lease(here)).work
-    assert (await server.ask("GET", "/v1/sessions/t-0")).json["node"] == here.node
-    assert work.session.id == "t-0"
+    await until(lambda: server.app.waits.open == 0)
 
 
 async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
@@ -82,10 +62,9 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
                 *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
             )
         ]
-        await _until(house.app, len(asking))
-        began = time.monotonic()
-        await house.stop()
-        assert time.monotonic() - began < 2
+        await until(lambda: house.app.waits.open == len(asking))
+        async with asyncio.timeout(2):
+            await house.stop()
         *polls, told = await asyncio.gather(*asking[:3])
     assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
     assert (told.status, told.body) == (200, b": events\n\n")
@@ -93,20 +72,14 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
 
 async def test_many_wait_at_once(server: Served) -> None:
     """300 long-polls, each on its own connection, are counted, and all woken by one result."""
-    connector = aiohttp.TCPConnector(limit=0)
-    headers = {"authorization": f"Bearer {TOKENS.read}"}
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
-
-        async def ask() -> list[str]:
-            async with http.get(server.url + "/v1/results?wait_s=60") as got:
-                return [one["session"] for one in (await got.json())["items"]]
-
-        asking = [asyncio.create_task(ask()) for _ in range(300)]
-        await _until(server.app, 300)
-        page = await server.ask("GET", "/metrics")
-        assert read(page.body)["tugline_waiting"] == {(): 300}
-        await server.finish()
-        assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [["t-0"]] * 300
+    path = "/v1/results?wait_s=60"
+    asking = [asyncio.create_task(server.ask("GET", path, "read")) for _ in range(300)]
+    await until(lambda: server.app.waits.open == 300)
+    page = await server.ask("GET", "/metrics")
+    assert read(page.body)["tugline_waiting"] == {(): 300}
+    await server.finish()
+    for answer in await asyncio.wait_for(asyncio.gather(*asking), 20):
+        assert [one["session"] for one in answer.json["items"]] == ["t-0"]
     assert server.app.waits.open == 0
 
 
@@ -124,20 +97,15 @@ async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
             return fields["event"], event
 
 
-async def test_events_come_as_they_happen(server: Served) -> None:
-    """A stream that names no position begins with what is new."""
-    await server.submit(id="before")
+async def test_a_stream_begins_with_what_is_new_or_after_a_position(server: Served) -> None:
+    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
+    for name in ("a", "b"):
+        await server.submit(id=name)
     async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
         assert got.headers["content-type"].startswith("text/event-stream")
-        await server.submit(id="after")
+        await server.submit(id="c")
         name, event = await _event(got)
-        assert (name, event.task) == ("task.accepted", "after")
-
-
-async def test_a_stream_resumes_after_a_position(server: Served) -> None:
-    """It goes on behind that event, without a gap and without a repeat; of one task, or of all."""
-    for name in ("a", "b", "c"):
-        await server.submit(id=name)
+        assert (name, event.task) == ("task.accepted", "c")
     page = (await server.ask("GET", "/v1/events")).json
     assert [one["task"] for one in page] == ["a", "b", "c"]
     path = f"/v1/events?after={page[0]['position']}"

@@ -206,6 +206,9 @@ class Connection(Tx, ABC):
         self._db.close()
 
 
+FULL = "; free some space, nothing that was acknowledged is lost"
+
+
 class Driver(ABC):
     """A kind of database."""
 
@@ -240,9 +243,14 @@ class Driver(ABC):
     def connect(self, *, reading: bool = False) -> Connection:
         """Open a connection."""
 
-    @abstractmethod
     def explain(self, error: Exception) -> StoreError:
         """Wrap an error, with advice."""
+        text = " ".join(str(error).split())
+        return StoreError(f"store {self.place}: {text}{self.advise(error)}")
+
+    @abstractmethod
+    def advise(self, error: Exception) -> str:
+        """What follows the text of an error; `FULL` if there is no space."""
 
     def is_lost(self, error: Exception) -> bool:
         """Whether a new connection may help."""

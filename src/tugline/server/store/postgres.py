@@ -19,8 +19,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from tugline import log
-from tugline.errors import StoreError
-from tugline.server.store.base import STEPS, Connection, Driver, Row, read_sql
+from tugline.server.store.base import FULL, STEPS, Connection, Driver, Row, read_sql
 
 _CHANNEL = "tugline"
 _POLL_S = 0.25
@@ -63,15 +62,11 @@ class Postgres(Driver):
             self._own.add(opened.process)
         return opened
 
-    def explain(self, error: Exception) -> StoreError:
-        """Wrap an error, with advice."""
-        advice = ""
+    def advise(self, error: Exception) -> str:
+        """What follows the text of an error."""
         if isinstance(error, psycopg.errors.DiskFull):
-            advice = "; free some space, nothing that was acknowledged is lost"
-        elif self.is_lost(error):
-            advice = "; it is retried until it is back"
-        text = " ".join(str(error).split())
-        return StoreError(f"store {self.place}: {text}{advice}")
+            return FULL
+        return "; it is retried until it is back" if self.is_lost(error) else ""
 
     def is_lost(self, error: Exception) -> bool:
         """Whether the database is restarting or unreachable, or the transaction was in the way."""

@@ -13,8 +13,8 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from tugline.errors import StoreError, UsageError
-from tugline.server.store.base import STEPS, Connection, Driver
+from tugline.errors import UsageError
+from tugline.server.store.base import FULL, STEPS, Connection, Driver
 
 
 class Sqlite(Driver):
@@ -55,14 +55,11 @@ class Sqlite(Driver):
         """Open the file."""
         return SqliteConnection(self._path, reading=reading)
 
-    def explain(self, error: Exception) -> StoreError:
-        """Wrap an error, with advice."""
-        advice = ""
+    def advise(self, error: Exception) -> str:
+        """What follows the text of an error."""
         if "full" in str(error) or "No space" in str(error):
-            advice = "; free some space, nothing that was acknowledged is lost"
-        elif "locked" in str(error):
-            advice = "; another program is using the file"
-        return StoreError(f"store {self._path}: {error}{advice}")
+            return FULL
+        return "; another program is using the file" if "locked" in str(error) else ""
 
     def release(self) -> None:
         """Unlock the file."""

@@ -204,20 +204,18 @@ def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
         ids=ids,
     ):
         missing[task].append(sample)
-    return [_view(row, counts[row[0]], tuple(missing[row[0]])) for row in rows]
-
-
-def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskView:
-    released = row[8]
-    return to_struct(
-        TaskView,
-        _COLUMNS,
-        row,
-        state=TaskState.OPEN if released is None else TaskState.RELEASED,
-        counts=counts,
-        missing=missing,
-        tags=json.loads(row[9]),
-    )
+    return [
+        to_struct(
+            TaskView,
+            _COLUMNS,
+            row,
+            state=TaskState.OPEN if row[8] is None else TaskState.RELEASED,
+            counts=counts[row[0]],
+            missing=tuple(missing[row[0]]),
+            tags=json.loads(row[9]),
+        )
+        for row in rows
+    ]
 
 
 def _encode_tags(tags: dict[str, str]) -> str:
