@@ -68,7 +68,8 @@ class Training:
     def launch(self) -> None:
         """Start engine, server, node and trainer."""
         fleet, port = self.fleet, str(self.fleet.ports["engine"])
-        fleet.add("engine", sys.executable, str(HERE / "trained_engine.py"), "model", port).start()
+        engine = str(HERE.parent / "engines" / "embedded_server.py")
+        fleet.add("engine", sys.executable, engine, "model", port, "vllm").start()
         fleet.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml", "--dir",
                   "server", "--port", str(fleet.ports["server"]))  # fmt: skip
         fleet.start_server(time.time())

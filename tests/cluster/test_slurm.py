@@ -200,7 +200,7 @@ def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_pat
     write_config(tmp_path, engine=engine, schedule=plan, heldout=None)
     settings = {"engine": {"renderer": "qwen3", "tokenizer": str(tmp_path / "model")}}
     (tmp_path / "settings.yaml").write_text(json.dumps(settings))
-    command = f"{sys.executable} {TESTS / 'chaos' / 'trained_engine.py'} model $PORT"
+    command = f"{sys.executable} {TESTS / 'engines' / 'embedded_server.py'} model $PORT vllm"
     run.env |= {"CONFIG": "config.json", "TASKS": "", "ENGINE": command, "OMP_NUM_THREADS": "1"}
     job = run.start(cluster, "--nodes=2")
     metrics = tmp_path / "run" / "train" / METRICS

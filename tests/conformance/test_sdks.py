@@ -1,32 +1,26 @@
 """The official SDKs of four APIs against the gateway, over real sockets, as one table."""
 
 import contextlib
-import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import numpy as np
 import openai
 import pydantic
 import pytest
 from anthropic.lib.tools import BetaAsyncAbstractMemoryTool
 from google.genai import errors, types
 
+from conformance.programs import CALLS, THINKS, exact
 from conformance.sdk_clients import APIS, READ, Api
 from rig import Constrained, Play, Rig, in_turn, rig, says, until
 from tugline.gateway.policy import CallSettings
 from tugline.testing import Reply
-from tugline.types import Branch, Call, CallOutcome, EchoChange, Role, TraceKind
+from tugline.types import Branch, CallOutcome, EchoChange, Role, TraceKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")
-CALLS = "".join(
-    f'<tool_call>\n{{"name": "read", "arguments": {{"path":  "{path}"}}}}\n</tool_call>\n'
-    for path in ("a.py", "b.py")
-).rstrip()
-THINKS = f"<think>\nHm, ä. It is a file.\n</think>\n\nI look.\n{CALLS}"
 BOTH = [("read", {"path": "a.py"}), ("read", {"path": "b.py"})]
 CHAT, RESPONSES, ANTHROPIC, GOOGLE = APIS
 each_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
@@ -44,15 +38,6 @@ async def client(
     """A session and the SDK that speaks to it."""
     async with rig(folder, *plays, **how) as it, api.connect(it.url, it.key) as sdk:
         yield it, sdk
-
-
-def exact(calls: tuple[Call, ...]) -> bool:
-    """Whether each call's prompt begins with all ids of the call before."""
-    return all(
-        np.array_equal(after.prompt_ids[: len(whole)], whole)
-        for before, after in itertools.pairwise(calls)
-        for whole in [np.concatenate((before.prompt_ids, before.sampled_ids))]
-    )
 
 
 # --------------------------------------------------------------------------- answers

@@ -1,9 +1,7 @@
 """One engine at a time, serving the tiny model that calls tools."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from engines import servers, tool_model
 from engines.tool_model import Folders
 from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
-from tugline.protocol import PauseMode
 from tugline.trainers.publish import RemoteWeightUpdater, SglangWeightUpdater, VllmWeightUpdater
 
 FURTHEST = "largest logprob difference"
@@ -26,27 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == FURTHEST and report.when == "call":
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value:.1e}")
-
-
-class EmbeddedUpdater(RemoteWeightUpdater):
-    """The embedded engine's server of the tests, which pauses and resumes within a swap."""
-
-    _running: PauseMode = PauseMode.KEEP
-
-    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
-        """Store the mode for `load`."""
-        self._running = running
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Swap the weights between two steps."""
-        body = {"folder": str(folder), "version": version, "running": self._running}
-        await self._post("/swap", body)
-
-    async def resume(self) -> None:
-        """Do nothing: `pause` held nothing."""
-
-
-UPDATERS = {"embedded": EmbeddedUpdater, "vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
 
 
 @dataclass(slots=True)
@@ -69,11 +45,10 @@ class Served:
             self.report.append(await probe(self.url))
         return self.report[0]
 
-    @asynccontextmanager
-    async def weights(self) -> AsyncIterator[RemoteWeightUpdater]:
+    def weights(self) -> RemoteWeightUpdater:
         """How this engine's weights are changed."""
-        async with UPDATERS[self.name](self.url) as weights:
-            yield weights
+        sglang = self.name == "sglang"
+        return SglangWeightUpdater(self.url) if sglang else VllmWeightUpdater(self.url)
 
 
 @pytest.fixture(scope="session")
