@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from chaos.wire import Api
 from tiny import tokenizer
@@ -164,14 +165,18 @@ class Fleet:
                  "tokenizer.json").start()  # fmt: skip
         self.add("receiver", *python, str(HERE / "receiver.py"), str(self.ports["receiver"]),
                  "delivered.jsonl").start()  # fmt: skip
-        self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
-                 "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
-        self.start_server(time.time())
-        until(lambda: bool(self.outages[0].ready), "the server to answer")
+        self.launch_server()
         for number in range(nodes):
             self.add_node(f"node{number}").start()
         self.add("trainer", *python, str(HERE / "trainer.py"), self.url, self.tokens["client"],
                  "trained.jsonl").start()  # fmt: skip
+
+    def launch_server(self) -> None:
+        """Start it for the first time."""
+        self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
+                 "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
+        self.start_server(time.time())
+        until(lambda: bool(self.outages[0].ready), "the server to answer")
 
     def add_node(self, name: str) -> Program:
         """A node with this name; it is not started yet."""
@@ -260,18 +265,31 @@ def _working_directories() -> Iterator[tuple[int, Path]]:
 
 def free_ports(count: int) -> list[int]:
     """So many that nobody listens at."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        local = ("127.0.0.1", 0)
+        sockets = [stack.enter_context(socket.create_server(local)) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
 
 
-def until(done: Callable[[], bool], what: str, within_s: float = READY_S) -> None:
+def make_task(name: str, turns: int, pause_s: float) -> dict[str, Any]:
+    """A group of four agents of so many turns, shut in, whom nobody judges."""
+    return {
+        "id": name,
+        "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
+        "harness": {"name": "shell", "options": {"command": ["python3", "agent.py"]}},
+        "evaluator": {"name": "session_completed"},
+        "runtime": {"name": "bubblewrap"},
+        "files": {"agent.py": (HERE / "agent.py").read_text()},
+        "samples": 4,
+        "group": {"attempts": 10},
+    }
+
+
+def until(done: Callable[[], object], what: str, within_s: float = READY_S) -> None:
     """Wait for it, or raise `TimeoutError` that says for what."""
-    until = time.time() + within_s
+    deadline = time.monotonic() + within_s
     while not done():
-        if time.time() > until:
+        if time.monotonic() > deadline:
             msg = f"waited {within_s} s for {what}"
             raise TimeoutError(msg)
-        time.sleep(0.02)
+        time.sleep(0.05)

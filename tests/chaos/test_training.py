@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chaos.fleet import HERE, TUGLINE, Fleet, until
+from chaos.fleet import HERE, TUGLINE, Fleet
 from training_run import write_config
 from tugline.trainers.config import CHECKPOINTS
 from tugline.trainers.sinks import METRICS, read_lines
@@ -70,10 +70,7 @@ class Training:
         fleet, port = self.fleet, str(self.fleet.ports["engine"])
         engine = str(HERE.parent / "engines" / "embedded_server.py")
         fleet.add("engine", sys.executable, engine, "model", port, "vllm").start()
-        fleet.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml", "--dir",
-                  "server", "--port", str(fleet.ports["server"]))  # fmt: skip
-        fleet.start_server(time.time())
-        until(lambda: bool(fleet.outages[0].ready), "the server to answer")
+        fleet.launch_server()
         fleet.add_node("node0").start()
         train = f"{TUGLINE} train config.json --out run $(test -e run/config.json && echo --resume)"
         fleet.add("trainer", "sh", "-c", f"exec {train}",

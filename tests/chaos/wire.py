@@ -56,9 +56,7 @@ class Api:
     ) -> tuple[int, bytes]:
         """One try: status and body."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
-        headers = {"authorization": f"Bearer {self._token}"}
-        if body is not None:
-            headers["content-type"] = "application/json"
+        headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -71,18 +69,13 @@ class Book:
     """Lines of JSON that are on the disk when `write` returns; a torn last line is dropped."""
 
     def __init__(self, path: Path) -> None:
-        whole = path.read_bytes() if path.exists() else b""
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, len(whole))
-        os.lseek(self._file, 0, os.SEEK_END)
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, *lines: dict[str, Any]) -> None:
         """Add and sync."""
-        os.write(self._file, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         os.fsync(self._file)
-        self.lines += lines
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:

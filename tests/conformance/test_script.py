@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from calls import make_call
@@ -17,7 +16,7 @@ from conformance.worker import parts_of
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, Case, cases_of, check
 from tugline.sandbox.base import Exit
-from tugline.testing import Reply, ScriptedModel, ScriptedTurn, make_tokenizer
+from tugline.testing import ScriptedModel, ScriptedTurn, make_tokenizer
 from tugline.types import Call, CallOutcome, Ids, Message, PluginSpec, Role, Timings, Tool
 
 WORDS = make_tokenizer()
@@ -38,34 +37,6 @@ def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:
 
 
 # --------------------------------------------------------------------------- the player
-def test_turns_are_counted_in_the_prompt() -> None:
-    """The same prompt gets the same answer, a longer conversation the next one."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT})
-    first = prompt((Role.USER, "Do it"))
-    second = prompt((Role.USER, "Do it"), (Role.ASSISTANT, "First."), (Role.USER, "More"))
-    answers = [WORDS.decode(player.reply(ids, "").ids) for ids in (first, second, first)]
-    assert answers == [SCRIPT[0].render(), "Second.<|im_end|>", SCRIPT[0].render()]
-    assert player.expected_tokens == sum(len(WORDS.encode(turn.render())) for turn in SCRIPT)
-
-
-def test_an_answer_that_was_cut_is_gone_on_with() -> None:
-    """A prompt that ends inside an answer is answered by the rest of it, without the fault."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Reply(cut_after=3)})
-    first = prompt((Role.USER, "Do it"))
-    whole = WORDS.encode(SCRIPT[0].render())
-    assert player.reply(first, "").cut_after == 3
-    rest = player.reply(np.concatenate((first, np.array(whole[:3], np.int32))), "")
-    assert (rest.ids, rest.cut_after) == (whole[3:], None)
-    assert player.expected_tokens == len(whole)
-
-
-def test_a_fault_strikes_once() -> None:
-    """The retry is answered."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Reply(status=503)})
-    first = prompt((Role.USER, "Do it"))
-    assert [player.reply(first, "").status for _ in range(2)] == [503, None]
-
-
 def test_what_belongs_to_no_script_is_a_side_call() -> None:
     """A title request is answered and owes the script nothing."""
     player = ScriptedModel(WORDS, {"Do it": SCRIPT})

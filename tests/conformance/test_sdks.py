@@ -463,21 +463,3 @@ async def test_anthropics_beta_route_and_a_late_system_message(tmp_path: Path) -
         (call,) = it.calls
     assert answer.content[0].text == "Yes."
     assert [message.role for message in call.messages] == [Role.USER, Role.SYSTEM]
-
-
-async def test_googles_sdk_calls_python_functions_by_itself(tmp_path: Path) -> None:
-    """Its automatic function calling ends with the answer, on one exact sequence."""
-
-    def read(path: str) -> str:
-        """Read a file."""
-        return f"{path} is empty"
-
-    async with client(tmp_path, GOOGLE, in_turn(CALLS, "Both are empty.")) as (it, sdk):
-        answer = await sdk.models.generate_content(
-            model="m", contents="Hi", config=types.GenerateContentConfig(tools=[read])
-        )
-        calls = it.calls
-    assert answer.text == "Both are empty."
-    assert [call.branch for call in calls] == [None, None]
-    assert exact(calls)
-    assert [m.content for m in calls[1].messages] == ["a.py is empty", "b.py is empty"]

@@ -17,11 +17,11 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from chaos.fleet import Fleet, Program, free_ports, until
+from chaos.audit import list_all
+from chaos.fleet import Fleet, Program, free_ports, make_task, until
 from chaos.postgres import postgres
 from engines.servers import ROOT, installed
 
-TESTS = Path(__file__).parents[1]
 TASKS, SAMPLES, LEASE_S = 100, 4, 5.0
 END_S = 240.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -162,16 +162,7 @@ def place_nodes(
 
 def submit(fleet: Fleet, tasks: int) -> None:
     """Tasks whose agents make three model calls each."""
-    task: dict[str, Any] = {
-        "instruction": json.dumps({"turns": 3, "pause_s": 0.2}),
-        "harness": {"name": "shell", "options": {"command": ["python3", "agent.py"]}},
-        "evaluator": {"name": "session_completed"},
-        "runtime": {"name": "bubblewrap"},
-        "files": {"agent.py": (TESTS / "chaos" / "agent.py").read_text()},
-        "samples": SAMPLES,
-        "group": {"attempts": 10},
-    }
-    fleet.api().post("/v1/tasks", [{"id": f"t{n}", **task} for n in range(tasks)])
+    fleet.api().post("/v1/tasks", [make_task(f"t{n}", 3, 0.2) for n in range(tasks)])
 
 
 def nodes(fleet: Fleet) -> dict[str, str]:
@@ -185,14 +176,9 @@ def done(fleet: Fleet) -> int:
     return sessions.get("completed", 0)
 
 
-def events(fleet: Fleet) -> list[dict[str, Any]]:
+def events(fleet: Fleet) -> list[Mapping[str, Any]]:
     """All that the server has said."""
-    found: list[dict[str, Any]] = []
-    while page := fleet.api().get(
-        f"/v1/events?limit=1000&after={found[-1]['position'] if found else 0}"
-    ):
-        found += page
-    return found
+    return list(list_all(fleet.api(), "/v1/events", "position"))
 
 
 def check_results(fleet: Fleet, count: int) -> None:

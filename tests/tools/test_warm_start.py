@@ -222,12 +222,7 @@ def test_what_two_sessions_share_becomes_few_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--harness", "shell"),
-        pytest.param(("--harness", "pi"), marks=pytest.mark.pi),
-        pytest.param(("--blocks", "--harness", "pi"), marks=pytest.mark.pi),
-    ],
+    "options", [("--harness", "shell"), pytest.param(("--harness", "pi"), marks=pytest.mark.pi)]
 )
 def test_the_start_policy_can_be_made_again(options: Sequence[str], tmp_path: Path) -> None:
     """The whole command, with the real harness and a few steps a phase, leaves a usable model."""
