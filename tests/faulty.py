@@ -17,10 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rig import ids, rig
-from tugline.gateway.app import Gateway
+from rig import Rig, ids, rig
 from tugline.gateway.policy import CallSettings
-from tugline.gateway.replicas import Upstream
 from tugline.types import Limits
 from tugline.web.serve import serve
 
@@ -156,15 +154,10 @@ async def cut(request: Request) -> Response:
 
 # --------------------------------------------------------------------------- the rig
 @dataclass
-class Client:
+class Client(Rig):
     """An open session, spoken to in every dialect."""
 
-    gateway: Gateway
-    upstream: Upstream
     engine: Faulty
-    url: str
-    key: str
-    http: aiohttp.ClientSession
 
     def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
         """The secret where this dialect's clients put it."""
@@ -229,7 +222,7 @@ async def client(
         rig(folder, url, tuning=settings, limits=limits, idle_s=idle_s) as it,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
-        yield Client(it.gateway, it.upstream, engine, it.url, it.key, http)
+        yield Client([], it.upstream, it.gateway, it.url, it.key, http, engine)
 
 
 KINDS = {

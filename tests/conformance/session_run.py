@@ -31,7 +31,6 @@ _LEAVES_AFTER_S = 0.3
 class WireRecord:
     """One request as it went over the wire."""
 
-    path: str
     at: float
     """Unix seconds when it came."""
     status: int = 0
@@ -54,7 +53,7 @@ class RecordingGateway(Gateway):
         if scope.get("method") != "POST":  # such as Claude Code's HEAD when it starts
             await super().app(scope, receive, send)
             return
-        record = WireRecord(scope["path"], time.time())
+        record = WireRecord(time.time())
         lost = len(self.requests) in self.broken
         self.requests.append(record)
 
@@ -97,8 +96,6 @@ class SessionRun:
     exit: Exit
     calls: tuple[Call, ...]
     requests: tuple[WireRecord, ...]
-    files: dict[str, str]
-    """The workdir afterwards."""
     log: str
     """What the program wrote to stdout and stderr."""
     output: str
@@ -149,7 +146,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
             exit=end,
             calls=recordings.read(gateway.recording_path(_SESSION)).calls,
             requests=tuple(gateway.requests),
-            files=_texts(sandbox.workdir),
             log="\n".join(_texts(sandbox.logs).values()),
             output="\n".join([*_texts(sandbox.logs).values(), *_texts(sandbox.home).values()]),
             sampled=served.engine.stats().sampled_tokens,

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from conformance.matrix import check
 from conformance.session_run import run_session
 from conformance.sessions import late_error
+from conformance.worker import check
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, cases_of
 from tugline.types import PluginSpec

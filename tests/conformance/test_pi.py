@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.matrix import check
+from conformance.worker import check
 from tugline.cli.harness_check import cases_of
 
 pytestmark = pytest.mark.pi

@@ -70,9 +70,8 @@ def session(**changes: Any) -> SessionRun:
         "exit": Exit(0, timed_out=False, seconds=1.0),
         "calls": tuple(map(call, range(4))),
         "requests": tuple(
-            WireRecord("/", float(i), 200, [(float(at), b"x") for at in range(8)]) for i in range(4)
+            WireRecord(float(i), 200, [(float(at), b"x") for at in range(8)]) for i in range(4)
         ),
-        "files": {"both.txt": "walrus\nheron\n"},
         "log": f"He said: {LAST_WORDS}",
         "output": '{"input": 12, "output": 3}',
         "sampled": 12,
@@ -98,10 +97,10 @@ def test_a_good_session_passes() -> None:
 @pytest.mark.parametrize(
     ("check", "ran", "reason"),
     [
-        ("streaming", session(requests=(WireRecord("/", 0.0, 200, [(1.0, b"x")]),)), "came whole"),
+        ("streaming", session(requests=(WireRecord(0.0, 200, [(1.0, b"x")]),)), "came whole"),
         (
             "streaming",
-            session(requests=(WireRecord("/", 0.0, 200, [(11.0, b"x")] * 9),)),
+            session(requests=(WireRecord(0.0, 200, [(11.0, b"x")] * 9),)),
             "0 of 9 parts",
         ),
         ("usage_seen", session(output="112 1.12 12.5"), "none of"),

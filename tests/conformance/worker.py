@@ -1,12 +1,15 @@
 """Check one case, in a process that ``unshare`` starts with a network of its own.
 
-Reads a `Job` from stdin and writes what each check says to ``result.json`` in the job's folder.
+It reads a `Job` from stdin and writes what each check says to ``result.json`` in the job's folder.
 """
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +19,13 @@ from conformance import checks, network, sessions
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline import log
 from tugline.cli.harness_check import Case
+from tugline.errors import HarnessError
+from tugline.harnesses.base import Harness
+from tugline.plugins import find
+
+_LIMIT_S = 900.0
+_END_S = 15.0
+_TESTS = Path(__file__).parents[1]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -61,10 +71,55 @@ def parts_of(case: Case, *, slow: bool) -> list[Part]:
     ]
 
 
-async def check(job: Job) -> dict[str, str]:
-    """Run the sessions and their checks; what each says: ``pass`` or ``fail: reason``."""
+async def check(case: Case, *, slow: bool = False) -> dict[str, str]:
+    """Install the harness and run its sessions; ``pass`` or ``fail: reason`` by check.
+
+    Raises `HarnessError`.
+    """
+    harness: Harness = find("harness", case.harness)(**case.options)
+    no_network = await asyncio.to_thread(network.unavailable)
+    await harness.install()
+    with tempfile.TemporaryDirectory(prefix="tugline-check-") as folder:
+        return await _start(Job(case, folder, no_network, slow))
+
+
+async def _start(job: Job) -> dict[str, str]:
+    worker = [sys.executable, "-m", "conformance.worker"]
+    argv: Sequence[str] = worker if job.no_network else [*network.UNSHARE, *worker]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+    )
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            _, errors = await process.communicate(msgspec.json.encode(job))
+    except TimeoutError:
+        errors = f"not done after {_LIMIT_S:.0f} s".encode()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)  # it ends the harness, then itself
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    try:
+        data = (Path(job.folder) / "result.json").read_bytes()
+        return msgspec.json.decode(data, type=dict[str, str])
+    except OSError as error:
+        last = " | ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
+        msg = f"the check itself failed: {last}"
+        raise HarnessError(msg) from error
+
+
+async def _run(job: Job) -> dict[str, str]:
+    """Run the sessions and their checks, in the process that was started for them."""
     failures: dict[str, str | None] = {}
-    async with _network(job) as names:
+    own = contextlib.nullcontext([]) if job.no_network else network.set_up(Path(job.folder))
+    async with own as names:
         for part in parts_of(job.case, slow=job.slow):
             folder = Path(job.folder) / part.scenario.__name__
             run = await run_session(job.case, part.scenario(job.case), folder)
@@ -74,22 +129,12 @@ async def check(job: Job) -> dict[str, str]:
     return {name: f"fail: {reason}" if reason else "pass" for name, reason in failures.items()}
 
 
-@contextlib.asynccontextmanager
-async def _network(job: Job) -> AsyncIterator[list[str]]:
-    if job.no_network is not None:
-        yield []
-        return
-    async with network.set_up(Path(job.folder)) as names:
-        yield names
-
-
-def main() -> None:
-    """Do the job on stdin."""
+def _main() -> None:
     log.configure(level="error")
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    result = asyncio.run(check(job))
+    result = asyncio.run(_run(job))
     (Path(job.folder) / "result.json").write_bytes(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import subprocess
@@ -106,13 +107,8 @@ def test_an_agent_is_trained_and_every_number_is_reported(
 
 def results(folder: Path) -> dict[str, str]:
     """Every committed session and the digest of its result."""
-    if not (folder / STORE).exists():
-        return {}
-    with sqlite3.connect(folder / STORE) as db:
-        tables = db.execute("SELECT name FROM sqlite_master WHERE name = 'results'").fetchall()
-        rows = db.execute("SELECT session, digest FROM results").fetchall() if tables else []
-    db.close()
-    return dict(rows)
+    with contextlib.closing(sqlite3.connect(folder / STORE)) as db:
+        return dict(db.execute("SELECT session, digest FROM results").fetchall())
 
 
 def runs_in(process: Path, folder: Path) -> bool:

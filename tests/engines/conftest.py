@@ -1,7 +1,7 @@
 """One engine at a time, serving the tiny model that calls tools."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -33,17 +33,14 @@ class Served:
     url: str
     folders: Folders
     models: tuple[PreTrainedModel, PreTrainedModel]
-    versions: Iterator[int]
-    """Fresh version numbers: an engine outlives the tests that change its weights."""
     version: int = 0
-    """Of the first weights, as served now."""
-    report: list[EngineReport] = field(default_factory=list)
+    """Of the first weights, as served now; higher than any before, for an engine outlives tests."""
+    report: EngineReport | None = None
 
     async def examined(self) -> EngineReport:
         """The doctor's report, made once."""
-        if not self.report:
-            self.report.append(await probe(self.url))
-        return self.report[0]
+        self.report = self.report or await probe(self.url)
+        return self.report
 
     def weights(self) -> RemoteWeightUpdater:
         """How this engine's weights are changed."""
@@ -65,4 +62,4 @@ def served(
     torch.set_num_threads(1)
     first, second = (AutoModelForCausalLM.from_pretrained(f, dtype="float32") for f in folders)
     with servers.running(request.param, folders.first, tmp_path_factory.mktemp("logs")) as server:
-        yield Served(request.param, server.url, folders, (first, second), iter(range(1, 1000)))
+        yield Served(request.param, server.url, folders, (first, second))

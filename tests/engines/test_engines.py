@@ -359,7 +359,7 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
     served: Served, tmp_path: Path
 ) -> None:
     """Two spans; the tokens of each are those of their weights, and none of the other's."""
-    old, new = served.version, next(served.versions)
+    old, new = served.version, served.version + 1
     async with bench(served, "generate", tmp_path, CALM) as it:
         swapping: asyncio.Task[None] | None = None
         try:
@@ -372,7 +372,7 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
             await swapping
             (call,) = it.calls
         finally:
-            served.version = next(served.versions)
+            served.version = new + 1
             await swap(it, served.folders.first, served.version)
     first, second = call.versions
     assert (first.version, first.start, first.end) == (old, 0, second.start)
@@ -389,7 +389,7 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
     served: Served, name: str, tmp_path: Path
 ) -> None:
     """The turn after a swap is all of the new version, computed anew."""
-    old, new = served.version, next(served.versions)
+    old, new = served.version, served.version + 1
     async with bench(served, name, tmp_path, CALM) as it:
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         try:
@@ -398,7 +398,7 @@ async def test_weights_that_change_between_turns_leave_no_old_context(
             await it.turn(messages)
             before, after = it.calls
         finally:
-            served.version = next(served.versions)
+            served.version = new + 1
             await swap(it, served.folders.first, served.version)
         messages.append({"role": "user", "content": "Find pine quay."})
         await it.turn(messages)
