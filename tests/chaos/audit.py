@@ -195,9 +195,8 @@ def _times(fleet: Fleet, story: Story, told: Evidence) -> Iterator[Row]:
     starts = [one for one in fleet.outages if one.ready]  # others were killed before
     slow = max(one.recovery_s for one in starts)
     usual = median(one.recovery_s for one in starts)
-    cpu = median(one.cpu_s for one in starts)
     yield Row(f"slowest recovery of the server, of {len(starts)}",
-              f"{slow:.2f} s (median {usual:.2f}, CPU {cpu:.2f})",
+              f"{slow:.2f} s (median {usual:.2f})",
               f"<= {HUNG_S} s, asked {RECOVERY_S} s", slow <= HUNG_S)  # fmt: skip
     late = sorted(_requeues(fleet, story.strikes, told.events))
     must = fleet.lease_s + HUNG_S

@@ -57,13 +57,6 @@ class Program:
             )
         self.back = None
 
-    def cpu_s(self) -> float:
-        """Seconds of CPU that it has used; 0 for one that is gone."""
-        assert self.process is not None
-        with contextlib.suppress(OSError):
-            return time.clock_gettime((~self.process.pid << 3) | 2)
-        return 0.0
-
     @property
     def alive(self) -> bool:
         """Whether it runs, stopped or not."""
@@ -97,8 +90,6 @@ class Outage:
     down: float
     started: float
     ready: float = 0.0
-    cpu_s: float = 0.0
-    """What its process had worked by then."""
 
     @property
     def recovery_s(self) -> float:
@@ -218,7 +209,6 @@ class Fleet:
                 status = 0
             if status == 200:
                 outage.ready = time.time()
-                outage.cpu_s = self.programs["server"].cpu_s()
                 return
             time.sleep(0.01)
 

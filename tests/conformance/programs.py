@@ -5,8 +5,9 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +59,16 @@ async def run_on_node(kind: str, packages: Sequence[str], script: Path, *argumen
 
 async def run(argv: Sequence[str | Path], **env: str) -> Any:
     """Run a program that is told by arguments where the session is; the JSON that it ends with."""
-    known: Mapping[str, str] = {
-        name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ
-    }
-    process = await asyncio.create_subprocess_exec(
-        *argv,
+    known = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        argv,
         env={**known, **env},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    try:
-        async with asyncio.timeout(240):
-            said, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, errors.decode()[-3000:]
-    return json.loads(said.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,6 @@
 """The scripted model, and the judge of what harnesses do with it."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,39 +8,29 @@ from typing import Any
 import pytest
 
 from calls import make_call
-from conformance import network
+from conformance import worker
 from conformance.session_run import SessionRun, WireRecord
 from conformance.worker import parts_of
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, Case, cases_of, check
 from tugline.sandbox.base import Exit
 from tugline.testing import ScriptedModel, ScriptedTurn, make_tokenizer
-from tugline.types import Call, CallOutcome, Ids, Message, PluginSpec, Role, Timings, Tool
+from tugline.types import Call, CallOutcome, Message, PluginSpec, Role, Timings, Tool
 
 WORDS = make_tokenizer()
 RENDERING = Rendering(WORDS, "qwen3", thinking_retention="all")
 CASE = cases_of("pi")[0]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "harnesses.md").read_text(encoding="utf-8")
-SCRIPT = (
-    ScriptedTurn("First.", "I think.", (("bash", {"command": "ls"}),)),
-    ScriptedTurn("Second."),
-)
-
-
-def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:
-    """As the gateway renders it."""
-    messages_ = [Message(role=role, content=text) for role, text in messages]
-    return RENDERING.render(messages_, [Tool("bash", "Run", {})] if tools else [])
 
 
 # --------------------------------------------------------------------------- the player
 def test_what_belongs_to_no_script_is_a_side_call() -> None:
     """A title request is answered and owes the script nothing."""
-    player = ScriptedModel(WORDS, {"Do it": SCRIPT})
-    for asked, tools in (("Give a title", True), ("Give a title for: Do it", False)):
-        answer = player.reply(prompt((Role.USER, asked), tools=tools), "")
-        assert "title" in WORDS.decode(answer.ids)
+    player = ScriptedModel(WORDS, {"Do it": (ScriptedTurn("Done."),)})
+    for asked, tools in (("Give a title", [Tool("bash", "Run", {})]), ("Give a title: Do it", [])):
+        prompt = RENDERING.render([Message(role=Role.USER, content=asked)], tools)
+        assert "title" in WORDS.decode(player.reply(prompt, "").ids)
     assert (player.side_calls, player.expected_tokens) == (2, 0)
 
 
@@ -170,35 +158,25 @@ async def test_the_command_names_what_an_agent_does_wrong(
 
 
 # --------------------------------------------------------------------------- the sandbox
-ASK = """
-import asyncio, pathlib, socket, sys
-from conformance import network
-async def main():
-    async with network.set_up(pathlib.Path(sys.argv[1])) as names:
-        loop = asyncio.get_running_loop()
-        for name in ("telemetry.example.com", "localhost"):
-            try:
-                await loop.getaddrinfo(name, 80)
-            except socket.gaierror as error:
-                print(error.errno == socket.EAI_NONAME)
-        try:
-            socket.create_connection(("192.0.2.1", 80), timeout=5)
-        except OSError as error:
-            print(error.errno)
-        print(names)
-asyncio.run(main())
+LOOKS = """
+import socket
+for name in ("localhost", "telemetry.example.com"):
+    try:
+        socket.getaddrinfo(name, 80)
+    except socket.gaierror as error:
+        assert error.errno == socket.EAI_NONAME
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError:
+    raise SystemExit
+socket.getaddrinfo("reached.example.com", 80)
 """
 
 
-def test_a_sandbox_reaches_nobody_and_notes_who_was_asked_for(tmp_path: Path) -> None:
+async def test_a_harness_reaches_nobody_and_whom_it_looked_up_is_named() -> None:
     """No name exists there, the one that was asked for is kept, and no address can be reached."""
-    assert network.unavailable() is None
-    done = subprocess.run(
-        [*network.UNSHARE, sys.executable, "-c", ASK, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.splitlines() == ["True", "101", "['telemetry.example.com']"], done.stderr
+    options = {"command": [sys.executable, "-c", LOOKS]}
+    case = Case(harness="shell", dialect="openai_chat", tool="none", options=options)
+    checks = await worker.check(case)
+    assert checks["no_foreign_host"] == "fail: asked for telemetry.example.com"
+    assert checks["usage_seen"].startswith("fail: none of [] in its output")

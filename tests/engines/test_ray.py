@@ -1,5 +1,6 @@
 """``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -101,18 +102,14 @@ class Machines:
 @pytest.fixture
 def machines(tmp_path: Path, python: Path) -> Iterator[Callable[[int], Machines]]:
     """Starts a cluster of so many machines; it may be called again when the first is lost."""
-    clusters: list[Machines] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(count: int) -> Machines:
-        clusters.append(Machines(python, tmp_path))
-        names = [f"n{number + 1}" for number in range(count)]  # none of them the head
-        return clusters[-1].start("ray_machines.py", *names)
+        def start(count: int) -> Machines:
+            cluster = stack.enter_context(contextlib.closing(Machines(python, tmp_path)))
+            names = [f"n{number + 1}" for number in range(count)]  # none of them the head
+            return cluster.start("ray_machines.py", *names)
 
-    try:
         yield start
-    finally:
-        for cluster in clusters:
-            cluster.close()
 
 
 @pytest.fixture
@@ -125,12 +122,9 @@ def store() -> Iterator[str]:
 @pytest.fixture
 def fleet(tmp_path: Path, store: str) -> Iterator[Fleet]:
     """Server, on PostgreSQL, and engine."""
-    fleet = Fleet(tmp_path / "run", store, lease_s=LEASE_S)
-    try:
+    with contextlib.closing(Fleet(tmp_path / "run", store, lease_s=LEASE_S)) as fleet:
         fleet.launch(nodes=0)
         yield fleet
-    finally:
-        fleet.close()
 
 
 def settings(fleet: Fleet, address: str, **ray: object) -> dict[str, Any]:
@@ -201,12 +195,10 @@ def test_sessions_outlive_machines_and_their_keeper(
         tmp_path / "run", store, lease_s=LEASE_S, cli=(str(python), "-m", "tugline.cli.app"),
         up=("--cluster", "ray"),
     )  # fmt: skip
-    try:
+    with contextlib.closing(fleet):
         fleet.add_settings("server.yaml", settings(fleet, ray.address))
         fleet.launch(nodes=0)
         run_all(fleet, ray, began)
-    finally:
-        fleet.close()
 
 
 def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
@@ -282,9 +274,8 @@ def test_a_cluster_grows_with_the_queue_and_shrinks(
 ) -> None:
     """Ray's autoscaler adds machines while there is work, three at most, and removes them again."""
     began, port = time.time(), free_ports(1)[0]
-    ray = Machines(python, tmp_path)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    try:
+    with contextlib.closing(Machines(python, tmp_path)) as ray:
         ray.start("ray_autoscaled.py", str(port), **token)
         place_nodes(fleet, python, ray.address, env=token, max=3, idle_s=3)
         assert ray.ask("which") == ""
@@ -297,5 +288,3 @@ def test_a_cluster_grows_with_the_queue_and_shrinks(
         until(lambda: ray.ask("which") == "", "the machines to be removed", 120)
         check_results(fleet, 10 * SAMPLES)
         sys.stdout.write(f"grown after {grown:.0f} s, empty after {time.time() - began:.0f} s\n")
-    finally:
-        ray.close()
