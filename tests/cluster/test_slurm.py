@@ -20,13 +20,13 @@ import pytest
 
 from chaos.fleet import free_ports, make_task, until
 from cluster.slurm import Slurm, slurm, why_not
+from commands import TUGLINE
 from tiny import tokenizer
 from training_run import write_config
 from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
 
 TESTS = Path(__file__).parents[1]
-TUGLINE = Path(sys.executable).with_name("tugline")
 FLAGS = {
     "--run": "RUN", "--tasks": "TASKS", "--settings": "SETTINGS", "--engines": "ENGINES",
     "--engine-command": "ENGINE",
@@ -71,9 +71,7 @@ class Run:
             "SLOTS": "4",
             "STOP_S": "5",
             "TUGLINE": str(TUGLINE),
-            "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))).strip(
-                ":"
-            ),
+            "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
         }
 
     def start(self, cluster: Slurm, *options: str, **env: str) -> str:

@@ -1,17 +1,15 @@
 """The real pi against the real gateway, in all four dialects, without internet."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from conformance.worker import check
 from tugline.cli.harness_check import cases_of
 
 pytestmark = pytest.mark.pi
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 @pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic", "google"])
@@ -29,8 +27,8 @@ async def test_pi_works_in_every_dialect(dialect: str) -> None:
 
 def test_the_command_checks_a_harness_in_a_sandbox(tmp_path: Path) -> None:
     """One object on stdout, in the documented shape; files stay in the folder of --keep."""
-    command = [TUGLINE, "harness", "check", "pi", "--json", "--keep", tmp_path / "kept"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    options = ("pi", "--json", "--keep", tmp_path / "kept")
+    done = run_command("harness", "check", *options, timeout=110)
     results = json.loads(done.stdout)["results"]
     assert done.returncode == 0, done.stdout
     dialects = ["openai_chat", "openai_responses", "anthropic", "google"]

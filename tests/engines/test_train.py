@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engines import servers, tool_model
+from engines import servers
+from engines.tool_model import Folders
 from training_run import write_config
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
@@ -39,10 +40,14 @@ ADAPTER: list[tuple[str, dict[str, Any]]] = [
     ids=["vllm", "sglang", "vllm-adapter"],
 )
 async def test_weights_arrive_in_every_pause_mode(
-    tmp_path: Path, name: str, flags: tuple[str, ...], runs: list[tuple[str, dict[str, Any]]]
+    tmp_path: Path,
+    folders: Folders,
+    name: str,
+    flags: tuple[str, ...],
+    runs: list[tuple[str, dict[str, Any]]],
 ) -> None:
     """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
-    folder = tool_model.make().first
+    folder = folders.first
     with servers.running(name, folder, tmp_path, *flags) as server:
         for pause, changes in runs:
             home = tmp_path / f"{pause}{len(changes)}"
