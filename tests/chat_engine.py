@@ -45,14 +45,13 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
         parsed = renderer.parse_response(answer.ids.tolist(), tools=tools)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.tool_calls:
+            functions = [
+                {"name": call.name, "arguments": json.dumps(call.arguments)}
+                for call in parsed.tool_calls
+            ]
             message["tool_calls"] = [
-                {
-                    "index": index,
-                    "id": f"call_{index}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for index, call in enumerate(parsed.tool_calls)
+                {"index": index, "id": f"call_{index}", "type": "function", "function": function}
+                for index, function in enumerate(functions)
             ]
         return message
 
@@ -62,12 +61,11 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
 
 def choice(answer: SampledChunk) -> dict[str, Any]:
     """The only choice of a reply, with ids and log probabilities."""
+    logprobs = [{"token": "", "logprob": value} for value in answer.logprobs.tolist()]
     return {
         "index": 0,
         "finish_reason": answer.finish,
         "stop_reason": answer.stop_id,
         "token_ids": answer.ids.tolist(),
-        "logprobs": {
-            "content": [{"token": "", "logprob": value} for value in answer.logprobs.tolist()]
-        },
+        "logprobs": {"content": logprobs},
     }

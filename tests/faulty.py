@@ -88,8 +88,7 @@ class Faulty:
     async def generate(self, request: Request) -> Response:
         """The fault."""
         self.requests += 1
-        response: Response = await self.answer(request)
-        return response
+        return await self.answer(request)
 
     @property
     def app(self) -> Starlette:
@@ -102,14 +101,17 @@ class Faulty:
         )
 
 
+def dashed(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers that are given as keywords."""
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
 def status(code: int, **headers: str) -> Callable[[Request], Any]:
     """Refuses everything."""
 
     async def answer(_: Request) -> Response:
         error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
-        return JSONResponse(
-            error, code, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
+        return JSONResponse(error, code, headers=dashed(headers))
 
     return answer
 
@@ -175,10 +177,7 @@ class Client(Rig):
     ) -> tuple[int, Mapping[str, str], Any]:
         """Status, headers and JSON of the reply to this question, or to a body of bytes."""
         data = dialect.ask(body) if isinstance(body, str) else body
-        head = {
-            **self.headers(dialect, key),
-            **{k.replace("_", "-"): v for k, v in headers.items()},
-        }
+        head = {**self.headers(dialect, key), **dashed(headers)}
         sent = io.BytesIO(data)
         async with self.http.post(self.url + dialect.path, data=sent, headers=head) as response:
             return response.status, response.headers, await response.json()

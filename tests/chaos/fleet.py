@@ -13,12 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import psutil
 
 from chaos.wire import Api
 from tiny import tokenizer
@@ -179,8 +181,7 @@ class Fleet:
     @property
     def tokens(self) -> dict[str, str]:
         """Those that the server made when it was started first."""
-        report: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
-        return report
+        return json.loads((self.folder / "server" / "tokens.json").read_text())
 
     @property
     def nodes(self) -> list[Program]:
@@ -230,7 +231,12 @@ class Fleet:
 
     def agents(self) -> list[int]:
         """Processes of the fake agents that work in this run's folders."""
-        return [pid for pid, cwd in _working_directories() if self.folder in cwd.parents]
+        return [
+            one.pid
+            for one in psutil.process_iter(["cmdline", "cwd"])
+            if any(word.endswith("agent.py") for word in one.info["cmdline"] or ())
+            and self.folder in Path(one.info["cwd"] or "/").parents
+        ]
 
     def close(self) -> None:
         """End everything, agents included."""
@@ -242,15 +248,6 @@ class Fleet:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-
-
-def _working_directories() -> Iterator[tuple[int, Path]]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"agent.py" in (entry / "cmdline").read_bytes():
-                yield int(entry.name), (entry / "cwd").resolve(strict=True)
-        except OSError:
-            continue
 
 
 def free_ports(count: int) -> list[int]:

@@ -35,12 +35,11 @@ def ask(fleet: Fleet, name: str, *, pause_s: float = 0.5, **changes: Any) -> Non
     fleet.api().post("/v1/tasks", task)
 
 
-def end(fleet: Fleet) -> list[dict[str, Any]]:
+def end(fleet: Fleet) -> Any:
     """Wait until every task is over; the results."""
     api = fleet.api()
     until(lambda: api.get("/v1/status")["tasks_open"] == 0, "all tasks to end", DONE)
-    found: list[dict[str, Any]] = api.get("/v1/results?limit=1000")["items"]
-    return found
+    return api.get("/v1/results?limit=1000")["items"]
 
 
 @pytest.fixture

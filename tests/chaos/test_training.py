@@ -160,7 +160,8 @@ def check(training: Training) -> None:
     rows = [row for row in read_lines(training.run / METRICS) if "rollout/sampled" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_reports(training, rows)
-    results = list_results(training)
+    items = training.fleet.api().get("/v1/results?limit=1000")["items"]
+    results = [one for one in items if ".g" in one["task"]]  # those of training sessions
     assert len(results) == STEPS * TASKS * SAMPLES
     assert all(one["status"] == "completed" for one in results)
     instances = Counter(one["task"].rpartition("-")[2] for one in results)
@@ -181,9 +182,3 @@ def check_reports(training: Training, rows: list[dict[str, Any]]) -> None:
     known = {one["step"]: one["figures"] for one in api.get(f"/v1/runs/{run['name']}/steps")}
     for row in rows:
         assert known[row["step"]].items() >= {**row, "step": None}.items() - {("step", None)}
-
-
-def list_results(training: Training) -> list[dict[str, Any]]:
-    """Those of all training sessions, as the server has them."""
-    items = training.fleet.api().get("/v1/results?limit=1000")["items"]
-    return [one for one in items if ".g" in one["task"]]

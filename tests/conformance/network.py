@@ -13,7 +13,7 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from tugline.errors import SandboxError
 
@@ -75,8 +75,8 @@ class _Recorder(asyncio.DatagramProtocol):
     def __init__(self, names: list[str]) -> None:
         self._names = names
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.DatagramTransport", transport)
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         name, end = _question(data)

@@ -234,8 +234,7 @@ class Responses(OpenAi):
         return items + results
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.responses.input_tokens.count(model="m", input=history)).input_tokens
-        return count
+        return (await sdk.responses.input_tokens.count(model="m", input=history)).input_tokens
 
 
 class Anthropic(Api):
@@ -300,8 +299,7 @@ class Anthropic(Api):
         return [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.messages.count_tokens(model="m", messages=history)).input_tokens
-        return count
+        return (await sdk.messages.count_tokens(model="m", messages=history)).input_tokens
 
     async def models(self, sdk: Any) -> tuple[list[str], bool]:
         names, same = await super().models(sdk)
@@ -386,8 +384,7 @@ class Google(Api):
         return [content, types.Content(role="user", parts=results)]
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.models.count_tokens(model="m", contents=history)).total_tokens
-        return count
+        return (await sdk.models.count_tokens(model="m", contents=history)).total_tokens
 
     async def models(self, sdk: Any) -> tuple[list[str], bool]:
         found = [model async for model in await sdk.models.list()]

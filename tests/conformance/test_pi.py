@@ -10,9 +10,10 @@ from conformance.worker import check
 from tugline.cli.harness_check import cases_of
 
 pytestmark = pytest.mark.pi
+DIALECTS = ["openai_chat", "openai_responses", "anthropic", "google"]
 
 
-@pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic", "google"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 async def test_pi_works_in_every_dialect(dialect: str) -> None:
     """Nothing fails, no turn forks, no foreign host is looked up."""
     case = next(case for case in cases_of("pi") if case.dialect == dialect)
@@ -31,8 +32,7 @@ def test_the_command_checks_a_harness_in_a_sandbox(tmp_path: Path) -> None:
     done = run_command("harness", "check", *options, timeout=110)
     results = json.loads(done.stdout)["results"]
     assert done.returncode == 0, done.stdout
-    dialects = ["openai_chat", "openai_responses", "anthropic", "google"]
-    assert [result["dialect"] for result in results] == dialects
+    assert [result["dialect"] for result in results] == DIALECTS
     for result in results:
         assert set(result) == {"harness", "version", "dialect", "turns", "exact_turns", "checks"}
         assert (result["turns"], result["exact_turns"]) == (4, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance.programs import THINKS, exact, run_on_node
-from rig import Play, in_turn, rig, says
+from rig import in_turn, rig, says
 from tugline.testing import Reply
 from tugline.types import CallOutcome, Ids
 
@@ -17,31 +17,25 @@ PROGRAM = Path(__file__).with_name("npm") / "sdk.mjs"
 GONE_S = 5.0
 
 
-def then_slowly(first: Play) -> Play:
-    """Four answers as `first` gives them, then one that takes minutes."""
-    asked = itertools.count()
-
-    def reply(prompt: Ids, request: str) -> Reply:
-        play = first if next(asked) < 4 else says("word " * 2000, delay_s=0.05)
-        return play(prompt, request)
-
-    return reply
-
-
 @pytest.mark.pi
 @pytest.mark.parametrize("api", ["openai_chat", "openai_responses", "anthropic", "google"])
 async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
     """Streams, parallel tools, counts, models, a refused key and a hang-up; one exact sequence."""
-    plays = then_slowly(in_turn(THINKS, THINKS, THINKS, "Done."))
-    async with rig(tmp_path, plays) as it:
+    turns, asked = in_turn(THINKS, THINKS, THINKS, "Done."), itertools.count()
+
+    def play(prompt: Ids, request: str) -> Reply:
+        slow = says("word " * 2000, delay_s=0.05)  # is left
+        return (turns if next(asked) < 4 else slow)(prompt, request)
+
+    async with rig(tmp_path, play) as it:
         seen = await run_on_node("npm-sdks", SDKS, PROGRAM, api, it.url, it.key)
         async with asyncio.timeout(GONE_S):
             while it.running or len(it.calls) < 5:  # noqa: ASYNC110 - other processes' doing
                 await asyncio.sleep(0.02)
         calls = it.calls
-    *turns, last = seen["turns"]
+    *others, last = seen["turns"]
     arguments = [{"path": "a.py"}, {"path": "b.py"}]
-    for turn in turns:
+    for turn in others:
         assert [json.loads(call) for call in turn["calls"]] == arguments
         assert (turn["text"].strip(), turn["thought"].strip()) == (
             "I look.",

@@ -245,8 +245,7 @@ async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
 
 
 def _status(error: Any) -> int:
-    code: int = error.code if isinstance(error, errors.APIError) else error.status_code
-    return code
+    return error.code if isinstance(error, errors.APIError) else error.status_code
 
 
 @pytest.mark.parametrize("status", [429, 503])
