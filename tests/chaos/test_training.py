@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,30 +122,24 @@ class Training:
         self.strikes[name] += 1
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    """A run that has been started."""
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kill_9_of_anybody_costs_training_nothing(tmp_path: Path) -> None:
+    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
     training = Training(tmp_path / "fleet")
     with contextlib.closing(training.fleet):
         training.launch()
-        yield training
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_kill_9_of_anybody_costs_training_nothing(training: Training) -> None:
-    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
-    for step in range(1, STEPS + 1):
-        training.wait(training.stands, f"all to stand before step {step}")
-        training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
-        training.strike(KINDS[(step - 1) % 4])
-        training.wait(training.stands, f"all to stand in step {step}")
-        training.gate.write_text(str(step))
-        training.wait_for_checkpoint(step)
-        training.strike(KINDS[(step + 1) % 4])
-    training.wait(lambda: training.over, "the end")
-    assert training.strikes == dict.fromkeys(KINDS, 5)
-    check(training)
+        for step in range(1, STEPS + 1):
+            training.wait(training.stands, f"all to stand before step {step}")
+            training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
+            training.strike(KINDS[(step - 1) % 4])
+            training.wait(training.stands, f"all to stand in step {step}")
+            training.gate.write_text(str(step))
+            training.wait_for_checkpoint(step)
+            training.strike(KINDS[(step + 1) % 4])
+        training.wait(lambda: training.over, "the end")
+        assert training.strikes == dict.fromkeys(KINDS, 5)
+        check(training)
 
 
 def check(training: Training) -> None:

@@ -11,14 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-class Refused(Exception):
-    """The server answered, and the answer is no."""
-
-    def __init__(self, status: int, text: bytes) -> None:
-        super().__init__(f"{status}: {text[:400].decode(errors='replace')}")
-        self.status = status
-
-
 class Api:
     """A client of `url`; every call asks again until it has an answer or `within_s` are over."""
 
@@ -34,7 +26,7 @@ class Api:
         return json.loads(self.bytes("POST", path, json.dumps(body).encode()))
 
     def bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """The answer as it is. Raises `Refused` for a 4xx, `TimeoutError` when there is none."""
+        """The answer. Raises `RuntimeError` for a 4xx, `TimeoutError` when there is none."""
         until = time.monotonic() + self._within_s
         while True:
             try:
@@ -42,7 +34,8 @@ class Api:
                 if status < 400:
                     return text
                 if status < 500 and status != 429:
-                    raise Refused(status, text)
+                    msg = f"{method} {path} was refused: {status}, {text[:400]!r}"
+                    raise RuntimeError(msg)
                 trouble = f"{status}: {text[:200]!r}"
             except (OSError, http.client.HTTPException) as error:
                 trouble = repr(error)

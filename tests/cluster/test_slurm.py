@@ -27,10 +27,8 @@ from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
 
 TESTS = Path(__file__).parents[1]
-FLAGS = {
-    "--run": "RUN", "--tasks": "TASKS", "--settings": "SETTINGS", "--engines": "ENGINES",
-    "--engine-command": "ENGINE",
-}  # fmt: skip
+FLAGS = {f"--{name.lower()}": name for name in ("RUN", "TASKS", "SETTINGS", "ENGINES")}
+FLAGS["--engine-command"] = "ENGINE"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),

@@ -128,9 +128,8 @@ class Chat(OpenAi):
     def _read(self, answer: Any, deltas: int = 0) -> Reply:
         (choice,) = answer.choices
         message = choice.message
-        calls = [
-            (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
-        ]
+        functions = [call.function for call in message.tool_calls or []]
+        calls = [(one.name, json.loads(one.arguments)) for one in functions]
         finish = {"tool_calls": "tools"}.get(choice.finish_reason, choice.finish_reason)
         thoughts = getattr(message, "reasoning_content", None) or ""
         usage = answer.usage
@@ -185,9 +184,8 @@ class Responses(OpenAi):
 
     def _read(self, answer: Any, deltas: int = 0) -> Reply:
         thoughts = "".join(i.summary[0].text for i in answer.output if i.type == "reasoning")
-        calls = [
-            (i.name, json.loads(i.arguments)) for i in answer.output if i.type == "function_call"
-        ]
+        functions = [item for item in answer.output if item.type == "function_call"]
+        calls = [(one.name, json.loads(one.arguments)) for one in functions]
         finish = "length" if answer.status == "incomplete" else "tools" if calls else "stop"
         usage = answer.usage
         return Reply(

@@ -13,6 +13,8 @@ from tugline.cli.harness_check import CASES, Case, cases_of
 from tugline.types import PluginSpec
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
+AS_USED = msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False})
+"""Claude Code as people use it: moving cache markers, late system messages, all of its tools."""
 IN_THE_HARNESS = {"mini_swe_agent": {"streaming": "fail: the answer came whole"}}
 """What does not hold, as in docs/harnesses.md: it asks for whole answers only."""
 
@@ -24,17 +26,8 @@ def not_passed(checks: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *(
-            pytest.param(case, id=f"{case.harness}-{case.dialect}")
-            for case in CASES
-            if case.harness != "pi"
-        ),
-        pytest.param(
-            msgspec.structs.replace(cases_of("claude_code")[0], options={"lean": False}),
-            id="claude_code-as people use it",  # with moving cache markers and all of its tools
-        ),
-    ],
+    [*(case for case in CASES if case.harness != "pi"), AS_USED],
+    ids=lambda case: f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}",
 )
 async def test_nothing_fails(case: Case) -> None:
     """Whatever does not hold lies in the harness; every turn continues exactly."""

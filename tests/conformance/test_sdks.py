@@ -290,9 +290,8 @@ async def test_several_choices(tmp_path: Path) -> None:
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert whole.usage.completion_tokens == sum(len(call.sampled_ids) for call in it.calls[:3])
     async with client(tmp_path / "g", GOOGLE, in_turn("One.", "Two.")) as (it, sdk):
-        answer = await sdk.models.generate_content(
-            model="m", contents="Hi", config={"candidate_count": 2}
-        )
+        two = {"candidate_count": 2}
+        answer = await sdk.models.generate_content(model="m", contents="Hi", config=two)
         assert len(it.calls) == 2
     texts = [candidate.content.parts[0].text for candidate in answer.candidates]
     assert sorted(texts) == ["One.", "Two."]

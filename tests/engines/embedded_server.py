@@ -5,7 +5,6 @@ folder, whatever was published before. With ``vllm`` it is taken for one, and sc
 """
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
 from tugline.inference.server import create_app, prompt_logprobs
-from tugline.types import Ids
 from tugline.web.serve import serve
 
 
@@ -58,9 +56,9 @@ class Routes:
 
     async def complete(self, request: Request) -> Response:
         """Log probabilities of a prompt of token ids."""
-        ids = json.loads(await request.body())["prompt"]
-        array: Ids = np.array(ids, np.int32)
-        scored = prompt_logprobs(ids, await self._engine.score(array, 1.0))
+        ids = (await request.json())["prompt"]
+        logprobs = await self._engine.score(np.array(ids, np.int32), 1.0)
+        scored = prompt_logprobs(ids, logprobs)
         return JSONResponse({"choices": [{"prompt_logprobs": scored}]})
 
 
