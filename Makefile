@@ -58,8 +58,7 @@ unit: $(STAMP) ## tests without a real harness
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
 
-test-chaos: $(STAMP) ## everything killed with kill -9, frozen, cut off or without disk, on both stores
-	@$(BIN)/python tools/faketime.py
+test-chaos: $(STAMP) ## everything killed with kill -9, frozen or without disk, on both stores
 	@$(BIN)/pytest -m slow tests/chaos $(ARGS)
 
 test-slow: $(STAMP) ## the other long tests: small benchmarks, several processes, the built package, SLURM, Maven

@@ -22,11 +22,11 @@ class Uninstallable(Harness):
     """A harness whose program cannot be had."""
 
     name, version = "uninstallable", "1"
+    error: Exception = HarnessError("uninstallable 1 cannot be installed: no such version")
 
     async def install(self) -> None:
         """Fails as a registry that does not know the version would."""
-        msg = "uninstallable 1 cannot be installed: no such version"
-        raise HarnessError(msg)
+        raise self.error
 
     def launch(self, context: LaunchContext) -> Launch:
         """Never called."""
@@ -36,10 +36,7 @@ class Uninstallable(Harness):
 class Needy(Uninstallable):
     """A harness that needs what this node does not have."""
 
-    async def install(self) -> None:
-        """Fails as one that finds no Node."""
-        msg = "there is no Node here"
-        raise ConfigError(msg)
+    error = ConfigError("there is no Node here")
 
 
 class Hanging(Evaluator):

@@ -17,10 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rig import ids, rig
-from tugline.gateway.app import Gateway
+from rig import Rig, ids, rig
 from tugline.gateway.policy import CallSettings
-from tugline.gateway.replicas import Upstream
 from tugline.types import Limits
 from tugline.web.serve import serve
 
@@ -90,8 +88,7 @@ class Faulty:
     async def generate(self, request: Request) -> Response:
         """The fault."""
         self.requests += 1
-        response: Response = await self.answer(request)
-        return response
+        return await self.answer(request)
 
     @property
     def app(self) -> Starlette:
@@ -104,14 +101,17 @@ class Faulty:
         )
 
 
+def dashed(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers that are given as keywords."""
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
 def status(code: int, **headers: str) -> Callable[[Request], Any]:
     """Refuses everything."""
 
     async def answer(_: Request) -> Response:
         error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
-        return JSONResponse(
-            error, code, headers={k.replace("_", "-"): v for k, v in headers.items()}
-        )
+        return JSONResponse(error, code, headers=dashed(headers))
 
     return answer
 
@@ -156,15 +156,10 @@ async def cut(request: Request) -> Response:
 
 # --------------------------------------------------------------------------- the rig
 @dataclass
-class Client:
+class Client(Rig):
     """An open session, spoken to in every dialect."""
 
-    gateway: Gateway
-    upstream: Upstream
     engine: Faulty
-    url: str
-    key: str
-    http: aiohttp.ClientSession
 
     def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
         """The secret where this dialect's clients put it."""
@@ -182,10 +177,7 @@ class Client:
     ) -> tuple[int, Mapping[str, str], Any]:
         """Status, headers and JSON of the reply to this question, or to a body of bytes."""
         data = dialect.ask(body) if isinstance(body, str) else body
-        head = {
-            **self.headers(dialect, key),
-            **{k.replace("_", "-"): v for k, v in headers.items()},
-        }
+        head = {**self.headers(dialect, key), **dashed(headers)}
         sent = io.BytesIO(data)
         async with self.http.post(self.url + dialect.path, data=sent, headers=head) as response:
             return response.status, response.headers, await response.json()
@@ -229,7 +221,7 @@ async def client(
         rig(folder, url, tuning=settings, limits=limits, idle_s=idle_s) as it,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
-        yield Client(it.gateway, it.upstream, engine, it.url, it.key, http)
+        yield Client([], it.upstream, it.gateway, it.url, it.key, http, engine)
 
 
 KINDS = {

@@ -15,10 +15,9 @@ REBUILD = ROOT.parent / "tools" / "warm_start" / "rebuild.py"
 
 # --------------------------------------------------------------------------- trajectories
 @functools.cache
-def measure_trajectories() -> dict[str, Any]:
+def measure_trajectories() -> Any:
     """Sessions of 10 and 100 turns, with few repetitions."""
-    figures: dict[str, Any] = measure("trajectories", "run.py", "--json", "--size", "smoke")
-    return figures
+    return measure("trajectories", "run.py", "--json", "--size", "smoke")
 
 
 def test_the_session_is_the_one_that_is_spoken_of() -> None:
@@ -58,10 +57,9 @@ def test_times_are_told() -> None:
 
 # --------------------------------------------------------------------------- the gateway
 @functools.cache
-def measure_gateway() -> dict[str, Any]:
+def measure_gateway() -> Any:
     """A run that is too small to mean anything, from end to end."""
-    told: dict[str, Any] = measure("gateway", "run.py", "--json", "--size", "smoke")
-    return told
+    return measure("gateway", "run.py", "--json", "--size", "smoke")
 
 
 @pytest.mark.slow

@@ -32,8 +32,7 @@ def ask(messages: list[dict[str, str]]) -> str:
             answer = connection.getresponse()
             text = answer.read()
             if answer.status < 400:
-                said: str = json.loads(text)["choices"][0]["message"]["content"]
-                return said
+                return json.loads(text)["choices"][0]["message"]["content"]
             if answer.status < 500 and answer.status != 429:
                 sys.exit(f"refused: {answer.status} {text[:300]!r}")
         except (OSError, http.client.HTTPException):

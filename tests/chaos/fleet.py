@@ -13,11 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import psutil
 
 from chaos.wire import Api
 from tiny import tokenizer
@@ -56,13 +59,6 @@ class Program:
             )
         self.back = None
 
-    def cpu_s(self) -> float:
-        """Seconds of CPU that it has used; 0 for one that is gone."""
-        assert self.process is not None
-        with contextlib.suppress(OSError):
-            return time.clock_gettime((~self.process.pid << 3) | 2)
-        return 0.0
-
     @property
     def alive(self) -> bool:
         """Whether it runs, stopped or not."""
@@ -96,8 +92,6 @@ class Outage:
     down: float
     started: float
     ready: float = 0.0
-    cpu_s: float = 0.0
-    """What its process had worked by then."""
 
     @property
     def recovery_s(self) -> float:
@@ -164,14 +158,18 @@ class Fleet:
                  "tokenizer.json").start()  # fmt: skip
         self.add("receiver", *python, str(HERE / "receiver.py"), str(self.ports["receiver"]),
                  "delivered.jsonl").start()  # fmt: skip
-        self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
-                 "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
-        self.start_server(time.time())
-        until(lambda: bool(self.outages[0].ready), "the server to answer")
+        self.launch_server()
         for number in range(nodes):
             self.add_node(f"node{number}").start()
         self.add("trainer", *python, str(HERE / "trainer.py"), self.url, self.tokens["client"],
                  "trained.jsonl").start()  # fmt: skip
+
+    def launch_server(self) -> None:
+        """Start it for the first time."""
+        self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
+                 "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
+        self.start_server(time.time())
+        until(lambda: bool(self.outages[0].ready), "the server to answer")
 
     def add_node(self, name: str) -> Program:
         """A node with this name; it is not started yet."""
@@ -183,8 +181,7 @@ class Fleet:
     @property
     def tokens(self) -> dict[str, str]:
         """Those that the server made when it was started first."""
-        report: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
-        return report
+        return json.loads((self.folder / "server" / "tokens.json").read_text())
 
     @property
     def nodes(self) -> list[Program]:
@@ -213,7 +210,6 @@ class Fleet:
                 status = 0
             if status == 200:
                 outage.ready = time.time()
-                outage.cpu_s = self.programs["server"].cpu_s()
                 return
             time.sleep(0.01)
 
@@ -235,7 +231,12 @@ class Fleet:
 
     def agents(self) -> list[int]:
         """Processes of the fake agents that work in this run's folders."""
-        return [pid for pid, cwd in _working_directories() if self.folder in cwd.parents]
+        return [
+            one.pid
+            for one in psutil.process_iter(["cmdline", "cwd"])
+            if any(word.endswith("agent.py") for word in one.info["cmdline"] or ())
+            and self.folder in Path(one.info["cwd"] or "/").parents
+        ]
 
     def close(self) -> None:
         """End everything, agents included."""
@@ -249,29 +250,33 @@ class Fleet:
                 continue
 
 
-def _working_directories() -> Iterator[tuple[int, Path]]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"agent.py" in (entry / "cmdline").read_bytes():
-                yield int(entry.name), (entry / "cwd").resolve(strict=True)
-        except OSError:
-            continue
-
-
 def free_ports(count: int) -> list[int]:
     """So many that nobody listens at."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        local = ("127.0.0.1", 0)
+        sockets = [stack.enter_context(socket.create_server(local)) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
 
 
-def until(done: Callable[[], bool], what: str, within_s: float = READY_S) -> None:
+def make_task(name: str, turns: int, pause_s: float) -> dict[str, Any]:
+    """A group of four agents of so many turns, shut in, whom nobody judges."""
+    return {
+        "id": name,
+        "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
+        "harness": {"name": "shell", "options": {"command": ["python3", "agent.py"]}},
+        "evaluator": {"name": "session_completed"},
+        "runtime": {"name": "bubblewrap"},
+        "files": {"agent.py": (HERE / "agent.py").read_text()},
+        "samples": 4,
+        "group": {"attempts": 10},
+    }
+
+
+def until(done: Callable[[], object], what: str, within_s: float = READY_S) -> None:
     """Wait for it, or raise `TimeoutError` that says for what."""
-    until = time.time() + within_s
+    deadline = time.monotonic() + within_s
     while not done():
-        if time.time() > until:
+        if time.monotonic() > deadline:
             msg = f"waited {within_s} s for {what}"
             raise TimeoutError(msg)
-        time.sleep(0.02)
+        time.sleep(0.05)

@@ -198,13 +198,9 @@ class Storm:
 
     def _kill_agent(self) -> None:
         self._wait(lambda: bool(self.fleet.agents()), 30.0, "an agent to run")
-        pids = self.fleet.agents()
-        if not pids:  # the last one ended just now
-            self._kill_agent()
-            return
         try:
-            os.kill(self._draw.choice(pids), signal.SIGKILL)
-        except ProcessLookupError:
+            os.kill(self._draw.choice(self.fleet.agents()), signal.SIGKILL)
+        except (IndexError, ProcessLookupError):  # the last one, or this one, ended just now
             self._kill_agent()
             return
         self.story.strikes.append(Strike(time.time(), "agent", "killed"))

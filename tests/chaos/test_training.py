@@ -6,14 +6,14 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from chaos.fleet import HERE, TUGLINE, Fleet, until
+from chaos.fleet import HERE, TUGLINE, Fleet
 from training_run import write_config
 from tugline.trainers.config import CHECKPOINTS
 from tugline.trainers.sinks import METRICS, read_lines
@@ -68,11 +68,9 @@ class Training:
     def launch(self) -> None:
         """Start engine, server, node and trainer."""
         fleet, port = self.fleet, str(self.fleet.ports["engine"])
-        fleet.add("engine", sys.executable, str(HERE / "trained_engine.py"), "model", port).start()
-        fleet.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml", "--dir",
-                  "server", "--port", str(fleet.ports["server"]))  # fmt: skip
-        fleet.start_server(time.time())
-        until(lambda: bool(fleet.outages[0].ready), "the server to answer")
+        engine = str(HERE.parent / "engines" / "embedded_server.py")
+        fleet.add("engine", sys.executable, engine, "model", port, "vllm").start()
+        fleet.launch_server()
         fleet.add_node("node0").start()
         train = f"{TUGLINE} train config.json --out run $(test -e run/config.json && echo --resume)"
         fleet.add("trainer", "sh", "-c", f"exec {train}",
@@ -124,30 +122,24 @@ class Training:
         self.strikes[name] += 1
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    """A run that has been started."""
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kill_9_of_anybody_costs_training_nothing(tmp_path: Path) -> None:
+    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
     training = Training(tmp_path / "fleet")
     with contextlib.closing(training.fleet):
         training.launch()
-        yield training
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_kill_9_of_anybody_costs_training_nothing(training: Training) -> None:
-    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
-    for step in range(1, STEPS + 1):
-        training.wait(training.stands, f"all to stand before step {step}")
-        training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
-        training.strike(KINDS[(step - 1) % 4])
-        training.wait(training.stands, f"all to stand in step {step}")
-        training.gate.write_text(str(step))
-        training.wait_for_checkpoint(step)
-        training.strike(KINDS[(step + 1) % 4])
-    training.wait(lambda: training.over, "the end")
-    assert training.strikes == dict.fromkeys(KINDS, 5)
-    check(training)
+        for step in range(1, STEPS + 1):
+            training.wait(training.stands, f"all to stand before step {step}")
+            training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
+            training.strike(KINDS[(step - 1) % 4])
+            training.wait(training.stands, f"all to stand in step {step}")
+            training.gate.write_text(str(step))
+            training.wait_for_checkpoint(step)
+            training.strike(KINDS[(step + 1) % 4])
+        training.wait(lambda: training.over, "the end")
+        assert training.strikes == dict.fromkeys(KINDS, 5)
+        check(training)
 
 
 def check(training: Training) -> None:
@@ -162,7 +154,8 @@ def check(training: Training) -> None:
     rows = [row for row in read_lines(training.run / METRICS) if "rollout/sampled" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_reports(training, rows)
-    results = list_results(training)
+    items = training.fleet.api().get("/v1/results?limit=1000")["items"]
+    results = [one for one in items if ".g" in one["task"]]  # those of training sessions
     assert len(results) == STEPS * TASKS * SAMPLES
     assert all(one["status"] == "completed" for one in results)
     instances = Counter(one["task"].rpartition("-")[2] for one in results)
@@ -183,9 +176,3 @@ def check_reports(training: Training, rows: list[dict[str, Any]]) -> None:
     known = {one["step"]: one["figures"] for one in api.get(f"/v1/runs/{run['name']}/steps")}
     for row in rows:
         assert known[row["step"]].items() >= {**row, "step": None}.items() - {("step", None)}
-
-
-def list_results(training: Training) -> list[dict[str, Any]]:
-    """Those of all training sessions, as the server has them."""
-    items = training.fleet.api().get("/v1/results?limit=1000")["items"]
-    return [one for one in items if ".g" in one["task"]]

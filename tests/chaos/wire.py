@@ -11,14 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-class Refused(Exception):
-    """The server answered, and the answer is no."""
-
-    def __init__(self, status: int, text: bytes) -> None:
-        super().__init__(f"{status}: {text[:400].decode(errors='replace')}")
-        self.status = status
-
-
 class Api:
     """A client of `url`; every call asks again until it has an answer or `within_s` are over."""
 
@@ -34,7 +26,7 @@ class Api:
         return json.loads(self.bytes("POST", path, json.dumps(body).encode()))
 
     def bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """The answer as it is. Raises `Refused` for a 4xx, `TimeoutError` when there is none."""
+        """The answer. Raises `RuntimeError` for a 4xx, `TimeoutError` when there is none."""
         until = time.monotonic() + self._within_s
         while True:
             try:
@@ -42,7 +34,8 @@ class Api:
                 if status < 400:
                     return text
                 if status < 500 and status != 429:
-                    raise Refused(status, text)
+                    msg = f"{method} {path} was refused: {status}, {text[:400]!r}"
+                    raise RuntimeError(msg)
                 trouble = f"{status}: {text[:200]!r}"
             except (OSError, http.client.HTTPException) as error:
                 trouble = repr(error)
@@ -56,9 +49,7 @@ class Api:
     ) -> tuple[int, bytes]:
         """One try: status and body."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
-        headers = {"authorization": f"Bearer {self._token}"}
-        if body is not None:
-            headers["content-type"] = "application/json"
+        headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -71,18 +62,13 @@ class Book:
     """Lines of JSON that are on the disk when `write` returns; a torn last line is dropped."""
 
     def __init__(self, path: Path) -> None:
-        whole = path.read_bytes() if path.exists() else b""
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, len(whole))
-        os.lseek(self._file, 0, os.SEEK_END)
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, *lines: dict[str, Any]) -> None:
         """Add and sync."""
-        os.write(self._file, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         os.fsync(self._file)
-        self.lines += lines
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:

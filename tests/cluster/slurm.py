@@ -8,10 +8,11 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from chaos.fleet import free_ports, until
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
@@ -83,20 +84,10 @@ class Slurm:
         return dict(word.partition("=")[::2] for word in words)[name]
 
 
-def wait(done: Callable[[], object], what: str, within_s: float = 60.0) -> None:
-    """Wait for it, or raise `TimeoutError` that says for what."""
-    until = time.monotonic() + within_s
-    while not done():
-        if time.monotonic() > until:
-            msg = f"waited {within_s} s for {what}"
-            raise TimeoutError(msg)
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """Start its daemons in `folder`; end them, and the jobs before them."""
-    host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(NODES))
+    host, ports = socket.gethostname().partition(".")[0], free_ports(1 + len(NODES))
     nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
         for name, port in zip(NODES, ports[1:], strict=True)
@@ -115,17 +106,17 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     munge = [f"--{name}={folder / file}" for name, file in files.items()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_daemon(cluster, "munged", "--force", "--foreground", *munge))
-        wait((folder / "munge.socket").exists, "munge")
+        until((folder / "munge.socket").exists, "munge")
         stack.enter_context(_daemon(cluster, "slurmctld", "-D"))
         for name in NODES:
             stack.enter_context(_daemon(cluster, "slurmd", "-D", "-N", name))
-        wait(lambda: _idle(cluster) == len(NODES), "the nodes of SLURM")
+        until(lambda: _idle(cluster) == len(NODES), "the nodes of SLURM")
         try:
             yield cluster
         finally:
             cluster.run("scancel", "--user=root", "--full", "--signal=KILL")
             cluster.run("scancel", "--user=root")
-            wait(lambda: not cluster.run("squeue", "--noheader"), "the jobs to end")
+            until(lambda: not cluster.run("squeue", "--noheader"), "the jobs to end")
 
 
 def _idle(cluster: Slurm) -> int:
@@ -151,11 +142,3 @@ def _daemon(cluster: Slurm, *argv: str) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(15)
-
-
-def _free_ports(count: int) -> Sequence[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sqlite3
 import sys
 from collections import Counter
@@ -19,18 +18,17 @@ from typing import Any
 
 import pytest
 
-from cluster.slurm import Slurm, slurm, wait, why_not
+from chaos.fleet import free_ports, make_task, until
+from cluster.slurm import Slurm, slurm, why_not
+from commands import TUGLINE
 from tiny import tokenizer
 from training_run import write_config
 from tugline.cli.launch import SCRIPT
 from tugline.trainers.sinks import METRICS, read_lines
 
 TESTS = Path(__file__).parents[1]
-TUGLINE = Path(sys.executable).with_name("tugline")
-FLAGS = {
-    "--run": "RUN", "--tasks": "TASKS", "--settings": "SETTINGS", "--engines": "ENGINES",
-    "--engine-command": "ENGINE",
-}  # fmt: skip
+FLAGS = {f"--{name.lower()}": name for name in ("RUN", "TASKS", "SETTINGS", "ENGINES")}
+FLAGS["--engine-command"] = "ENGINE"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
@@ -51,21 +49,8 @@ class Run:
     def __init__(self, folder: Path, tasks: int, turns: int) -> None:
         self.folder = folder
         (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
-        plan = json.dumps({"turns": turns, "pause_s": 0.5})
-        agent = {"command": ["python3", "agent.py"]}
-        (folder / "tasks.json").write_text(json.dumps([
-            {
-                "id": f"task-{number}",
-                "instruction": plan,
-                "harness": {"name": "shell", "options": agent},
-                "evaluator": {"name": "session_completed"},
-                "runtime": {"name": "bubblewrap"},
-                "files": {"agent.py": (TESTS / "chaos" / "agent.py").read_text()},
-                "samples": 4,
-                "group": {"attempts": 10},
-            }
-            for number in range(tasks)
-        ]))  # fmt: skip
+        planned = [make_task(f"task-{number}", turns, 0.5) for number in range(tasks)]
+        (folder / "tasks.json").write_text(json.dumps(planned))
         (folder / "settings.yaml").write_text(json.dumps({
             "server": {"lease_s": 5.0},
             "node": {"metrics_port": 0},  # as with `deploy/kubernetes`, beside agents
@@ -79,14 +64,12 @@ class Run:
             "SETTINGS": "settings.yaml",
             "ENGINES": "1",
             "ENGINE": engine,
-            "ENGINE_PORT": str(free_port()),
+            "ENGINE_PORT": str(free_ports(1)[0]),
             "HOST": "127.0.0.1",
             "SLOTS": "4",
             "STOP_S": "5",
             "TUGLINE": str(TUGLINE),
-            "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))).strip(
-                ":"
-            ),
+            "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
         }
 
     def start(self, cluster: Slurm, *options: str, **env: str) -> str:
@@ -145,12 +128,6 @@ class Run:
             assert times == Counter(name for name, _ in rows)
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 def over(cluster: Slurm, job: str) -> bool:
     """Whether a job has ended for good."""
     return cluster.field(job, "JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
@@ -163,17 +140,17 @@ def test_a_cancelled_node_costs_no_session(cluster: Slurm, tmp_path: Path) -> No
     job = run.launch(cluster, "--submit", "--sbatch", words)["job"]
     with pytest.raises(AssertionError, match=f"job {job} of .* is (PENDING|RUNNING)"):
         run.launch(cluster, "--submit")
-    wait(lambda: run.launch(cluster, "--status")["overview"], "the server", 120)
+    until(lambda: run.launch(cluster, "--status")["overview"], "the server", 120)
     state = run.launch(cluster, "--status")
     assert (state["job"], state["state"], state["machines"]) == (job, "RUNNING", "n1")
     extra = [run.start(cluster, f"--nodelist={name}", ROLE="nodes") for name in ("n2", "n3")]
-    wait(lambda: run.held_by("n2") and run.held_by("n3"), "work on all nodes")
+    until(lambda: run.held_by("n2") and run.held_by("n3"), "work on all nodes")
     cluster.run("scancel", extra[0])
-    wait(lambda: over(cluster, job), "the run to end", 120)
+    until(lambda: over(cluster, job), "the run to end", 120)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     run.check()
     assert "left" not in run.launch(cluster, "--status")
-    wait(lambda: over(cluster, extra[1]), "the other nodes to end")
+    until(lambda: over(cluster, extra[1]), "the other nodes to end")
     assert cluster.field(extra[1], "JobState") == "COMPLETED", run.log(extra[1])
 
 
@@ -181,11 +158,11 @@ def test_a_run_outlives_its_walltime(cluster: Slurm, tmp_path: Path) -> None:
     """A job is told that its time ends: it stops, is queued again, and finishes what it began."""
     run = Run(tmp_path, tasks=10, turns=8)
     job = run.start(cluster, "--nodes=3", "--time=1", "--signal=B:USR1@45")
-    wait(lambda: run.log(job).count("queued again") == 1, "the walltime", 90)
+    until(lambda: run.log(job).count("queued again") == 1, "the walltime", 90)
     before = run.committed()
     assert before < 40, f"{before} of 40 sessions were committed when its time ended"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    wait(lambda: over(cluster, job), "the run to end", 150)
+    until(lambda: over(cluster, job), "the run to end", 150)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     assert int(cluster.field(job, "Restarts")) >= 1
     run.check()
@@ -200,7 +177,7 @@ def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_pat
     write_config(tmp_path, engine=engine, schedule=plan, heldout=None)
     settings = {"engine": {"renderer": "qwen3", "tokenizer": str(tmp_path / "model")}}
     (tmp_path / "settings.yaml").write_text(json.dumps(settings))
-    command = f"{sys.executable} {TESTS / 'chaos' / 'trained_engine.py'} model $PORT"
+    command = f"{sys.executable} {TESTS / 'engines' / 'embedded_server.py'} model $PORT vllm"
     run.env |= {"CONFIG": "config.json", "TASKS": "", "ENGINE": command, "OMP_NUM_THREADS": "1"}
     job = run.start(cluster, "--nodes=2")
     metrics = tmp_path / "run" / "train" / METRICS
@@ -208,9 +185,9 @@ def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_pat
     def steps() -> list[int]:
         return [row["step"] for row in read_lines(metrics)] if metrics.exists() else []
 
-    wait(lambda: max(steps(), default=0) >= 2, "the second step", 100)
+    until(lambda: max(steps(), default=0) >= 2, "the second step", 100)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    wait(lambda: over(cluster, job), "the run to end", 150)
+    until(lambda: over(cluster, job), "the run to end", 150)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     assert int(cluster.field(job, "Restarts")) == 1
     assert max(steps()) == 6

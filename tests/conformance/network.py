@@ -13,14 +13,13 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from tugline.errors import SandboxError
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 _RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
-_LOCAL_NAMES = ("localhost",)
 
 
 def unavailable() -> str | None:
@@ -35,9 +34,8 @@ def unavailable() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no network namespace: {error}"
-    return (
-        None if done.returncode == 0 else f"no network namespace: {' '.join(done.stderr.split())}"
-    )
+    reason = f"no network namespace: {' '.join(done.stderr.split())}"
+    return reason if done.returncode else None
 
 
 @contextlib.asynccontextmanager
@@ -77,12 +75,12 @@ class _Recorder(asyncio.DatagramProtocol):
     def __init__(self, names: list[str]) -> None:
         self._names = names
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.DatagramTransport", transport)
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         name, end = _question(data)
-        if name not in _LOCAL_NAMES and name not in self._names:
+        if name not in {"localhost", *self._names}:
             self._names.append(name)
         flags = b"\x81\x83"  # a response: no such name
         answer = data[:2] + flags + b"\0\1\0\0\0\0\0\0" + data[12:end]

@@ -62,20 +62,17 @@ class Api(ABC):
         """A streamed answer, put together by the SDK."""
 
     @abstractmethod
-    async def open_stream(self, sdk: Any) -> Any:
-        """A stream of which a part of the answer has come."""
-
-    @abstractmethod
     def echo(self, reply: Reply, how: str) -> list[Any]:
         """The history's next items: the answer, and a result for each of its calls."""
 
-    @abstractmethod
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
         """Tokens of a prompt; None where the API has no such route."""
+        return None
 
-    @abstractmethod
     async def models(self, sdk: Any) -> tuple[list[str], bool]:
         """Names of the models, and whether the first is the same when retrieved."""
+        found = [model async for model in sdk.models.list()]
+        return [one.id for one in found], await sdk.models.retrieve(found[0].id) == found[0]
 
     def start(self, text: str, *, image: bool = False) -> list[Any]:
         """A history of one message."""
@@ -113,10 +110,6 @@ class OpenAi(Api):
     def connect(self, url: str, key: str) -> contextlib.AbstractAsyncContextManager[Any]:
         return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
-    async def models(self, sdk: Any) -> tuple[list[str], bool]:
-        found = [model async for model in sdk.models.list()]
-        return [one.id for one in found], await sdk.models.retrieve(found[0].id) == found[0]
-
 
 class Chat(OpenAi):
     """OpenAI Chat Completions."""
@@ -132,17 +125,16 @@ class Chat(OpenAi):
     def declare(self, function: dict[str, Any]) -> dict[str, Any]:
         return {"type": "function", "function": function}
 
-    def _read(self, answer: Any, reasoning: str | None = None, deltas: int = 0) -> Reply:
+    def _read(self, answer: Any, deltas: int = 0) -> Reply:
         (choice,) = answer.choices
         message = choice.message
-        calls = [
-            (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
-        ]
+        functions = [call.function for call in message.tool_calls or []]
+        calls = [(one.name, json.loads(one.arguments)) for one in functions]
         finish = {"tool_calls": "tools"}.get(choice.finish_reason, choice.finish_reason)
-        thoughts = getattr(message, "reasoning_content", None) if reasoning is None else reasoning
+        thoughts = getattr(message, "reasoning_content", None) or ""
         usage = answer.usage
         return Reply(
-            answer.id, message.content or "", thoughts or "", calls, finish,
+            answer.id, message.content or "", thoughts, calls, finish,
             usage.prompt_tokens, usage.completion_tokens, answer, deltas,
         )  # fmt: skip
 
@@ -152,25 +144,18 @@ class Chat(OpenAi):
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         fields = self.fields(history, options)
         state: Any = ChatCompletionStreamState()
-        thoughts: list[str] = []
+        deltas = 0
         async for chunk in await sdk.chat.completions.create(
             **fields, stream=True, stream_options={"include_usage": True}
         ):
             state.handle_chunk(chunk)
             for choice in chunk.choices:
-                part = getattr(choice.delta, "reasoning_content", None)
-                thoughts += [part] if part else []
+                deltas += bool(getattr(choice.delta, "reasoning_content", None))
         try:
             answer = state.get_final_completion()
         except openai.LengthFinishReasonError as error:  # the SDK refuses to parse a part
             answer = error.completion
-        return self._read(answer, "".join(thoughts), len(thoughts))
-
-    async def open_stream(self, sdk: Any) -> Any:
-        fields = self.fields(self.start("Mend it."), {})
-        stream = await sdk.chat.completions.create(**fields, stream=True)
-        await anext(aiter(stream))
-        return stream
+        return self._read(answer, deltas)
 
     def echo(self, reply: Reply, how: str) -> list[Any]:
         message = reply.raw.choices[0].message.model_dump(exclude_none=True)
@@ -181,9 +166,6 @@ class Chat(OpenAi):
                 call["function"]["arguments"] = json.dumps(arguments, indent=1)
         results = [{"role": "tool", "tool_call_id": c["id"], "content": "x = 1"} for c in calls]
         return [message, *results]
-
-    async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        return None
 
 
 class Responses(OpenAi):
@@ -202,9 +184,8 @@ class Responses(OpenAi):
 
     def _read(self, answer: Any, deltas: int = 0) -> Reply:
         thoughts = "".join(i.summary[0].text for i in answer.output if i.type == "reasoning")
-        calls = [
-            (i.name, json.loads(i.arguments)) for i in answer.output if i.type == "function_call"
-        ]
+        functions = [item for item in answer.output if item.type == "function_call"]
+        calls = [(one.name, json.loads(one.arguments)) for one in functions]
         finish = "length" if answer.status == "incomplete" else "tools" if calls else "stop"
         usage = answer.usage
         return Reply(
@@ -224,13 +205,6 @@ class Responses(OpenAi):
         assert events[0].type == "response.created"
         deltas = [e for e in events if e.type == "response.reasoning_summary_text.delta"]
         return self._read(events[-1].response, len(deltas))
-
-    async def open_stream(self, sdk: Any) -> Any:
-        stream = await sdk.responses.create(model="m", input="Mend it.", stream=True)
-        async for event in stream:
-            if "delta" in event.type:
-                return stream
-        raise AssertionError
 
     def echo(self, reply: Reply, how: str) -> list[Any]:
         items = [item.model_dump(exclude_none=True) for item in reply.raw.output]
@@ -258,8 +232,7 @@ class Responses(OpenAi):
         return items + results
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.responses.input_tokens.count(model="m", input=history)).input_tokens
-        return count
+        return (await sdk.responses.input_tokens.count(model="m", input=history)).input_tokens
 
 
 class Anthropic(Api):
@@ -314,13 +287,6 @@ class Anthropic(Api):
             kinds = [event.type async for event in stream]
             return self._read(await stream.get_final_message(), kinds.count("thinking"))
 
-    async def open_stream(self, sdk: Any) -> Any:
-        stream = await sdk.messages.create(**self.fields(self.start("Hi"), {}), stream=True)
-        async for event in stream:
-            if event.type == "content_block_delta":
-                return stream
-        raise AssertionError
-
     def echo(self, reply: Reply, how: str) -> list[Any]:
         content = [block.model_dump(exclude_none=True) for block in reply.raw.content]
         results = [
@@ -331,13 +297,12 @@ class Anthropic(Api):
         return [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.messages.count_tokens(model="m", messages=history)).input_tokens
-        return count
+        return (await sdk.messages.count_tokens(model="m", messages=history)).input_tokens
 
     async def models(self, sdk: Any) -> tuple[list[str], bool]:
-        found = [model async for model in sdk.models.list()]
-        assert found[0].max_input_tokens == 20_000
-        return [one.id for one in found], await sdk.models.retrieve(found[0].id) == found[0]
+        names, same = await super().models(sdk)
+        assert (await sdk.models.retrieve(names[0])).max_input_tokens == 20_000
+        return names, same
 
 
 class Google(Api):
@@ -406,11 +371,6 @@ class Google(Api):
         deltas = sum(bool(part.thought) for part in parts)
         return self._read(chunks[-1], parts, ends[-1], deltas)
 
-    async def open_stream(self, sdk: Any) -> Any:
-        stream = await sdk.models.generate_content_stream(model="m", contents="Hi")
-        assert (await anext(stream)).text
-        return stream
-
     def echo(self, reply: Reply, how: str) -> list[Any]:
         content = reply.raw.candidates[0].content
         content.parts = [part for part in content.parts if not part.thought]
@@ -422,8 +382,7 @@ class Google(Api):
         return [content, types.Content(role="user", parts=results)]
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:
-        count: int = (await sdk.models.count_tokens(model="m", contents=history)).total_tokens
-        return count
+        return (await sdk.models.count_tokens(model="m", contents=history)).total_tokens
 
     async def models(self, sdk: Any) -> tuple[list[str], bool]:
         found = [model async for model in await sdk.models.list()]

@@ -5,13 +5,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
 from tugline.gateway.engine import SessionTerms
 from tugline.gateway.policy import DEFAULTS, CallSettings
-from tugline.gateway.replicas import Upstream
 from tugline.harnesses.base import Harness, LaunchContext
 from tugline.plugins import find
 from tugline.recording import file as recordings
@@ -31,7 +30,6 @@ _LEAVES_AFTER_S = 0.3
 class WireRecord:
     """One request as it went over the wire."""
 
-    path: str
     at: float
     """Unix seconds when it came."""
     status: int = 0
@@ -42,19 +40,17 @@ class WireRecord:
 class RecordingGateway(Gateway):
     """A gateway that records traffic, and loses the clients of the requests in `broken`."""
 
-    def __init__(
-        self, upstream: Upstream, rendering: Rendering | None, folder: Path, tuning: CallSettings
-    ) -> None:
-        super().__init__(upstream, rendering, folder, settings=tuning)
+    def __init__(self, *parts: Any, broken: frozenset[int], **settings: Any) -> None:
+        super().__init__(*parts, **settings)
         self.requests: list[WireRecord] = []
-        self.broken: frozenset[int] = frozenset()
+        self.broken = broken
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass everything on unchanged."""
         if scope.get("method") != "POST":  # such as Claude Code's HEAD when it starts
             await super().app(scope, receive, send)
             return
-        record = WireRecord(scope["path"], time.time())
+        record = WireRecord(time.time())
         lost = len(self.requests) in self.broken
         self.requests.append(record)
 
@@ -97,8 +93,6 @@ class SessionRun:
     exit: Exit
     calls: tuple[Call, ...]
     requests: tuple[WireRecord, ...]
-    files: dict[str, str]
-    """The workdir afterwards."""
     log: str
     """What the program wrote to stdout and stderr."""
     output: str
@@ -138,9 +132,10 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         served.engine.max_model_len = scenario.window
         served.upstream._settings = scenario.tuning
         gateway = RecordingGateway(
-            served.upstream, served.rendering, folder / "recordings", scenario.tuning
+            *(served.upstream, served.rendering, folder / "recordings"),
+            settings=scenario.tuning,
+            broken=scenario.broken,
         )
-        gateway.broken = scenario.broken
         async with gateway:
             end = await _launch(case, scenario, gateway, sandbox)
         assert served.engine is not None
@@ -149,7 +144,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
             exit=end,
             calls=recordings.read(gateway.recording_path(_SESSION)).calls,
             requests=tuple(gateway.requests),
-            files=_texts(sandbox.workdir),
             log="\n".join(_texts(sandbox.logs).values()),
             output="\n".join([*_texts(sandbox.logs).values(), *_texts(sandbox.home).values()]),
             sampled=served.engine.stats().sampled_tokens,

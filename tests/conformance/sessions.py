@@ -20,11 +20,13 @@ _TOKEN_S = 0.03
 _BUDGET_S = 90.0
 _TEAM = "Have one agent of yours look at one.txt, then say what it found."
 _SUB_TASK = "Agent: look at one.txt."
-_AGENT_TOOLS: dict[str, tuple[str, dict[str, object]]] = {
-    "claude_code": ("Agent", {"lean": False}),
-    "qwen_code": ("agent", {}),
+_ASK = {"description": "Look", "prompt": _SUB_TASK, "subagent_type": "general-purpose"}
+_AGENT_TOOLS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "claude_code": ("Agent", _ASK, {"lean": False}),
+    "codex": ("multi_agent_v1__spawn_agent", {"message": _SUB_TASK}, {"sub_agents": True}),
+    "qwen_code": ("agent", _ASK, {}),
 }
-"""Name of the tool that starts an agent, and options of the harness."""
+"""Name and arguments of the tool that starts an agent, and options of the harness."""
 _SMALL_WINDOWS: dict[str, tuple[int, dict[str, object]]] = {
     "claude_code": (30_000, {}),
     "qwen_code": (60_000, {"context_window": 60_000}),
@@ -64,26 +66,16 @@ def slow_start(case: Case) -> Scenario:
 
 def team(case: Case) -> Scenario:
     """The program starts an agent of its own and waits for it."""
-    if case.harness in _AGENT_TOOLS:
-        name, options = _AGENT_TOOLS[case.harness]
-        ask = {"description": "Look", "prompt": _SUB_TASK, "subagent_type": "general-purpose"}
-        scripts = {
-            _TEAM: (ScriptedTurn("I ask.", calls=((name, ask),)), ScriptedTurn(LAST_WORDS)),
-            _SUB_TASK: (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus.")),
-        }
-        return Scenario(scripts, FILES, options=options)
+    sub = (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus."))
+    name, ask, options = _AGENT_TOOLS[case.harness]
 
     def wait(prompt: str) -> ScriptedTurn:
         agents = re.findall(r'"agent_id":\s*"([^"]+)"', prompt)
         return ScriptedTurn(calls=(("multi_agent_v1__wait_agent", {"targets": agents[-1:]}),))
 
-    start = ("multi_agent_v1__spawn_agent", {"message": _SUB_TASK})
-    sub = (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus."))
-    scripts = {
-        _TEAM: (ScriptedTurn("I ask.", calls=(start,)), wait, ScriptedTurn(LAST_WORDS)),
-        _SUB_TASK: sub,
-    }
-    return Scenario(scripts, FILES, options={"sub_agents": True})
+    waits = [wait] if case.harness == "codex" else []
+    turns = (ScriptedTurn("I ask.", calls=((name, ask),)), *waits, ScriptedTurn(LAST_WORDS))
+    return Scenario({_TEAM: turns, _SUB_TASK: sub}, FILES, options=options)
 
 
 def overflowing(case: Case) -> Scenario:

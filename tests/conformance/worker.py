@@ -1,13 +1,15 @@
 """Check one case, in a process that ``unshare`` starts with a network of its own.
 
-Reads a `Job` from stdin and writes a `CheckResult` to ``result.json`` in the job's folder.
+It reads a `Job` from stdin and writes what each check says to ``result.json`` in the job's folder.
 """
 
 import asyncio
 import contextlib
-import re
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +18,14 @@ import msgspec
 from conformance import checks, network, sessions
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline import log
-from tugline.cli.harness_check import Case, CheckResult, main_calls
-from tugline.errors import TuglineError
+from tugline.cli.harness_check import Case
+from tugline.errors import HarnessError
+from tugline.harnesses.base import Harness
 from tugline.plugins import find
-from tugline.types import Call
 
-KNOWN_FAILURES: tuple[tuple[str, str, str, str], ...] = (
-    ("mini_swe_agent", "streaming", "answer came whole", "it asks for whole answers only"),
-)
-"""Harness, check, pattern of the failure, and the reason in the harness. docs/harnesses.md says
-the same. A failure whose text does not match is ours."""
+_LIMIT_S = 900.0
+_END_S = 15.0
+_TESTS = Path(__file__).parents[1]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -37,124 +37,104 @@ class Job(msgspec.Struct, frozen=True):
     """Why this process has the machine's own network; None if it has one of its own."""
     slow: bool = False
     """Whether to run the session that takes minutes."""
-    only: str = ""
-    """The one session to run; all if empty."""
+
+
+Check = Callable[[Case, SessionRun], str | None]
 
 
 class Part(NamedTuple):
     """A session and its checks; `harnesses` are those that have it, all if empty."""
 
     scenario: Callable[[Case], Scenario]
-    checks: Mapping[str, Callable[[Case, SessionRun], str | None]]
-    harnesses: tuple[str, ...] = ()
+    checks: Sequence[Check]
+    harnesses: Sequence[str] = ()
     slow: bool = False
 
 
-def _by_name(
-    *functions: Callable[[Case, SessionRun], str | None],
-) -> dict[str, Callable[[Case, SessionRun], str | None]]:
-    return {function.__name__: function for function in functions}
+_PARTS = (
+    Part(sessions.plain, [checks.streaming, checks.usage_seen]),
+    Part(sessions.faulty, [checks.retry_safe]),
+    Part(sessions.budget, [checks.budget_stop_survived]),
+    Part(sessions.team, [checks.sub_agents_linked], ["codex", "claude_code", "qwen_code"]),
+    Part(sessions.overflowing, [checks.compaction_named], ["claude_code", "qwen_code"]),
+    Part(sessions.titled, [checks.title_is_side_call], ["opencode"]),
+    Part(sessions.slow_start, [checks.slow_start_survived], slow=True),
+)
 
 
-_WITH_AGENTS = ("codex", "claude_code", "qwen_code")
-_PARTS: dict[str, Part] = {
-    "plain": Part(
-        sessions.plain,
-        _by_name(
-            checks.completes,
-            checks.tool_call_executed,
-            checks.streaming,
-            checks.history_exact,
-            checks.prefix_kept,
-            checks.usage_seen,
-            checks.text_shown,
-        ),
-    ),
-    "faulty": Part(sessions.faulty, _by_name(checks.retry_safe)),
-    "budget": Part(sessions.budget, _by_name(checks.budget_stop_survived)),
-    "team": Part(sessions.team, _by_name(checks.sub_agents_linked), _WITH_AGENTS),
-    "overflow": Part(
-        sessions.overflowing, _by_name(checks.compaction_named), ("claude_code", "qwen_code")
-    ),
-    "title": Part(sessions.titled, _by_name(checks.title_is_side_call), ("opencode",)),
-    "slow": Part(sessions.slow_start, {"slow_start_survived": checks.retry_safe}, slow=True),
-}
+def parts_of(case: Case, *, slow: bool) -> list[Part]:
+    """Return the sessions of a case; with `slow` also the one that takes minutes."""
+    return [
+        part
+        for part in _PARTS
+        if (slow or not part.slow) and (not part.harnesses or case.harness in part.harnesses)
+    ]
 
 
-def parts_of(case: Case, *, slow: bool, only: str = "") -> dict[str, Part]:
-    """Return the sessions of a case by name; with `slow` also the one that takes minutes."""
-    return {
-        name: part
-        for name, part in _PARTS.items()
-        if (slow or not part.slow)
-        and (not part.harnesses or case.harness in part.harnesses)
-        and only in {"", name}
-    }
+async def check(case: Case, *, slow: bool = False) -> dict[str, str]:
+    """Install the harness and run its sessions; ``pass`` or ``fail: reason`` by check.
+
+    Raises `HarnessError`.
+    """
+    harness: Harness = find("harness", case.harness)(**case.options)
+    no_network = await asyncio.to_thread(network.unavailable)
+    await harness.install()
+    with tempfile.TemporaryDirectory(prefix="tugline-check-") as folder:
+        return await _start(Job(case, folder, no_network, slow))
 
 
-def checks_of(case: Case, *, slow: bool, only: str = "") -> list[str]:
-    """Return the names of the checks of a case."""
-    parts = parts_of(case, slow=slow, only=only).values()
-    return [*(name for part in parts for name in part.checks), "no_foreign_host"]
+async def _start(job: Job) -> dict[str, str]:
+    worker = [sys.executable, "-m", "conformance.worker"]
+    argv: Sequence[str] = worker if job.no_network else [*network.UNSHARE, *worker]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+    )
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            _, errors = await process.communicate(msgspec.json.encode(job))
+    except TimeoutError:
+        errors = f"not done after {_LIMIT_S:.0f} s".encode()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)  # it ends the harness, then itself
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    try:
+        data = (Path(job.folder) / "result.json").read_bytes()
+        return msgspec.json.decode(data, type=dict[str, str])
+    except OSError as error:
+        last = " | ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
+        msg = f"the check itself failed: {last}"
+        raise HarnessError(msg) from error
 
 
-def label(case: Case, check: str, failure: str | None) -> str:
-    """Return ``pass``, ``fail: reason``, or ``cli: reason`` for a known failure of the harness."""
-    if failure is None:
-        return "pass"
-    for harness, name, pattern, reason in KNOWN_FAILURES:
-        if (harness, name) == (case.harness, check) and re.search(pattern, failure):
-            return f"cli: {reason}"
-    return f"fail: {failure}"
-
-
-async def check(job: Job) -> CheckResult:
-    """Run the sessions and their checks."""
-    folder, case = Path(job.folder), job.case
+async def _run(job: Job) -> dict[str, str]:
+    """Run the sessions and their checks, in the process that was started for them."""
     failures: dict[str, str | None] = {}
-    turns: list[Call] = []
-    async with _network(job) as names:
-        for name, part in parts_of(case, slow=job.slow, only=job.only).items():
-            run = await _run(job, part.scenario(case), folder / name)
-            for check_name, examine in part.checks.items():
-                failures[check_name] = run if isinstance(run, str) else examine(case, run)
-            if name == "plain" and not isinstance(run, str):
-                turns = main_calls(run.calls)
+    own = contextlib.nullcontext([]) if job.no_network else network.set_up(Path(job.folder))
+    async with own as names:
+        for part in parts_of(job.case, slow=job.slow):
+            folder = Path(job.folder) / part.scenario.__name__
+            run = await run_session(job.case, part.scenario(job.case), folder)
+            failures |= {one.__name__: one(job.case, run) for one in part.checks}
     foreign = f"asked for {', '.join(names)}" if names else None
     failures["no_foreign_host"] = job.no_network or foreign
-    return CheckResult(
-        harness=case.harness,
-        version=find("harness", case.harness)(**case.options).version,
-        dialect=case.dialect,
-        turns=len(turns),
-        exact_turns=sum(call.branch is None for call in turns),
-        checks={name: label(case, name, reason) for name, reason in failures.items()},
-    )
+    return {name: f"fail: {reason}" if reason else "pass" for name, reason in failures.items()}
 
 
-async def _run(job: Job, scenario: Scenario, folder: Path) -> SessionRun | str:
-    try:
-        return await run_session(job.case, scenario, folder)
-    except TuglineError as error:
-        return str(error)
-
-
-@contextlib.asynccontextmanager
-async def _network(job: Job) -> AsyncIterator[list[str]]:
-    if job.no_network is not None:
-        yield []
-        return
-    async with network.set_up(Path(job.folder)) as names:
-        yield names
-
-
-def main() -> None:
-    """Do the job on stdin."""
+def _main() -> None:
     log.configure(level="error")
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    result = asyncio.run(check(job))
+    result = asyncio.run(_run(job))
     (Path(job.folder) / "result.json").write_bytes(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -1,9 +1,7 @@
 """One engine at a time, serving the tiny model that calls tools."""
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from engines import servers, tool_model
 from engines.tool_model import Folders
 from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
-from tugline.protocol import PauseMode
 from tugline.trainers.publish import RemoteWeightUpdater, SglangWeightUpdater, VllmWeightUpdater
 
 FURTHEST = "largest logprob difference"
@@ -28,27 +25,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value:.1e}")
 
 
-class EmbeddedUpdater(RemoteWeightUpdater):
-    """The embedded engine's server of the tests, which pauses and resumes within a swap."""
-
-    _running: PauseMode = PauseMode.KEEP
-
-    async def pause(self, running: PauseMode = PauseMode.KEEP) -> None:
-        """Store the mode for `load`."""
-        self._running = running
-
-    async def load(self, folder: Path, version: int) -> None:
-        """Swap the weights between two steps."""
-        body = {"folder": str(folder), "version": version, "running": self._running}
-        await self._post("/swap", body)
-
-    async def resume(self) -> None:
-        """Do nothing: `pause` held nothing."""
-
-
-UPDATERS = {"embedded": EmbeddedUpdater, "vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
-
-
 @dataclass(slots=True)
 class Served:
     """A running engine and what judges it."""
@@ -57,23 +33,19 @@ class Served:
     url: str
     folders: Folders
     models: tuple[PreTrainedModel, PreTrainedModel]
-    versions: Iterator[int]
-    """Fresh version numbers: an engine outlives the tests that change its weights."""
     version: int = 0
-    """Of the first weights, as served now."""
-    report: list[EngineReport] = field(default_factory=list)
+    """Of the first weights, as served now; higher than any before, for an engine outlives tests."""
+    report: EngineReport | None = None
 
     async def examined(self) -> EngineReport:
         """The doctor's report, made once."""
-        if not self.report:
-            self.report.append(await probe(self.url))
-        return self.report[0]
+        self.report = self.report or await probe(self.url)
+        return self.report
 
-    @asynccontextmanager
-    async def weights(self) -> AsyncIterator[RemoteWeightUpdater]:
+    def weights(self) -> RemoteWeightUpdater:
         """How this engine's weights are changed."""
-        async with UPDATERS[self.name](self.url) as weights:
-            yield weights
+        sglang = self.name == "sglang"
+        return SglangWeightUpdater(self.url) if sglang else VllmWeightUpdater(self.url)
 
 
 @pytest.fixture(scope="session")
@@ -90,4 +62,4 @@ def served(
     torch.set_num_threads(1)
     first, second = (AutoModelForCausalLM.from_pretrained(f, dtype="float32") for f in folders)
     with servers.running(request.param, folders.first, tmp_path_factory.mktemp("logs")) as server:
-        yield Served(request.param, server.url, folders, (first, second), iter(range(1, 1000)))
+        yield Served(request.param, server.url, folders, (first, second))

@@ -1,35 +1,25 @@
 """Real inference servers as child processes: started with a deadline, ended by their own id."""
 
 import contextlib
-import importlib.util
 import os
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import httpx
 import pytest
 
+from chaos.fleet import free_ports
 from engines.tool_model import WINDOW
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
 STOP_S = 30.0
-
-
-def _installer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("engines_tool", ROOT / "tools" / "engines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -84,9 +74,9 @@ COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]]]] = {
 
 def installed(name: str) -> Path:
     """Where `make test-engines` has installed it."""
-    tool = _installer()
-    home: Path = tool.HOMES[name]
-    if not (home / tool.STAMP).exists():
+    tool = runpy.run_path(str(ROOT / "tools" / "engines.py"))
+    home: Path = tool["HOMES"][name]
+    if not (home / tool["STAMP"]).exists():
         pytest.fail(f"{home} is not installed; run `make test-engines`, which does that")
     return home
 
@@ -105,9 +95,7 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def running(name: str, folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
     """The engine, while it serves the model in `folder`; its log stays in `logs`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command, more = COMMANDS[name](folder, port)
     command += flags
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}

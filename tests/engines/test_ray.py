@@ -1,5 +1,6 @@
 """``--cluster ray`` on a real Ray, with PostgreSQL: machines come, drain, are lost, one or all."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -17,11 +18,11 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from chaos.fleet import Fleet, Program, free_ports, until
+from chaos.audit import list_all
+from chaos.fleet import Fleet, Program, free_ports, make_task, until
 from chaos.postgres import postgres
 from engines.servers import ROOT, installed
 
-TESTS = Path(__file__).parents[1]
 TASKS, SAMPLES, LEASE_S = 100, 4, 5.0
 END_S = 240.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -101,18 +102,14 @@ class Machines:
 @pytest.fixture
 def machines(tmp_path: Path, python: Path) -> Iterator[Callable[[int], Machines]]:
     """Starts a cluster of so many machines; it may be called again when the first is lost."""
-    clusters: list[Machines] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(count: int) -> Machines:
-        clusters.append(Machines(python, tmp_path))
-        names = [f"n{number + 1}" for number in range(count)]  # none of them the head
-        return clusters[-1].start("ray_machines.py", *names)
+        def start(count: int) -> Machines:
+            cluster = stack.enter_context(contextlib.closing(Machines(python, tmp_path)))
+            names = [f"n{number + 1}" for number in range(count)]  # none of them the head
+            return cluster.start("ray_machines.py", *names)
 
-    try:
         yield start
-    finally:
-        for cluster in clusters:
-            cluster.close()
 
 
 @pytest.fixture
@@ -125,12 +122,9 @@ def store() -> Iterator[str]:
 @pytest.fixture
 def fleet(tmp_path: Path, store: str) -> Iterator[Fleet]:
     """Server, on PostgreSQL, and engine."""
-    fleet = Fleet(tmp_path / "run", store, lease_s=LEASE_S)
-    try:
+    with contextlib.closing(Fleet(tmp_path / "run", store, lease_s=LEASE_S)) as fleet:
         fleet.launch(nodes=0)
         yield fleet
-    finally:
-        fleet.close()
 
 
 def settings(fleet: Fleet, address: str, **ray: object) -> dict[str, Any]:
@@ -162,16 +156,7 @@ def place_nodes(
 
 def submit(fleet: Fleet, tasks: int) -> None:
     """Tasks whose agents make three model calls each."""
-    task: dict[str, Any] = {
-        "instruction": json.dumps({"turns": 3, "pause_s": 0.2}),
-        "harness": {"name": "shell", "options": {"command": ["python3", "agent.py"]}},
-        "evaluator": {"name": "session_completed"},
-        "runtime": {"name": "bubblewrap"},
-        "files": {"agent.py": (TESTS / "chaos" / "agent.py").read_text()},
-        "samples": SAMPLES,
-        "group": {"attempts": 10},
-    }
-    fleet.api().post("/v1/tasks", [{"id": f"t{n}", **task} for n in range(tasks)])
+    fleet.api().post("/v1/tasks", [make_task(f"t{n}", 3, 0.2) for n in range(tasks)])
 
 
 def nodes(fleet: Fleet) -> dict[str, str]:
@@ -185,14 +170,9 @@ def done(fleet: Fleet) -> int:
     return sessions.get("completed", 0)
 
 
-def events(fleet: Fleet) -> list[dict[str, Any]]:
+def events(fleet: Fleet) -> list[Mapping[str, Any]]:
     """All that the server has said."""
-    found: list[dict[str, Any]] = []
-    while page := fleet.api().get(
-        f"/v1/events?limit=1000&after={found[-1]['position'] if found else 0}"
-    ):
-        found += page
-    return found
+    return list(list_all(fleet.api(), "/v1/events", "position"))
 
 
 def check_results(fleet: Fleet, count: int) -> None:
@@ -215,12 +195,10 @@ def test_sessions_outlive_machines_and_their_keeper(
         tmp_path / "run", store, lease_s=LEASE_S, cli=(str(python), "-m", "tugline.cli.app"),
         up=("--cluster", "ray"),
     )  # fmt: skip
-    try:
+    with contextlib.closing(fleet):
         fleet.add_settings("server.yaml", settings(fleet, ray.address))
         fleet.launch(nodes=0)
         run_all(fleet, ray, began)
-    finally:
-        fleet.close()
 
 
 def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
@@ -296,9 +274,8 @@ def test_a_cluster_grows_with_the_queue_and_shrinks(
 ) -> None:
     """Ray's autoscaler adds machines while there is work, three at most, and removes them again."""
     began, port = time.time(), free_ports(1)[0]
-    ray = Machines(python, tmp_path)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    try:
+    with contextlib.closing(Machines(python, tmp_path)) as ray:
         ray.start("ray_autoscaled.py", str(port), **token)
         place_nodes(fleet, python, ray.address, env=token, max=3, idle_s=3)
         assert ray.ask("which") == ""
@@ -311,5 +288,3 @@ def test_a_cluster_grows_with_the_queue_and_shrinks(
         until(lambda: ray.ask("which") == "", "the machines to be removed", 120)
         check_results(fleet, 10 * SAMPLES)
         sys.stdout.write(f"grown after {grown:.0f} s, empty after {time.time() - began:.0f} s\n")
-    finally:
-        ray.close()

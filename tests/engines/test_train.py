@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engines import servers, tool_model
+from engines import servers
+from engines.tool_model import Folders
 from training_run import write_config
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
@@ -17,13 +18,14 @@ from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-MERGED: list[tuple[str, dict[str, Any]]] = [
+Runs = list[tuple[str, dict[str, Any]]]
+MERGED: Runs = [
     ("keep", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
     ("wait", {}),
     ("abort", {}),
     ("keep", {}),
 ]
-ADAPTER: list[tuple[str, dict[str, Any]]] = [
+ADAPTER: Runs = [
     (pause, {"lora": {"rank": 4, "publish": "adapter"}, "grpo": {"lr": 1e-2}})
     for pause in ("wait", "abort")
 ]
@@ -39,10 +41,10 @@ ADAPTER: list[tuple[str, dict[str, Any]]] = [
     ids=["vllm", "sglang", "vllm-adapter"],
 )
 async def test_weights_arrive_in_every_pause_mode(
-    tmp_path: Path, name: str, flags: tuple[str, ...], runs: list[tuple[str, dict[str, Any]]]
+    tmp_path: Path, folders: Folders, name: str, flags: tuple[str, ...], runs: Runs
 ) -> None:
     """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
-    folder = tool_model.make().first
+    folder = folders.first
     with servers.running(name, folder, tmp_path, *flags) as server:
         for pause, changes in runs:
             home = tmp_path / f"{pause}{len(changes)}"

@@ -1,56 +1,28 @@
 """The recipes for verl and Tinker with the installed packages, in environments of their own."""
 
 import asyncio
-import contextlib
 import json
 import os
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
-from graded import ONCE, finish
-from house import House
+from graded import ONCE, finish, trajectory
+from house import House, task
 from served import TOKENS
-from tiny import rendering
-from tugline.chat.engines.generate import Embedded
-from tugline.client.api import Client
-from tugline.evaluators.base import SessionOutcome
-from tugline.gateway.replicas import Upstream
-from tugline.inference.server import create_app
-from tugline.launch.engine import EngineConnection
-from tugline.launch.local import open_local
-from tugline.launch.settings import Settings
-from tugline.node.settings import NodeSettings
-from tugline.server.http.app import Api, serve_api
+from tugline.client.nodes import NodeClient
+from tugline.protocol import LeaseRequest, NodeRegistration
 from tugline.stream import GradedGroup, GroupStream
-from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Ids, PluginSpec, Task
-from tugline.web.serve import serve
+from tugline.types import encode
 
 EXAMPLES = ROOT / "examples"
 MODEL = ROOT / "src" / "tugline" / "demo" / "warm_start_model"
-RENDERING = rendering()
-END = RENDERING.tokenizer.encode("<|im_end|>")
-AGENT = """
-import json, os, urllib.request
-headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-for calls in (2, 1):
-    messages = [{"role": "user", "content": f"{calls}: " + os.environ["TUGLINE_INSTRUCTION"]}]
-    for _ in range(calls):
-        body = json.dumps({"model": "m", "messages": messages}).encode()
-        request = urllib.request.Request(url, body, headers | {"content-type": "application/json"})
-        answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-        messages += [answer, {"role": "user", "content": "Go on."}]
-"""
-"""An agent of two conversations, so of two traces."""
 REWARDS: dict[str, float | None] = {
     "prompt0-0": 1.0,
     "prompt0-1": 0.25,
@@ -104,52 +76,32 @@ async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> Non
         assert any(datum["advantages"])
 
 
-def reply(prompt: Ids, request: str) -> Reply:
-    """Answer with the number of tokens, at logprobs that are its place in the answer."""
-    answer = [*RENDERING.tokenizer.encode(f"{len(prompt)} {request[-1]}"), *END]
-    return Reply(answer, logprobs=[-(n + 1) / 8 for n in range(len(answer))])
+async def work(house: House) -> None:
+    """Play a node on which every session has two traces, and earns what its task's id says."""
+    async with NodeClient(house.url, TOKENS.join) as node:
+        welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
+        ask = LeaseRequest(capacity=9, applied=welcome.control.generation, wait_s=2.0)
+        while True:
+            for one in (await node.lease(welcome.node, ask)).work:
+                of = one.session
+                done = trajectory(of.id, of.task, of.sample, REWARDS[of.task], traces=2)
+                await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
 
 
-def grade(outcome: SessionOutcome) -> dict[str, float]:
-    """Earn what the task's id says. Raises `ValueError` for the one that has no reward."""
-    value = REWARDS[outcome.task.id]
-    if value is None:
-        raise ValueError
-    return {"value": value, "calls": len(outcome.calls)}
-
-
-@contextlib.asynccontextmanager
-async def running_sessions(folder: Path) -> AsyncIterator[str]:
-    """Yield the URL of a server with a node, in front of an engine without a model."""
-    engine = ScriptedEngine(reply, vocab_size=RENDERING.tokenizer.size, eos_ids=END, version=5)
-    settings = Settings(node=NodeSettings(name="n", slots=2))
-    async with serve(create_app(engine, model_name="m")) as url:
-        connection = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with (
-            open_local(settings, folder, connection) as local,
-            serve_api(Api(local.control, TOKENS)) as served,
-        ):
-            yield served
-
-
-async def test_rows_of_verl_are_the_stream(tmp_path: Path) -> None:
+async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
     compares sessions: its advantages are the rewards less the mean over sessions, however many
     rows one has. A session without a reward fails its prompt and has no rows.
     """
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "run").mkdir()
-    evaluator = PluginSpec("function", {"target": "engines.test_trainers:grade"})
-    shell = PluginSpec("shell", {"command": f"{sys.executable} {tmp_path / 'agent.py'}"})
-    asked = Task(id="replaced", instruction="Do.", harness=shell, evaluator=evaluator, group=ONCE)
-    body = msgspec.json.encode(asked).decode()
-    async with running_sessions(tmp_path / "run") as url:
-        made = await run(url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
-        groups = await asyncio.to_thread(read, url)
-        async with Client(url, TOKENS.client) as client:
-            sampling = (await client.task_body("prompt1-2")).sampling
+    body = msgspec.json.encode(task("replaced", group=ONCE)).decode()
+    working = asyncio.create_task(work(house))
+    made = await run(house.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
+    working.cancel()
+    groups = await asyncio.to_thread(read, house.url)
+    async with house.client() as client:
+        sampling = (await client.task_body("prompt1-2")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 1.0, 0)
     assert made["prompts"] == {"prompt0": "finished", "prompt1": "failure"}
     ours = {
@@ -164,12 +116,13 @@ async def test_rows_of_verl_are_the_stream(tmp_path: Path) -> None:
         ids, first = sample.input_ids.tolist(), len(row["prompts"])
         assert row["input_ids"] == row["prompts"] + row["responses"] == ids
         assert row["position_ids"] == list(range(len(ids)))
-        assert sample.versions[first - 1 : first + 1].tolist() == [-1, 5]
+        assert sample.versions[first - 1 : first + 1].tolist() == [-1, 3]
         assert row["response_mask"] == sample.loss_mask[first:].tolist()
         assert row["rollout_log_probs"] == sample.logprobs[first:].tolist()
         assert row["rm_scores"] == [*[0] * (len(ids) - first - 1), sample.reward]
-        assert (row["tag"]["min_global_steps"], row["tag"]["max_global_steps"]) == (5, 5)
-        assert row["num_turns"] == row["extra_fields"]["reward_extra_info"]["calls"] == 3
+        assert (row["tag"]["min_global_steps"], row["tag"]["max_global_steps"]) == (3, 4)
+        assert row["num_turns"] == 2
+        assert row["extra_fields"]["reward_extra_info"] == {"tests": sample.reward}
         assert row["extra_fields"]["tugline_session"] == sample.session
         worth = sample.reward - {"prompt0": 0.5, "prompt1": 0.75}[row["key"].partition("_")[0]]
         padding = [0] * (len(row["advantages"]) - len(ids) + first)

@@ -7,13 +7,11 @@ probabilities are worth comparing. Input and output embeddings are untied: engin
 weights while running are exact only then.
 """
 
-import fcntl
+import asyncio
 import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
+from tugline.harnesses.install import install_once
 from tugline.sandbox.cache import cache_folder
 from tugline.trainers.grpo.batch import plain_sample
 from tugline.trainers.sft import Sft, SftConfig
@@ -77,27 +76,20 @@ def make() -> Folders:
     recipe = Path(__file__).read_bytes() + TEMPLATE.encode()
     digest = hashlib.blake2b(recipe, digest_size=6).hexdigest()
     folder = cache_folder() / "engines" / f"tool-model-{digest}"
-    folders = Folders(folder / "first", folder / "second")
-    with _locked(folder):
-        if not (folder / ".ready").exists():
-            tokenizer = _tokenizer()
-            model = _trained(tokenizer)
-            _save(model, tokenizer, folders.first)
-            torch.manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
-            _save(model, tokenizer, folders.second)
-            (folder / ".ready").touch()
-    return folders
 
+    async def fill(fresh: Path) -> None:
+        tokenizer = _tokenizer()
+        model = _trained(tokenizer)
+        _save(model, tokenizer, fresh / "first")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+        _save(model, tokenizer, fresh / "second")
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    asyncio.run(install_once(folder, fill))
+    return Folders(folder / "first", folder / "second")
 
 
 # --------------------------------------------------------------------------- what it learns

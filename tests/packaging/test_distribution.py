@@ -76,12 +76,9 @@ def test_files_about_the_project_agree() -> None:
     """pyproject.toml and CITATION.cff have one version and licence; forms have ids of their own."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (citation["version"], citation["license"]) == (VERSION, "Apache-2.0")
-    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-    ids = [
-        [part["id"] for part in form["body"]]
-        for form in (yaml.safe_load(path.read_text(encoding="utf-8")) for path in forms)
-        if "body" in form
-    ]
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.glob("*.yml")]
+    ids = [[part["id"] for part in form["body"]] for form in forms if "body" in form]
     assert len(ids) == 2
     assert all(len(each) == len(set(each)) for each in ids)
     release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))

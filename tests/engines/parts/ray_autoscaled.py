@@ -5,6 +5,7 @@ its machines. Ray's provider for such machines gives all of them this machine's 
 this file, which the autoscaler's process imports, names them apart. ``ray start`` wants a token.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ import ray
 import ray._private.parameter
 from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
+say = functools.partial(print, "at", flush=True)
+"""Answers; Ray writes lines of its own."""
 MACHINES = 3
 """Most of them."""
 LISTS = (
@@ -84,12 +87,6 @@ def main(port: str) -> None:
         machines = {one["NodeName"] for one in ray.nodes() if one["Alive"]}
         say(",".join(sorted(machines - {address.partition(":")[0]})))
     os._exit(0)
-
-
-def say(line: str) -> None:
-    """Answer; Ray writes lines of its own."""
-    sys.stdout.write(f"at {line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

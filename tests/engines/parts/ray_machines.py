@@ -5,6 +5,7 @@ cluster's address. ``engine PORT`` makes an actor that names the engine there, a
 ``gcs restart`` kills the head's control service, which has no Redis, and starts it again.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+say = functools.partial(print, "at", flush=True)
+"""Answers; Ray writes lines of its own."""
 
 
 @ray.remote(num_cpus=0)
@@ -49,12 +53,6 @@ def main() -> None:
             EngineServer.options(scheduling_strategy=on_head, **options).remote(int(name))
         say(cluster.address)
     os._exit(0)  # what is left ends with this process
-
-
-def say(line: str) -> None:
-    """Answer; Ray writes lines of its own."""
-    sys.stdout.write(f"at {line}\n")
-    sys.stdout.flush()
 
 
 def _add(cluster: Cluster, name: str) -> object:
