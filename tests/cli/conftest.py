@@ -16,6 +16,7 @@ import structlog
 from commands import TUGLINE, run_command
 from house import House
 from served import TOKENS
+from tugline import log
 from tugline.cli.app import main
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration, Work
@@ -85,6 +86,7 @@ def run_here(
         factory = structlog.get_config()["logger_factory"]
         if isinstance(factory, structlog.WriteLoggerFactory):  # a process would close it at its end
             factory._file.close()
+            log.configure()
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
         return Done(int(code or 0), printed.out, printed.err)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from cyclopts import App
 
 from commands import TUGLINE, run_command, run_program, run_python
+from recording.view.synthetic import small
 from tugline.cli.app import COMMANDS, MODULES, make_app
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
@@ -52,6 +55,24 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(arguments: str) -> None:
         argv = [TUGLINE, *arguments.split()]
         done = subprocess.run(argv, stdout=nobody, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_streams_may_be_closed_or_know_few_characters(tmp_path: Path) -> None:
+    """As those of a daemon are, or of a terminal without UTF-8."""
+    small(tmp_path / "runs")
+    closed = run_program("sh", "-c", 'exec "$0" --version >&-', TUGLINE)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = run_program(TUGLINE, "view", "s-1", cwd=tmp_path, env=env)
+    assert (shown.returncode, shown.stderr, "\\u" in shown.stdout) == (0, "", True)
+
+
+def test_an_error_is_all_that_stands_on_stderr(tmp_path: Path) -> None:
+    """What was prepared for the work that is not begun says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_program(TUGLINE, "up", "--no-node", "--port", port, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
 def test_options_stand_before_and_behind_arguments() -> None:

@@ -198,5 +198,7 @@ async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
     ended = {name: one["ended"] for name, one in json.loads(done.out).items()}
     assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
     assert (await shell.run("cancel", "a")).out == "a: 2 ended, 1 final before\n"
-    unknown = await shell.run("cancel", "c")
+    await shell.house.control.submit([a_task("d")])
+    unknown = await shell.run("cancel", "d", "c")
     assert (unknown.code, "neither a task nor a session 'c'" in unknown.err) == (2, True)
+    assert (await shell.run("cancel", "d")).out == "d: 1 ended\n", "nothing was cancelled before"

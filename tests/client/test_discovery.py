@@ -33,7 +33,7 @@ def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     """
     up(here / "tugline-data")
     assert find_server() == ("http://127.0.0.1:7700", "c")
-    assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700/", "c")
+    assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700", "c")
     up(here / "other", "http://other:1")
     monkeypatch.setenv("TUGLINE_SERVER", "http://env:1")
     monkeypatch.setenv("TUGLINE_TOKEN", "e")

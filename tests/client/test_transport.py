@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tugline import errors
-from tugline.client.transport import Transport
+from tugline.client.transport import Transport, find_server
 from tugline.protocol import Version
 from tugline.web.serve import serve
 
@@ -122,4 +122,4 @@ async def test_a_foreign_server_is_told_apart() -> None:
         with pytest.raises(errors.ServerError, match="404 Not Found: no such page"):
             await http.ask("GET", "/x", Version)
     with pytest.raises(errors.UsageError, match="must be a URL"):
-        Transport("localhost:7700", "t", deadline_s=1.0)
+        find_server("localhost:7700")  # before it asks for a token

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -91,8 +92,11 @@ def test_of_several_attempts_the_last_one_counts(path: Path, tmp_path: Path) -> 
     later = path.with_name("s1.10.rec")
     recording = recordings.read(path)
     write_calls(later, recording.calls[:1], recording.header)
-    earlier, _ = rebuild_all([path, later], path.parent, tmp_path / "out", None).entries
-    assert (earlier.file, earlier.note) == ("", "a later attempt counts")
+    (tmp_path / "copies").mkdir()
+    copy = Path(shutil.copy(later, tmp_path / "copies"))
+    earlier, _, again = rebuild_all([path, later, copy], tmp_path, tmp_path / "out", None).entries
+    for one in (earlier, again):
+        assert (one.file, one.note) == ("", "another attempt or copy counts")
     (one,) = read_folder(tmp_path / "out")
     assert len(one.traces) == 1
 

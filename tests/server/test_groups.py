@@ -82,6 +82,8 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
     assert (await write(cancel, "t-0", by="me")).stopping == ("t-0",)
     assert (await write(cancel, "t-2", by="me")).final == 1
     assert (await control.database.read(results.get, "t-2")).status is Status.CANCELLED
-    assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
     assert names((await node.ask()).work) == ["t-1"]
+    await node.commit("t-1")
+    assert (await write(results.cancel_task, "t", by="me")).final == 3
+    assert (await control.database.read(tasks.view, "t")).reason == "", "nothing ended it early"

@@ -2,12 +2,13 @@
 
 Of a file with several mistakes each one has a line.
 
-0: done. 2: the caller can correct it (`UsageError`, or a request that the server refuses).
+0: done. 2: the caller can correct it (`UsageError`, a file, or a request that the server refuses).
 1: any other failure. 130: interrupted.
 The file of a command is imported when the command is called, so that ``--help`` is quick and a
 server that was killed is back before its clients notice.
 """
 
+import io
 import os
 import sys
 import tomllib
@@ -50,6 +51,10 @@ def make_app(*called: str) -> App:
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
     called = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if sys.stdout is None:  # closed by whoever started it
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to its end
+    elif isinstance(sys.stdout, io.TextIOWrapper):  # it may not know every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if called in COMMANDS:
             from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
@@ -70,7 +75,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _exit(f"{where}{error.strerror or error}", code=1)
+        _exit(f"{where}{error.strerror or error}", code=2 if where else 1)
     except KeyboardInterrupt:
         _exit("interrupted", code=130)
 

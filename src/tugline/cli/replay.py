@@ -18,7 +18,7 @@ from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS
 from tugline.replay.matching import Difference
-from tugline.replay.run import Options, RecordedSession, ReplayReport, fork
+from tugline.replay.run import Options, RecordedSession, ReplayReport, check_fork, fork
 from tugline.replay.run import replay as run_replay
 from tugline.replay.source import Live
 
@@ -89,6 +89,7 @@ def _make_live(
     if at != _LAST and not at.isdecimal():
         raise UsageError(f"--fork-at is {at!r}, must be the number of a call or 'last'")
     number = len(recorded.calls) if at == _LAST else int(at)
+    check_fork(recorded, number)  # before a folder is made
     source = asyncio.run(connect([engine], mode=recorded.header.mode))
     earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")
     return Live(source, number, samples, slots, first=len(list(earlier)))

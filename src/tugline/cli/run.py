@@ -66,7 +66,7 @@ def run_with_progress(
             views.extend(await run_in_folder(tasks, settings, out, add))
 
     try:
-        up.keep_running(main(), local.log_file)
+        up.keep_running(main, local.log_file)
     except SystemExit:
         console.print(f"stopped; the same command resumes in {out}")
         raise

@@ -310,14 +310,15 @@ async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Jso
         names: What to cancel.
     """
     async with remote.connect() as client:
-        cancelled = {name: await _cancel(client, name) for name in names}
+        found = {name: await _find(client, name) for name in names}  # all, before one is cancelled
+        cancelled = {
+            name: await client.cancel(
+                **{"task" if isinstance(one, TaskView) else "session": name}, by="tugline cancel"
+            )
+            for name, one in found.items()
+        }
     lines = (f"{name}: {_describe_cancelled(counts)}" for name, counts in cancelled.items())
     print_report(cancelled, lambda: print_text(*lines), as_json=as_json)
-
-
-async def _cancel(client: Client, name: str) -> Cancelled:
-    kind = "task" if isinstance(await _find(client, name), TaskView) else "session"
-    return await client.cancel(**{kind: name}, by="tugline cancel")
 
 
 def _describe_cancelled(done: Cancelled) -> str:

@@ -6,6 +6,7 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -69,9 +70,9 @@ def train(
         if dry_run:
             print(batches.describe(settings, tasks, folder))
             return
-        main = loop.train(settings, tasks, folder, figures, sinks.make_report(console))
-        with _keep_resumable(folder, f"train {config}", console):
-            summary = uvloop.run(main)
+        report = sinks.make_report(console)
+        with _keep_resumable(folder, f"train {shlex.quote(str(config))}", console):
+            summary = uvloop.run(loop.train(settings, tasks, folder, figures, report))
     save_report(folder / SUMMARY, summary, as_json=as_json)
     console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
 
@@ -96,7 +97,7 @@ def sft(
             return
         figures = sinks.make_sinks(settings.metrics, console)
         folder = _choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
-        with _keep_resumable(folder, f"sft {config}", console):
+        with _keep_resumable(folder, f"sft {shlex.quote(str(config))}", console):
             end = train(settings, folder, figures, console.print)
     save_report(folder / SUMMARY, end, as_json=as_json)
     where = folder / MODEL
@@ -192,5 +193,6 @@ def _keep_resumable(folder: Path, command: str, console: Console) -> Iterator[No
     try:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"stopped; resume with: tugline {command} --resume --out {folder}")
+        again = f"tugline {command} --resume --out {shlex.quote(str(folder))}"
+        console.print(f"stopped; resume with: {again}", soft_wrap=True, markup=False)
         sys.exit(INTERRUPTED)

@@ -9,8 +9,9 @@ import contextlib
 import shutil
 import sqlite3
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,12 +113,13 @@ def up(
     if cluster:
         settings = add_default_engine(settings)
     if cluster or no_node:
-        main = run_server(settings, folder, echo, cluster=cluster is not None)
+        main = partial(run_server, settings, folder, echo, cluster=cluster is not None)
         keep_running(main, local.log_file)
         return
     from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
 
-    keep_running(run_server_and_node(add_default_engine(settings), folder, echo), local.log_file)
+    main = partial(run_server_and_node, add_default_engine(settings), folder, echo)
+    keep_running(main, local.log_file)
 
 
 def node(
@@ -146,7 +148,7 @@ def node(
         return
     from tugline.launch.node import run_node  # noqa: PLC0415 - takes a second, see there
 
-    keep_running(run_node(settings, folder, server, token, echo), local.log_file)
+    keep_running(partial(run_node, settings, folder, server, token, echo), local.log_file)
 
 
 def add_default_engine(settings: Settings) -> Settings:
@@ -173,12 +175,12 @@ def echo(line: str) -> None:
     print_text(line, stderr=True)
 
 
-def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None:
+def keep_running(main: Callable[[], Coroutine[Any, Any, None]], log_file: Path | None) -> None:
     """Run until `main` ends, or exit with 130 at a second signal."""
     log.configure(level="info" if log_file else "warning", path=log_file)
     try:
         with background_stderr():
-            uvloop.run(main)
+            uvloop.run(main())
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(INTERRUPTED)
 

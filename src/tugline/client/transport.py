@@ -80,11 +80,9 @@ class Transport:
     """A connection pool to one server; an async context manager."""
 
     def __init__(self, url: str, token: str, *, deadline_s: float) -> None:
-        self.url = url.rstrip("/")
+        self.url = _check_url(url)
         self.deadline_s = deadline_s
         self._token = token
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"server {url!r} must be a URL such as http://127.0.0.1:7700")
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -261,12 +259,19 @@ def find_server(
             f"no server: {base / 'server.json'} does not exist; start one with `tugline up`,"
             f" or name it with --server or {SERVER}"
         )
-    if token is None and local is not None and local.rstrip("/") == server.rstrip("/"):
+    server = _check_url(server)
+    if token is None and local is not None and local.rstrip("/") == server:
         token = _read_field(base / "tokens.json", "client")
     if token is None:
         msg = f"no token for {server}: give --token or {TOKEN}; the server's tokens.json has it"
         raise UsageError(msg)
     return server, token
+
+
+def _check_url(server: str) -> str:
+    if not server.startswith(("http://", "https://")):
+        raise UsageError(f"server {server!r} must be a URL such as http://127.0.0.1:7700")
+    return server.rstrip("/")
 
 
 def _read_field(path: Path, name: str) -> str | None:

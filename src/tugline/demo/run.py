@@ -27,6 +27,7 @@ from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.rollout.parts import Parts
 from tugline.schema import NonNegativeInt, Port, PositiveFloat, PositiveInt
+from tugline.traces.base import make_builder
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import HeldOut, Schedule, TaskSource, TrainConfig
 from tugline.trainers.evaluation import Estimate
@@ -103,7 +104,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def harness_spec(settings: DemoSettings) -> PluginSpec:
-    """The harness and its options. Raises `ConfigError` if there is none, or by its command."""
+    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
     if settings.harness == "shell":
         if not settings.command:
             msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
@@ -111,9 +112,7 @@ def harness_spec(settings: DemoSettings) -> PluginSpec:
         return PluginSpec("shell", {"command": settings.command})
     if settings.command:
         raise ConfigError(f"command is for the harness 'shell' only, not for {settings.harness!r}")
-    spec = PluginSpec(settings.harness)
-    Parts().harness(spec)  # before anything is written
-    return spec
+    return PluginSpec(settings.harness)
 
 
 def choose_settings(folder: Path, given: Mapping[str, Any], config: Path | None) -> DemoSettings:
@@ -140,6 +139,8 @@ def store_settings(folder: Path, settings: DemoSettings) -> None:
 
 def make_config(settings: DemoSettings) -> TrainConfig:
     """Return the training run that the settings describe. Raises `ConfigError`."""
+    Parts().harness(harness_spec(settings))  # both are known before anything is written
+    make_builder(PluginSpec(settings.builder))
 
     def problems(split: str, seed: int, count: int) -> PluginSpec:
         options = {"split": split, "seed": seed, "count": count}

@@ -41,14 +41,19 @@ class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One repository with one bug."""
 
     id: str
+    family: str
     files: dict[str, str]
     """Relative path to text: the module, its test, and what the test needs."""
     module: str
     """Path of the file to change."""
+    tests: tuple[str, ...]
+    """Paths in `files` that decide; an evaluator takes them from here, never from the agent."""
     instruction: str
     solution: Edit
     wrong: tuple[Edit, ...]
     """Edits that apply and do not make the tests pass."""
+    blind: tuple[str, ...]
+    """Texts that could be guessed from the issue but are not in the module."""
     tags: dict[str, str] = {}
 
 
@@ -163,17 +168,20 @@ def _problem(rng: random.Random, split: Split, name: str, family: Family) -> Rep
     tests = [f"from {module} import {other.name}, {target.name}\n", target.test(), other.test()]
     return RepairProblem(
         id=name,
+        family=family.name,
         files={
             path: source,
             "conftest.py": '"""Puts this folder on the path of the tests."""\n',
             f"tests/test_{module}.py": "\n\n".join(tests),
         },
         module=path,
+        tests=(f"tests/test_{module}.py", "conftest.py"),
         instruction=VOCABULARY.wordings[wording].format(
             function=target.name, module=path, need=need
         ),
         solution=Edit(old, target.gap(right)),
         wrong=tuple(Edit(old, target.gap(choice)) for choice in rest),
+        blind=tuple(gap for gap in map(target.gap, rest) if gap not in source),
         tags={"family": family.name, "wording": str(wording), "module": module, "word": word},
     )
 

@@ -163,9 +163,8 @@ async def serve_control_plane(
     tokens = load_tokens(folder)
     await control.database.write(nodes.bind_tokens, tokens.join)
     app = Api(control, tokens, metrics)
-    follow = follow_tokens(app, control.database, folder / TOKENS)
-    serving = serve_api(app, settings.host, settings.port, settings.tls)
-    async with serving as bound, run_beside(follow):
+    path, serving = folder / TOKENS, serve_api(app, settings.host, settings.port, settings.tls)
+    async with serving as bound, run_beside(follow_tokens(app, control.database, path)):
         url = bound.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         write_file(folder / SERVER, msgspec.json.encode({"url": url}))
         try:

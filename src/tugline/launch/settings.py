@@ -20,7 +20,7 @@ from tugline.types import Mode
 class EngineSettings(Config, frozen=True):
     """The inference engine: running servers, or a model in this process."""
 
-    urls: tuple[str, ...] = ()
+    urls: tuple[Annotated[str, Meta(pattern="^https?://[^/]")], ...] = ()
     """Addresses of the engine's replicas; none: a model in this process."""
     model: Path | None = None
     """Folder of the model that is served in this process; None: the tiny one of the demo."""

@@ -7,6 +7,7 @@ result, never from a clock, so the same recordings and the same builder give the
 session is in memory at a time.
 """
 
+import filecmp
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -238,7 +239,9 @@ def rebuild_all(
         name = path.relative_to(root).as_posix()
         session, _ = parse_name(path)
         if path in superseded:
-            entry = IndexEntry(session=session, recording=name, note="a later attempt counts")
+            entry = IndexEntry(
+                session=session, recording=name, note="another attempt or copy counts"
+            )
         else:
             file = Path(name).with_name(f"{session}.traj")
             entry = _rebuild_one(path, name, out, file, spec, salvage=salvage)
@@ -268,10 +271,15 @@ def _rebuild_one(
 
 
 def find_superseded(paths: Iterable[Path]) -> set[Path]:
-    """Return the recordings of sessions with a later attempt in the same folder."""
+    """Return the recordings of sessions with a later attempt in the same folder, and copies."""
     latest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for path in paths:
         session, epoch = parse_name(path)
         key = (path.parent, session)
         latest[key] = max(latest.get(key, (epoch, path)), (epoch, path))
-    return set(paths) - {path for _, path in latest.values()}
+    counts: dict[str, list[Path]] = {}
+    for _, path in latest.values():
+        alike = counts.setdefault(path.name, [])
+        if not any(filecmp.cmp(path, one, shallow=False) for one in alike):
+            alike.append(path)
+    return set(paths).difference(*counts.values())

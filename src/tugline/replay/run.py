@@ -107,6 +107,13 @@ async def replay(
     return report
 
 
+def check_fork(session: RecordedSession, at: int) -> None:
+    """Raise `UsageError` if the session has no call from which it could go live at `at`."""
+    if not 0 <= at <= len(session.calls):
+        msg = f"--fork-at is {at}, must be from 0 to {len(session.calls)}, all its calls"
+        raise UsageError(msg)
+
+
 async def fork(
     session: RecordedSession, folder: Path, live: Live, options: Options | None = None
 ) -> list[ReplayReport]:
@@ -115,9 +122,7 @@ async def fork(
     Each has a recording in the new `folder`, with the replayed calls marked. The samples are
     numbered after those of the task, so that none uses a seed again.
     """
-    if not 0 <= live.at <= len(session.calls):
-        msg = f"--fork-at is {live.at}, must be from 0 to {len(session.calls)}, all its calls"
-        raise UsageError(msg)
+    check_fork(session, live.at)
     old = session.header.session
     others = max(session.header.task.samples, old.sample + 1)
     sessions = [

@@ -91,7 +91,7 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
 def close(tx: Tx, task: str, reason: str) -> Cancelled:
     """End the rest of a task early; the first reason given is stored."""
     tx.run(
-        "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = ''",
+        "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = '' AND released IS NULL",
         task=task,
         reason=reason,
     )
