@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.conftest import TUGLINE, Shell
+from cli.conftest import TUGLINE, Shell, end
+from house import commit
 from house import task as a_task
 from observed import CALL, Observed, observed, task
 from rig import until
@@ -168,6 +169,20 @@ async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) ->
     lines = (kept / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]
     assert [one.session for one in read_folder(kept / "trajectories")] == ["a-0", "b-0"]
+
+
+async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
+    """Bytes as they are; ``-f`` ends with the session."""
+    async with shell.lease(a_task("a")) as (node, [work]):
+        epoch = work.session.epoch
+        await node.log("a-0", epoch, 0, b"one\n")
+        following = await shell.start("logs", "-f", "a-0")
+        assert following.stdout is not None
+        assert await following.stdout.readline() == b"one\n"
+        await node.log("a-0", epoch, 4, b"two\n")
+        assert await following.stdout.readline() == b"two\n"
+        await commit(node, work)
+        assert (await end(following)).code == 0
 
 
 async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
