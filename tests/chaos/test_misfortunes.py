@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from chaos.fleet import Fleet, until
 from chaos.storm import body
+from tugline.recording import file as recordings
 
 DONE = 90.0
 TURNS = 3
@@ -109,3 +111,28 @@ def test_a_full_disk_refuses_work_and_loses_none(small_disk: Path, tmp_path: Pat
     assert len({one["session"] for one in results}) == len(results) == 9 * 4
     assert {one["status"] for one in results} == {"completed"}
     assert not fleet.deserters
+
+
+def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
+    """Under a running node: all is run again, each in a recording with one run's calls."""
+    with launched(tmp_path) as fleet:
+        ask(fleet, "again", pause_s=0.1)
+        until(lambda: bool(fleet.agents()), "an agent to run")
+        live, backup = fleet.folder / "server" / "server.db", fleet.folder / "backup.db"
+        stores = [contextlib.closing(sqlite3.connect(path)) for path in (live, backup)]
+        with stores[0] as old, stores[1] as new:
+            old.backup(new)
+        end(fleet)
+        position = fleet.api().get("/v1/status")["position"]
+        fleet.programs["server"].kill(3600)
+        for suffix in ("-wal", "-shm"):
+            Path(f"{live}{suffix}").unlink(missing_ok=True)
+        backup.replace(live)
+        fleet.start_server(time.time())
+        assert [one["status"] for one in end(fleet)] == ["completed"] * 4
+        late = fleet.api().get(f"/v1/results?after={position}")["items"]
+        assert len(late) == 4, "who waits at an old position sees what is new"
+        folder = fleet.folder / "node0" / "nodes" / "node0" / "recordings"
+        calls = {path.name: len(recordings.read(path).calls) for path in folder.glob("*.rec")}
+    assert len(calls) >= 4
+    assert max(calls.values()) == TURNS, calls
