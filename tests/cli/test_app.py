@@ -14,6 +14,7 @@ from cyclopts import App
 from commands import TUGLINE, run_command, run_program, run_python
 from recording.view.synthetic import small
 from tugline.cli.app import COMMANDS, MODULES, make_app
+from tugline.cli.output import make_table, print_text
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
 """Libraries of gateway, server and engine."""
@@ -65,6 +66,20 @@ def test_streams_may_be_closed_or_know_few_characters(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = run_program(TUGLINE, "view", "s-1", cwd=tmp_path, env=env)
     assert (shown.returncode, shown.stderr, "\\u" in shown.stdout) == (0, "", True)
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+def test_a_file_gets_whole_cells(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that reads a table finds whole names, unless a width was asked for."""
+    name = f"session-{'x' * 90}"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    print_text(make_table(("session", "reason"), [(name, "because " * 12)]))
+    (_, row, *more) = capsys.readouterr().out.splitlines()
+    assert (name in row, more) == (True, []) if columns is None else len(row) == 40
 
 
 def test_an_error_is_all_that_stands_on_stderr(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
     assert "<script" not in index
     assert "<b>" not in index
     again = run_command("view", "runs", "--html", "out", cwd=tmp_path)
-    assert (again.returncode, again.stderr) == (1, "tugline: out: File exists\n")
+    assert (again.returncode, again.stderr) == (2, "tugline: out: File exists\n")
 
 
 def test_a_run_that_is_too_large_has_the_first_pages(

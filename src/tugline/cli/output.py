@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import queue
 import sys
 import threading
@@ -21,6 +22,8 @@ from tugline.types import is_pass
 
 COLOURS = {"pass": "green", "fail": "red", "unknown": "yellow", "unchecked": "yellow"}
 """Of the results of checks."""
+_NO_EDGE = 1 << 16
+"""Columns of what is no terminal."""
 _REPORT_EVERY_S = 10.0
 """Between two lines of progress, without a terminal."""
 
@@ -85,8 +88,10 @@ def print_report(
 
 
 def print_text(*parts: RenderableType, style: str = "", stderr: bool = False) -> None:
-    """Print tables, and lines of literal text that are not wrapped."""
+    """Print tables, and lines of literal text that are not wrapped; no file has an edge."""
     console = Console(highlight=False, markup=False, stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _NO_EDGE
     for part in parts:
         console.print(part, style=style, soft_wrap=isinstance(part, str))
 

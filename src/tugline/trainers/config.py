@@ -212,7 +212,7 @@ def name_run(folder: Path) -> str:
 def _comparable(name: str, section: object) -> object:
     """Return a section without what may differ in a resumed run."""
     if isinstance(section, EngineSettings):
-        return replace(section, urls=("elsewhere",) if section.urls else ())
+        return replace(section, urls=("http://elsewhere",) if section.urls else ())
     if name == "server":
         return section is None
     return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
