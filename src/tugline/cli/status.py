@@ -311,12 +311,10 @@ async def cancel(*names: Required, remote: Remote = DEFAULT_SERVER, as_json: Jso
     """
     async with remote.connect() as client:
         found = {name: await _find(client, name) for name in names}  # all, before one is cancelled
-        cancelled = {
-            name: await client.cancel(
-                **{"task" if isinstance(one, TaskView) else "session": name}, by="tugline cancel"
-            )
-            for name, one in found.items()
-        }
+        cancelled = {}
+        for name, one in found.items():
+            kind = "task" if isinstance(one, TaskView) else "session"
+            cancelled[name] = await client.cancel(**{kind: name}, by="tugline cancel")
     lines = (f"{name}: {_describe_cancelled(counts)}" for name, counts in cancelled.items())
     print_report(cancelled, lambda: print_text(*lines), as_json=as_json)
 

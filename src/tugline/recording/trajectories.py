@@ -277,9 +277,9 @@ def find_superseded(paths: Iterable[Path]) -> set[Path]:
         session, epoch = parse_name(path)
         key = (path.parent, session)
         latest[key] = max(latest.get(key, (epoch, path)), (epoch, path))
-    counts: dict[str, list[Path]] = {}
+    counts: dict[tuple[str, int], list[Path]] = {}
     for _, path in latest.values():
-        alike = counts.setdefault(path.name, [])
+        alike = counts.setdefault((path.name, path.stat().st_size), [])
         if not any(filecmp.cmp(path, one, shallow=False) for one in alike):
             alike.append(path)
     return set(paths).difference(*counts.values())
