@@ -19,7 +19,7 @@ from tugline.errors import ConfigError, UsageError
 from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.protocol import PauseMode
-from tugline.schema import NonNegativeInt, PositiveFloat, PositiveInt
+from tugline.schema import NonNegativeInt, PositiveFloat, PositiveInt, decode
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import PluginSpec
 
@@ -173,7 +173,8 @@ def read_config(
     """
     config, folder = load(path, TrainConfig), path.absolute().parent
     model = default_model if config.model is None else folder / config.model.expanduser()
-    tokenizer, urls = config.engine.tokenizer, tuple(engines) or config.engine.urls
+    given = decode({"urls": engines}, EngineSettings, source="--engine")
+    tokenizer, urls = config.engine.tokenizer, given.urls or config.engine.urls
     if urls:
         tokenizer = model if tokenizer is None else folder / tokenizer.expanduser()
     elif tokenizer is not None:
