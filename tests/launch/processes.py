@@ -88,11 +88,11 @@ class World:
         """Wait until a process has written a text so many times."""
         self.wait_until(lambda: self.read_log(name).count(text) >= times, name)
 
-    def end(self, name: str, sign: int = signal.SIGTERM, within_s: float = 20.0) -> int:
+    def end(self, name: str, sign: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         process = self.running.pop(name)
         process.send_signal(sign)
-        return process.wait(within_s)
+        return process.wait(20)
 
     def close(self) -> None:
         """Kill the processes that still run."""
