@@ -1,7 +1,7 @@
-"""Places that are attacked, and words to attack them with.
+"""Sandboxes under attack, and helpers that run attack scripts in them.
 
-An attack is a Python script in a box. On `local`, which contains nothing, the same script must
-succeed wherever it harms nobody: no attack fails because it was written wrongly.
+An attack is a script in a sandbox. On `local`, which isolates nothing, the same script must succeed
+wherever it does no harm, so no attack fails only because it was written wrongly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WITHIN = 20.0
 IMAGE = DEBIAN
 
 
-class Said(NamedTuple):
-    """What a program wrote, and how it ended."""
+class Result(NamedTuple):
+    """A program's output and its exit."""
 
     text: str
     exit: Exit
@@ -32,38 +32,38 @@ class Said(NamedTuple):
 
 @dataclass(kw_only=True)
 class Arena(Driver):
-    """A runtime and a folder."""
+    """A runtime, and the folder of its sandboxes."""
 
     folder: Path
 
     @contextlib.asynccontextmanager
-    async def box(
-        self, name: str = "attacker", options: dict[str, Any] | None = None, **place: Any
+    async def open(
+        self, name: str = "attacker", options: dict[str, Any] | None = None, **fields: Any
     ) -> AsyncIterator[Sandbox]:
-        """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
+        """Open a sandbox, with `options` for its runtime and `fields` of its `SandboxSpec`."""
         runtime = self.bounded(**options) if options else self.runtime
-        given = SandboxSpec(**{"workspace": self.workspace, **place})
-        async with runtime.open(self.folder / name, given) as sandbox:
+        spec = SandboxSpec(**{"workspace": self.workspace, **fields})
+        async with runtime.open(self.folder / name, spec) as sandbox:
             yield sandbox
 
 
-async def python(box: Sandbox, code: str, *given: object, timeout_s: float = WITHIN) -> Said:
-    """What a script says."""
-    return await said(box, "python3", "-I", "-c", code, *map(str, given), timeout_s=timeout_s)
+async def python(sandbox: Sandbox, code: str, *args: object, timeout_s: float = WITHIN) -> Result:
+    """Run a Python script."""
+    return await run(sandbox, "python3", "-I", "-c", code, *map(str, args), timeout_s=timeout_s)
 
 
-async def shell(box: Sandbox, script: str, *given: object, timeout_s: float = WITHIN) -> Said:
-    """What a shell script says."""
-    return await said(box, "sh", "-c", script, "sh", *map(str, given), timeout_s=timeout_s)
+async def shell(sandbox: Sandbox, script: str, *args: object, timeout_s: float = WITHIN) -> Result:
+    """Run a shell script."""
+    return await run(sandbox, "sh", "-c", script, "sh", *map(str, args), timeout_s=timeout_s)
 
 
-async def said(box: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Said:
-    """What a program says."""
-    name = f"said-{secrets.token_hex(4)}"
-    end = await box.run(argv, env={}, timeout_s=timeout_s, log_name=name)
-    return Said((box.logs / f"{name}.log").read_text(errors="replace"), end)
+async def run(sandbox: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Result:
+    """Run a program to its end."""
+    name = f"run-{secrets.token_hex(4)}"
+    end = await sandbox.run(argv, env={}, timeout_s=timeout_s, log_name=name)
+    return Result((sandbox.logs / f"{name}.log").read_text(errors="replace"), end)
 
 
 def token() -> str:
-    """Text that is nowhere else."""
+    """Unique text."""
     return f"tok{secrets.token_hex(8)}"

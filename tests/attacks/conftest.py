@@ -13,23 +13,23 @@ __all__ = ["podman"]
 
 
 def _arena(request: pytest.FixtureRequest, folder: Path) -> Arena:
-    given = {}
+    fields = {}
     if request.param == "container":
         engine = request.getfixturevalue("podman")
-        given = {"options": {"engine": engine}, "workspace": Workspace(image=IMAGE)}
-    arena = Arena(name=request.param, folder=folder, **given)
+        fields = {"options": {"engine": engine}, "workspace": Workspace(image=IMAGE)}
+    arena = Arena(name=request.param, folder=folder, **fields)
     if reason := arena.runtime.check_available():
         pytest.skip(f"{arena.name}: {reason}")
     return arena
 
 
 @pytest.fixture(params=WITH_PYTHON)
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
-    """Each sandbox, and a place that contains nothing, where the attack must succeed."""
+def any_arena(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
+    """Each sandbox, and plain processes without isolation, where the attack must succeed."""
     return _arena(request, tmp_path)
 
 
 @pytest.fixture(params=WITH_PYTHON[1:])
-def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
-    """Each sandbox."""
+def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
+    """Each isolated sandbox."""
     return _arena(request, tmp_path)

@@ -1,4 +1,4 @@
-"""Files that lead elsewhere: links, pipes, devices and swaps, planted for who reads and writes."""
+"""Links, pipes, devices and races in a workspace, for the node that reads and writes there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DEADLINE = 15.0
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder of the node that no box has anything to do with."""
+    """A folder of the node that belongs to no sandbox."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "secret").write_text("the node's own")
     return folder
 
 
-def untouched(outside: Path) -> None:
-    """Nothing was written there."""
+def assert_untouched(outside: Path) -> None:
+    """Check that nothing was written there."""
     assert [entry.name for entry in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_text() == "the node's own"
 
@@ -47,13 +47,13 @@ LINKS = ("folder", "relative", "chain", "magic")
 
 @pytest.mark.parametrize("content", ["put", None], ids=["write", "remove"])
 async def test_put_through_planted_links(
-    anywhere: Arena, outside: Path, content: str | None
+    any_arena: Arena, outside: Path, content: str | None
 ) -> None:
-    """What is put or removed is the box's own, whatever stands at its path or above it.
+    """Writing and removing stays inside the sandbox, whatever links its paths go through.
 
-    Also if the path itself leads out.
+    The same holds for a path that itself leads out.
     """
-    async with anywhere.box() as sandbox:
+    async with any_arena.open() as sandbox:
         await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
         for root in (sandbox.workdir, sandbox.home):
             files = [f"{link}/{name}" for link in LINKS for name in ("secret", "new")]
@@ -63,12 +63,12 @@ async def test_put_through_planted_links(
                     async with asyncio.timeout(DEADLINE):
                         await sandbox.put(root, {path: content})
                     assert await sandbox.get(root / path) == (content and content.encode())
-        untouched(outside)
+        assert_untouched(outside)
 
 
-async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> None:
-    """What is read is the box's own: neither by name nor as part of the agent's work."""
-    async with anywhere.box() as sandbox:
+async def test_read_through_planted_links(any_arena: Arena, outside: Path) -> None:
+    """Neither `get` nor `diff` follows links out of the sandbox."""
+    async with any_arena.open() as sandbox:
         await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
         for root in (sandbox.workdir, sandbox.home):
             for path in (*(f"{link}/secret" for link in LINKS), "file", "loop", "../x"):
@@ -92,9 +92,9 @@ while True:
 """
 
 
-async def test_swap_a_folder_for_a_link_meanwhile(anywhere: Arena, outside: Path) -> None:
-    """A race for the moment between a look and a write is not won, in hundreds of tries."""
-    async with anywhere.box() as sandbox:
+async def test_swap_a_folder_for_a_link_during_a_write(any_arena: Arena, outside: Path) -> None:
+    """A race between the check of a path and the write to it is never won."""
+    async with any_arena.open() as sandbox:
         swapping = asyncio.create_task(
             python(sandbox, SWAP, outside, sandbox.workdir, timeout_s=60)
         )
@@ -107,12 +107,12 @@ async def test_swap_a_folder_for_a_link_meanwhile(anywhere: Arena, outside: Path
                     await sandbox.put(sandbox.workdir, {"at/new": "put", "at/secret": "put"})
                 found = await sandbox.get(sandbox.workdir / "at" / "secret")
                 assert found in {None, b"put"}
-            untouched(outside)
+            assert_untouched(outside)
             assert tries > 20
         finally:
             swapping.cancel()
             await asyncio.gather(swapping, return_exceptions=True)
-        untouched(outside)
+        assert_untouched(outside)
 
 
 TRAPS = r"""
@@ -134,11 +134,11 @@ open("honest", "w").write("work")
 """
 
 
-async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
-    """Pipes, devices, names that are no text, a terabyte of nothing, folders without end."""
-    async with anywhere.box() as sandbox:
-        got = await python(sandbox, TRAPS, sandbox.workdir)
-        assert got.exit.code == 0, got.text
+async def test_plant_special_files_for_the_reader(any_arena: Arena) -> None:
+    """Pipes, devices, undecodable names, sparse files and very deep folders do not hang `diff`."""
+    async with any_arena.open() as sandbox:
+        result = await python(sandbox, TRAPS, sandbox.workdir)
+        assert result.exit.code == 0, result.text
         async with asyncio.timeout(DEADLINE):
             patch = await sandbox.diff()
             for name in ("pipe", "socket", "zero", "in", "kmsg", "sparse", "report.xml"):
@@ -155,22 +155,22 @@ async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
     assert not {"pipe", "socket", "sparse"} & patch.files.keys()
 
 
-async def test_link_what_is_shared_into_the_work(sandbox: Arena) -> None:
-    """A hard link to a file of the task's own base does not let a write through to it."""
-    async with sandbox.box(files={"given.txt": "given"}) as box:
-        await shell(box, "ln given.txt linked; ln -s given.txt soft; echo more >> linked")
-        await box.put(box.workdir, {"linked": "put"})
-        patch = await box.diff()
+async def test_hard_link_a_given_file(arena: Arena) -> None:
+    """Writing to a hard link of a given file does not change that file."""
+    async with arena.open(files={"given.txt": "given"}) as sandbox:
+        await shell(sandbox, "ln given.txt linked; ln -s given.txt soft; echo more >> linked")
+        await sandbox.put(sandbox.workdir, {"linked": "put"})
+        patch = await sandbox.diff()
     changed = {path: change.data for path, change in patch.files.items() if change}
     assert changed["linked"] == b"put"
     assert changed["given.txt"] == b"givenmore\n"
 
 
-async def test_leave_traps_for_who_cleans_up(sandbox: Arena, outside: Path) -> None:
-    """Nor does tidying a box follow a link, or stop at what cannot be removed by its owner."""
+async def test_plant_links_for_the_cleanup(arena: Arena, outside: Path) -> None:
+    """Removing a sandbox follows no link and does not stop at folders without permissions."""
     code = "import os, sys; os.symlink(sys.argv[1], 'out'); os.makedirs('a/b'); os.chmod('a', 0)"
-    async with sandbox.box() as box:
-        await python(box, code, outside)
-        await python(box, code.replace("'out'", "'/tmp/out'"), outside)
-    assert await asyncio.to_thread(sandbox.runtime.reap, sandbox.folder) >= 0
-    untouched(outside)
+    async with arena.open() as sandbox:
+        await python(sandbox, code, outside)
+        await python(sandbox, code.replace("'out'", "'/tmp/out'"), outside)
+    assert await asyncio.to_thread(arena.runtime.reap, arena.folder) >= 0
+    assert_untouched(outside)

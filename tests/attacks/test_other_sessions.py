@@ -1,4 +1,4 @@
-"""What belongs to other sessions and to the node: files, environments, processes, keys."""
+"""Data of other sessions and of the node: files, environments, processes, keys."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from attacked import Arena, python, running, shell, token
-from tugline.sandbox.base import Sandbox
+from attacked import Arena, python, shell, token
+from sandboxes import wait_until_running
+from tugline.sandbox.base import run_beside
 
 READ = """
 import os, pathlib, sys
@@ -23,40 +24,34 @@ def paths():
         for where, _, files in os.walk(top):
             yield from (pathlib.Path(where, name) for name in files)
     yield from (pathlib.Path("/proc", pid, "cwd/answer.txt") for pid in pids)
-def found():
+def matches():
     for path in paths():
         try:
             if secret in path.read_text(errors="replace"): return True
         except OSError: continue
-print("found" if found() else "nothing")
+print("match" if matches() else "nothing")
 """
 
 
 @contextlib.asynccontextmanager
-async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path]]:
-    """Another session with a secret in its files, its environment and its command line."""
+async def victim(arena: Arena, secret: str) -> AsyncIterator[Path]:
+    """Another session with a secret in its files, environment and command line; its folder."""
     folder = arena.folder / "victim"
-    async with arena.box("victim", files={"answer.txt": secret}) as sandbox:
+    async with arena.open("victim", files={"answer.txt": secret}) as sandbox:
         await sandbox.put(sandbox.home, {"settings.json": secret})
         mark = token()
         program = ("sh", "-c", "sleep 60; true", mark, f"--key={secret}")
-        going = asyncio.create_task(sandbox.run(program, env={"KEY": secret}, timeout_s=60))
-        async with asyncio.timeout(10):
-            while not running(mark):  # noqa: ASYNC110 - it has no other way to say so
-                await asyncio.sleep(0.02)
-        try:
-            yield sandbox, folder
-        finally:
-            going.cancel()
-            await asyncio.gather(going, return_exceptions=True)
+        async with run_beside(sandbox.run(program, env={"KEY": secret}, timeout_s=60)):
+            await wait_until_running(mark)
+            yield folder
 
 
-async def test_read_another_sessions_files(anywhere: Arena) -> None:
-    """By the path they have on the node, and by /proc of whatever runs."""
+async def test_read_another_sessions_files(any_arena: Arena) -> None:
+    """By their path on the node, and through /proc of any process."""
     secret = token()
-    async with victim(anywhere, secret) as (_, folder), anywhere.box() as sandbox:
-        got = await python(sandbox, READ, secret, folder)
-    assert got.text == ("nothing\n" if anywhere.isolated else "found\n")
+    async with victim(any_arena, secret) as folder, any_arena.open() as sandbox:
+        result = await python(sandbox, READ, secret, folder)
+    assert result.text == ("nothing\n" if any_arena.isolated else "match\n")
 
 
 ENVIRONMENTS = """
@@ -70,39 +65,39 @@ for pid in os.listdir("/proc"):
 """
 
 
-async def test_read_another_sessions_environment(anywhere: Arena) -> None:
-    """Keys that another agent was given in its environment or command line."""
+async def test_read_another_sessions_environment(any_arena: Arena) -> None:
+    """No environment or command line of another agent, which may hold keys, is readable."""
     secret = token()
-    async with victim(anywhere, secret), anywhere.box() as sandbox:
-        got = await python(sandbox, ENVIRONMENTS, secret[::-1])
-    assert got.exit.code == 0, got.text
-    found = {line.split()[-1] for line in got.text.splitlines()}
-    assert found == (set() if anywhere.isolated else {"environ", "cmdline"})
+    async with victim(any_arena, secret), any_arena.open() as sandbox:
+        result = await python(sandbox, ENVIRONMENTS, secret[::-1])
+    assert result.exit.code == 0, result.text
+    found = {line.split()[-1] for line in result.text.splitlines()}
+    assert found == (set() if any_arena.isolated else {"environ", "cmdline"})
 
 
-async def test_read_the_nodes_files(anywhere: Arena) -> None:
-    """Its configuration with tokens, what it keeps of sessions, and what its user has at home."""
+async def test_read_the_nodes_files(any_arena: Arena) -> None:
+    """Neither its tokens nor its user's home is readable."""
     secret = token()
-    (anywhere.folder / "node").mkdir()
-    (anywhere.folder / "node" / "token").write_text(secret)
-    async with anywhere.box() as sandbox:
-        got = await shell(
-            sandbox, 'cat "$1"; ls -A "$2"', anywhere.folder / "node/token", Path.home()
+    (any_arena.folder / "node").mkdir()
+    (any_arena.folder / "node" / "token").write_text(secret)
+    async with any_arena.open() as sandbox:
+        result = await shell(
+            sandbox, 'cat "$1"; ls -A "$2"', any_arena.folder / "node/token", Path.home()
         )
-    assert (secret in got.text) is not anywhere.isolated
-    if anywhere.isolated:
-        # A Python that is installed there is the one that sandboxes have, too.
+    assert (secret in result.text) is not any_arena.isolated
+    if any_arena.isolated:
+        # A Python that is installed in the home is mounted into sandboxes.
         given = {Path(sys.prefix), Path(sys.base_prefix)}
-        ways = {
-            way.relative_to(Path.home()).parts[0] for way in given if Path.home() in way.parents
+        shared = {
+            path.relative_to(Path.home()).parts[0] for path in given if Path.home() in path.parents
         }
         mine = {entry.name for entry in Path.home().iterdir()} - {".bashrc", ".profile"}
-        assert not (mine - ways) & set(got.text.split())
+        assert not (mine - shared) & set(result.text.split())
 
 
 @pytest.fixture
 def outsider() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this machine that minds its own business."""
+    """A process of the host, outside of every sandbox."""
     wait = "import sys, time; secret = sys.argv[1] * 2; time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", wait, token()]) as process:
         yield process
@@ -110,23 +105,23 @@ def outsider() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def test_see_processes_of_the_host(
-    anywhere: Arena, outsider: subprocess.Popen[bytes]
+    any_arena: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
-    """Neither those of the node nor anybody's."""
+    """None is visible in /proc."""
     mark = str(outsider.args[-1])  # type: ignore[index]
-    async with anywhere.box() as sandbox:
-        got = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
-    assert (mark in got.text) is not anywhere.isolated
+    async with any_arena.open() as sandbox:
+        result = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    assert (mark in result.text) is not any_arena.isolated
 
 
 async def test_signal_processes_of_the_host(
-    anywhere: Arena, outsider: subprocess.Popen[bytes]
+    any_arena: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
-    """A process that is not in the sandbox cannot be ended."""
-    async with anywhere.box() as sandbox:
+    """No signal reaches a process outside of the sandbox."""
+    async with any_arena.open() as sandbox:
         await python(sandbox, "import os, sys; os.kill(int(sys.argv[1]), 9)", outsider.pid)
     await asyncio.sleep(0.05)
-    assert (outsider.poll() is None) is anywhere.isolated
+    assert (outsider.poll() is None) is any_arena.isolated
 
 
 ATTACH = """
@@ -138,14 +133,14 @@ print(os.strerror(ctypes.get_errno()) if failed else "attached")
 
 
 async def test_attach_to_processes_of_the_host(
-    anywhere: Arena, outsider: subprocess.Popen[bytes]
+    any_arena: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
-    """Nor can it be debugged."""
-    async with anywhere.box() as sandbox:
-        got = await python(sandbox, ATTACH, outsider.pid)
-    if not anywhere.isolated and "attached" not in got.text:
-        pytest.skip("this machine lets nobody debug another's child")
-    assert ("attached" in got.text) is not anywhere.isolated, got.text
+    """No process outside of the sandbox can be debugged."""
+    async with any_arena.open() as sandbox:
+        result = await python(sandbox, ATTACH, outsider.pid)
+    if not any_arena.isolated and "attached" not in result.text:
+        pytest.skip("this machine does not allow debugging of another process's child")
+    assert ("attached" in result.text) is not any_arena.isolated, result.text
 
 
 KEYS = """
@@ -178,22 +173,22 @@ if sys.argv[2] == "remove": libc.shmctl(found, 0, 0)
 
 
 def find_on_the_node(name: str) -> list[Path]:
-    """Files of this machine with a name."""
+    """Temporary files of the host with this name."""
     return [path for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob(name)]  # noqa: S108
 
 
 @pytest.mark.parametrize("channel", [KEYS, FILES, SYSTEM_V], ids=["keys", "files", "System V"])
-async def test_leave_something_for_another_session(anywhere: Arena, channel: str) -> None:
-    """Keyrings of the kernel, temporary files and shared memory are no channel, nor to the node."""
+async def test_leave_something_for_another_session(any_arena: Arena, channel: str) -> None:
+    """Sessions share no kernel keyrings, temporary files or shared memory with each other."""
     name = token()
-    async with anywhere.box("first") as one, anywhere.box("second") as two:
+    async with any_arena.open("first") as one, any_arena.open("second") as two:
         mine = await python(one, channel, name, "leave")
-        got = await python(two, channel, name, "look")
+        result = await python(two, channel, name, "look")
         on_the_node = await asyncio.to_thread(find_on_the_node, name)
         await python(one, channel, name, "remove")
-    assert got.exit.code == 0, got.text
-    if channel == KEYS and not anywhere.isolated and "found" not in mine.text:
+    assert result.exit.code == 0, result.text
+    if channel == KEYS and not any_arena.isolated and "found" not in mine.text:
         pytest.skip("this kernel has no keyrings")
     assert "found" in mine.text or channel == KEYS
-    assert ("found" in got.text) is not anywhere.isolated, got.text
-    assert not (on_the_node and anywhere.isolated)
+    assert ("found" in result.text) is not any_arena.isolated, result.text
+    assert not (on_the_node and any_arena.isolated)

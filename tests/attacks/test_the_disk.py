@@ -1,4 +1,4 @@
-"""The disk of the node: room that a program takes where nobody finds it."""
+"""Disk space that a program takes without a path by which it could be measured."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ threading.Thread(target=hold).start()
 """
 
 
-@pytest.mark.parametrize("how", [MAPPED, RENAMED, THREAD], ids=["mapped", "renamed", "thread"])
-async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
-    """Whoever holds a file has it on the disk, whether or not anybody can find it by its name."""
+@pytest.mark.parametrize("script", [MAPPED, RENAMED, THREAD], ids=["mapped", "renamed", "thread"])
+async def test_hide_files_on_the_disk(tmp_path: Path, script: str) -> None:
+    """Files that are open, mapped or moved during the measurement count, too."""
     arena = Arena(name="bubblewrap", folder=tmp_path)
     if reason := await asyncio.to_thread(arena.runtime.check_available):
         pytest.skip(reason)
-    if how == MAPPED and os.geteuid() != 0:
-        pytest.skip("only root may look at what is mapped")
-    async with arena.box(options={"disk_mb": 32}) as sandbox:
-        got = await python(sandbox, how)
-        assert got.exit.cause is Cause.AGENT_DISK, got
+    if script == MAPPED and os.geteuid() != 0:
+        pytest.skip("only root may list mapped files")
+    async with arena.open(options={"disk_mb": 32}) as sandbox:
+        result = await python(sandbox, script)
+        assert result.exit.cause is Cause.AGENT_DISK, result
         assert (await shell(sandbox, "echo well")).text == "well\n"

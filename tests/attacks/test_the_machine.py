@@ -1,4 +1,4 @@
-"""The machine itself: its memory, disks, processes and kernel, and what is shared by sessions."""
+"""Memory, disk, processes and kernel of the machine, and what sessions share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tugline.types import Cause, Workspace
 LOOP = "import os, sys; sys.argv[1]\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
 
-async def still_works(box: Sandbox) -> None:
-    """The next program of the same box runs as if nothing had been."""
-    assert (await shell(box, "echo well")).text == "well\n"
+async def check_usable(sandbox: Sandbox) -> None:
+    """Check that the next program in the sandbox runs."""
+    assert (await shell(sandbox, "echo well")).text == "well\n"
 
 
-async def test_fork_bomb(sandbox: Arena) -> None:
-    """The host stays quick, the box ends in time with all that was forked, and can be used."""
+async def test_fork_bomb(arena: Arena) -> None:
+    """The host stays responsive, and the time limit ends every forked process."""
     mark = token()
-    async with sandbox.box(options={"processes": 32}) as box:
-        bomb = asyncio.create_task(python(box, LOOP, mark, timeout_s=1))
+    async with arena.open(options={"processes": 32}) as sandbox:
+        bomb = asyncio.create_task(python(sandbox, LOOP, mark, timeout_s=1))
         await asyncio.sleep(0.5)
         began = time.monotonic()
         other = await asyncio.create_subprocess_exec("true")
@@ -35,7 +35,7 @@ async def test_fork_bomb(sandbox: Arena) -> None:
         assert len(running(mark)) <= 34
         assert (await bomb).exit.timed_out
         assert not running(mark)
-        await still_works(box)
+        await check_usable(sandbox)
 
 
 BUSY = """
@@ -53,16 +53,16 @@ print((used.children_user + used.children_system) / (time.monotonic() - began))
 """
 
 
-async def test_take_the_processors_from_another_session(sandbox: Arena) -> None:
-    """A hundred and fifty busy loops have no more of them than a neighbour's few."""
-    if sandbox.name == "bubblewrap" and find_cgroup_parent().cpu is None:
+async def test_take_the_processors_from_another_session(arena: Arena) -> None:
+    """150 busy loops get no larger share than the few of another session."""
+    if arena.name == "bubblewrap" and find_cgroup_parent().cpu is None:
         pytest.skip("no control groups of the processor can be made here")
     few = os.cpu_count() or 1
-    async with sandbox.box("many") as one, sandbox.box("few") as two:
+    async with arena.open("many") as one, arena.open("few") as two:
         many, own = await asyncio.gather(
             python(one, BUSY, 150, 5, timeout_s=60), python(two, BUSY, few, 3, timeout_s=60)
         )
-    # The many are alone for a part of their time.
+    # The many run alone for a part of their time.
     assert float(own.text) > float(many.text) / 5, (own.text, many.text)
 
 
@@ -75,35 +75,35 @@ done
 
 
 @pytest.mark.parametrize("where", ["work", "home", "tmp", "shm"])
-async def test_fill_the_disk(sandbox: Arena, where: str) -> None:
-    """One box cannot take the node's disk, nor its memory by files that are held there."""
-    async with sandbox.box(options={"disk_mb": 64, "memory_mb": 256}) as box:
-        folders = {"work": box.workdir, "home": box.home, "tmp": "/tmp", "shm": "/dev/shm"}  # noqa: S108
-        got = await shell(box, FILL, folders[where])
-        held = sum(
+async def test_fill_the_disk(arena: Arena, where: str) -> None:
+    """One sandbox can fill neither the node's disk nor its memory with files."""
+    async with arena.open(options={"disk_mb": 64, "memory_mb": 256}) as sandbox:
+        folders = {"work": sandbox.workdir, "home": sandbox.home, "tmp": "/tmp", "shm": "/dev/shm"}  # noqa: S108
+        result = await shell(sandbox, FILL, folders[where])
+        used = sum(
             entry.stat(follow_symlinks=False).st_blocks * 512
-            for entry in sandbox.folder.rglob("*")
+            for entry in arena.folder.rglob("*")
             if entry.is_file() and not entry.is_symlink()
         )
-        assert held < 500 << 20, got.text
-        stopped = got.exit.cause in {Cause.AGENT_DISK, Cause.AGENT_MEMORY}
-        assert stopped or got.exit.code == 3, got
-    async with sandbox.box("next") as box:
-        await still_works(box)
+        assert used < 500 << 20, result.text
+        stopped = result.exit.cause in {Cause.AGENT_DISK, Cause.AGENT_MEMORY}
+        assert stopped or result.exit.code == 3, result
+    async with arena.open("next") as sandbox:
+        await check_usable(sandbox)
 
 
-async def test_eat_memory(sandbox: Arena) -> None:
-    """The program that takes too much ends, and it is known why; nobody else's does."""
+async def test_eat_memory(arena: Arena) -> None:
+    """A program over the limit ends with a known cause; the sandbox stays usable."""
     eat = "held = []\nwhile True: held.append(b'x' * (1 << 24))"
-    async with sandbox.box(options={"memory_mb": 256}) as box:
-        got = await python(box, eat)
-        assert got.exit.cause is Cause.AGENT_MEMORY or "MemoryError" in got.text, got
-        assert got.exit.code != 0
-        await still_works(box)
+    async with arena.open(options={"memory_mb": 256}) as sandbox:
+        result = await python(sandbox, eat)
+        assert result.exit.cause is Cause.AGENT_MEMORY or "MemoryError" in result.text, result
+        assert result.exit.code != 0
+        await check_usable(sandbox)
 
 
-async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
-    """A bound that each process has for itself would be none: there is no room for all of them."""
+async def test_eat_memory_with_many_processes(arena: Arena) -> None:
+    """The limit holds for the sum of all processes, not for each of them."""
     eat = (
         "import os, time\n"
         "for _ in range(20):\n"
@@ -114,15 +114,13 @@ async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
         "    dead += os.waitpid(-1, os.WNOHANG)[0] > 0\n"
         "print('living', 20 - dead)"
     )
-    async with sandbox.box(options={"memory_mb": 256}) as box:
-        if any(
-            "memory" in line for line in await asyncio.to_thread(sandbox.runtime.list_weaknesses)
-        ):
-            pytest.skip("this machine bounds no memory of a whole box, and the runtime says so")
-        got = await python(box, eat)
-        if got.exit.cause is not Cause.AGENT_MEMORY:
-            assert int(got.text.split()[-1]) <= 4, got
-        await still_works(box)
+    async with arena.open(options={"memory_mb": 256}) as sandbox:
+        if any("memory" in line for line in await asyncio.to_thread(arena.runtime.list_weaknesses)):
+            pytest.skip("the runtime cannot limit the memory of a whole sandbox here, and says so")
+        result = await python(sandbox, eat)
+        if result.exit.cause is not Cause.AGENT_MEMORY:
+            assert int(result.text.split()[-1]) <= 4, result
+        await check_usable(sandbox)
 
 
 DAEMONS = {
@@ -137,14 +135,14 @@ DAEMONS = {
 
 
 @pytest.mark.parametrize("how", DAEMONS)
-async def test_leave_a_daemon(sandbox: Arena, how: str) -> None:
-    """Whatever a program leaves behind is dead when its run is over."""
+async def test_leave_a_daemon(arena: Arena, how: str) -> None:
+    """Every process that a program leaves behind is dead when the run is over."""
     mark = token()
-    async with sandbox.box() as box:
-        got = await shell(box, f'{DAEMONS[how]} sleep 0.1; echo "$1"', mark)
-        assert (got.exit.code, got.text) == (0, f"{mark}\n")
+    async with arena.open() as sandbox:
+        result = await shell(sandbox, f'{DAEMONS[how]} sleep 0.1; echo "$1"', mark)
+        assert (result.exit.code, result.text) == (0, f"{mark}\n")
         assert not running(mark)
-        await still_works(box)
+        await check_usable(sandbox)
 
 
 KILL = """
@@ -159,8 +157,8 @@ import ctypes, os, platform, resource
 NUMBERS = {"x86_64": (251, 314), "aarch64": (30, 274)}
 ioprio_set, sched_setattr = NUMBERS[platform.machine()]
 call = ctypes.CDLL(None, use_errno=True).syscall
-def told(number, *given):
-    if call(number, *given) < 0: raise OSError(ctypes.get_errno(), "refused")
+def checked(number, *args):
+    if call(number, *args) < 0: raise OSError(ctypes.get_errno(), "refused")
 attributes = (ctypes.c_uint32 * 12)(48, 5)
 only = {min(os.sched_getaffinity(0))}
 acts = {
@@ -171,10 +169,10 @@ acts = {
     "processors": lambda: os.sched_setaffinity(1, only),
     "scheduler": lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
     "parameters": lambda: os.sched_setparam(1, os.sched_param(0)),
-    "attributes": lambda: told(sched_setattr, 1, attributes, 0),
-    "disk": lambda: told(ioprio_set, 1, 1, 3 << 13),
-    "disk of the group": lambda: told(ioprio_set, 2, 0, 3 << 13),
-    "disk of the user": lambda: told(ioprio_set, 3, os.getuid(), 3 << 13),
+    "attributes": lambda: checked(sched_setattr, 1, attributes, 0),
+    "disk": lambda: checked(ioprio_set, 1, 1, 3 << 13),
+    "disk of the group": lambda: checked(ioprio_set, 2, 0, 3 << 13),
+    "disk of the user": lambda: checked(ioprio_set, 3, os.getuid(), 3 << 13),
 }
 for name, act in acts.items():
     try: act()
@@ -188,13 +186,13 @@ print("own")
 
 FORGE = """
 import glob, os
-said = b"".join(b"%s %d 0\\n" % (word, n) for word in (b"ended", b"clean") for n in range(9))
+words = b"".join(b"%s %d 0\\n" % (word, n) for word in (b"ended", b"clean") for n in range(9))
 for path in glob.glob("/proc/1/fd/*") + glob.glob("/run/tugline/*") + ["/proc/1/mem"]:
     for how in (os.O_WRONLY, os.O_RDONLY):
         try: pipe = os.open(path, how | os.O_NONBLOCK)
         except OSError: continue
         try:
-            if how == os.O_WRONLY: os.write(pipe, said)
+            if how == os.O_WRONLY: os.write(pipe, words)
             elif b"key" not in path.encode(): os.read(pipe, 100)
         except OSError: pass
 for path in glob.glob("/run/tugline/*"):
@@ -209,18 +207,18 @@ import os, sys
 def opened(number, how):
     try: return os.open(f"/proc/1/fd/{number}", how | os.O_NONBLOCK)
     except OSError: return None
-held = {n: (opened(n, os.O_RDONLY), opened(n, os.O_WRONLY)) for n in (3, 4)}
+pipes = {n: (opened(n, os.O_RDONLY), opened(n, os.O_WRONLY)) for n in (3, 4)}
 for _ in range(8):
     if os.fork() == 0:
         os.setsid()
         for n in (3, 4):
-            if held[n][0] is not None: os.set_blocking(held[n][0], True)
-        while held[4][0] is not None:
-            heard = os.read(held[4][0], 4096).split()
-            if len(heard) > 1: print("heard", heard, flush=True)
-            if len(heard) > 3: os.write(held[4][1], b"ended %s 0 %s\\n" % (heard[1], heard[3]))
+            if pipes[n][0] is not None: os.set_blocking(pipes[n][0], True)
+        while pipes[4][0] is not None:
+            words = os.read(pipes[4][0], 4096).split()
+            if len(words) > 1: print("key", words, flush=True)
+            if len(words) > 3: os.write(pipes[4][1], b"ended %s 0 %s\\n" % (words[1], words[3]))
         os._exit(0)
-for number, (_, pipe) in held.items():
+for number, (_, pipe) in pipes.items():
     try:
         for _ in range(1 << 16 if pipe is not None else 0): os.write(pipe, b"x")
     except OSError: pass
@@ -228,24 +226,24 @@ os._exit(7)
 """
 
 
-WORDS = {"forge": (FORGE, 2), "take": (LISTEN, 12)}
-"""What is done to the words at the runner's pipes, and how often it is tried."""
+PIPES = {"forge": (FORGE, 2), "read": (LISTEN, 12)}
+"""Attacks on the messages in the runner's pipes, and how often each is tried."""
 
 
-@pytest.mark.parametrize("attack", WORDS)
-async def test_forge_or_take_the_runners_words(sandbox: Arena, attack: str) -> None:
-    """A program cannot say how it ended, order another one, or stop the next.
+@pytest.mark.parametrize("attack", PIPES)
+async def test_forge_or_read_messages_of_the_runner(arena: Arena, attack: str) -> None:
+    """A program can neither forge its exit code nor start or block another program.
 
-    Daemons that wait at its pipes hear no key, and a pipe full of halves of lines ends nothing.
-    Root in a container can open the pipes of process 1 in `/proc`.
+    Daemons that read the pipes see no key, and a pipe full of partial lines breaks nothing. Root in
+    a container can open the pipes of process 1 in `/proc`.
     """
-    script, times = WORDS[attack]
-    async with sandbox.box() as box:
+    script, times = PIPES[attack]
+    async with arena.open() as sandbox:
         for _ in range(times):
-            got = await python(box, script, timeout_s=60)
-            assert (got.exit.code, got.exit.timed_out) == (7, False)
-            assert not {"wrote", "removed", "heard"} & set(got.text.split()), got.text
-        await still_works(box)
+            result = await python(sandbox, script, timeout_s=60)
+            assert (result.exit.code, result.exit.timed_out) == (7, False)
+            assert not {"wrote", "removed", "key"} & set(result.text.split()), result.text
+        await check_usable(sandbox)
 
 
 TAKE_OVER = """
@@ -297,23 +295,23 @@ print(sorted(name for name in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/
 """
 OUT_OF_REACH = {
     "end the first process": (KILL, "lives\n"),
-    # Its memory and its descriptors; other processes can be debugged.
+    # Its memory and its descriptors; a program's own children can be debugged.
     "take over the runner": (TAKE_OVER, "a child can be debugged\n"),
-    # Process 1 keeps its limits and its place in the queue: a limit of no open files would end it,
-    # as a fault of the node's. A program's own limits are its own.
-    "bind the runner by limits": (STARVE, "own\n"),
-    # The disks and the memory of the machine stay closed.
+    # Process 1 keeps its limits and its priority: without open files it would end, as a fault of
+    # the node. A program may change its own limits.
+    "starve the runner by limits": (STARVE, "own\n"),
+    # No device of the machine's disks or memory can be opened.
     "make devices": (MAKE_DEVICES, "[]\n"),
 }
 
 
 @pytest.mark.parametrize("attack", OUT_OF_REACH)
-async def test_reach_for_the_first_process_or_a_device(sandbox: Arena, attack: str) -> None:
-    """The program prints what it can do, which is harmless, and the box goes on."""
+async def test_reach_process_1_or_a_device(arena: Arena, attack: str) -> None:
+    """The script prints only what is harmless, and the sandbox stays usable."""
     script, harmless = OUT_OF_REACH[attack]
-    async with sandbox.box() as box:
-        assert (await python(box, script)).text == harmless
-        await still_works(box)
+    async with arena.open() as sandbox:
+        assert (await python(sandbox, script)).text == harmless
+        await check_usable(sandbox)
 
 
 FAVOUR = """
@@ -343,31 +341,31 @@ print(os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def may_lower_scores() -> bool:
-    """Whether this process has CAP_SYS_RESOURCE, and an engine that it starts."""
+    """Whether this process, and so an engine that it starts, has CAP_SYS_RESOURCE."""
     rights = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
     return bool(int(rights, 16) & 1 << 24)
 
 
-def place_of(box: Sandbox) -> list[str]:
-    """What the kernel knows of process 1, who reads it from outside."""
-    folder = Path(f"/proc/{box._pid}")  # type: ignore[attr-defined]
+def read_priority(sandbox: Sandbox) -> list[str]:
+    """The scores and the scheduling group of process 1, read from outside."""
+    folder = Path(f"/proc/{sandbox._pid}")  # type: ignore[attr-defined]
     paths = [folder / name for name in ("oom_score_adj", "oom_adj", "autogroup")]
     return [path.read_text() for path in paths if path.exists()]
 
 
-async def test_be_spared_when_memory_or_processors_are_short(sandbox: Arena) -> None:
-    """Process 1 keeps its place; programs come first, and how far they can go back is bounded."""
-    async with sandbox.box() as box:
-        await still_works(box)
-        before = place_of(box)
-        got = await python(box, FAVOUR)
-        assert place_of(box) == before
-        began, lowest, *nice = map(int, got.text.split())
+async def test_raise_the_own_priority(arena: Arena) -> None:
+    """Process 1 keeps its OOM score; programs are killed first and cannot lower theirs below it."""
+    async with arena.open() as sandbox:
+        await check_usable(sandbox)
+        before = read_priority(sandbox)
+        result = await python(sandbox, FAVOUR)
+        assert read_priority(sandbox) == before
+        began, lowest, *nice = map(int, result.text.split())
         assert (began, before[0]) == (1000, "500\n")
         assert lowest >= 500 or not may_lower_scores()
         assert len(nice) == 2
         assert min(nice) >= 0
-        await still_works(box)
+        await check_usable(sandbox)
 
 
 TUNE = """
@@ -380,21 +378,21 @@ for where, folders, files in os.walk("/proc"):
 for path in paths:
     try:
         mode = os.stat(path).st_mode
-        # Some that nobody can write to can be opened; an alarm of /proc/pressure harms nobody.
+        # Some that are not writable can be opened; an alarm of /proc/pressure is harmless.
         if not stat.S_ISREG(mode) or not mode & 0o222 or "/pressure/" in path: continue
         os.close(os.open(path, os.O_WRONLY)); print("open", path)
     except OSError: pass
 """
 
 
-async def test_tune_the_kernel(anywhere: Arena) -> None:
-    """Nothing of it can be opened for writing, where a container's escape usually begins."""
-    async with anywhere.box() as sandbox:
-        got = await python(sandbox, TUNE)
-    if not anywhere.isolated and not got.text:
+async def test_tune_the_kernel(any_arena: Arena) -> None:
+    """No file of /proc, /sys or the cgroups, where escapes usually begin, opens for writing."""
+    async with any_arena.open() as sandbox:
+        result = await python(sandbox, TUNE)
+    if not any_arena.isolated and not result.text:
         pytest.skip("not root: the kernel refuses already")
-    assert (got.text == "") is anywhere.isolated, got.text[:2000]
-    assert got.exit.code == 0
+    assert (result.text == "") is any_arena.isolated, result.text[:2000]
+    assert result.exit.code == 0
 
 
 MOUNT = """
@@ -415,16 +413,16 @@ if libc.unshare(0x10000000 | 0x20000) == 0:
 """
 
 
-async def test_mount_what_is_read_only_for_writing(sandbox: Arena, tmp_path: Path) -> None:
-    """Nor with the rights that a user namespace of its own gives: what is shared stays as it is."""
+async def test_remount_read_only_folders_for_writing(arena: Arena, tmp_path: Path) -> None:
+    """It fails also with the capabilities that a new user namespace gives."""
     tools, name = tmp_path / "toolbox", token()
     tools.mkdir()
     mounts = (Mount("/opt/toolbox", str(tools)),)
-    async with sandbox.box(mounts=mounts) as box:
-        got = await python(box, MOUNT, "/opt/toolbox", name)
-    assert got.exit.code == 0, got.text
-    assert "wrote /opt" not in got.text
-    assert "remount toolbox" not in got.text
+    async with arena.open(mounts=mounts) as sandbox:
+        result = await python(sandbox, MOUNT, "/opt/toolbox", name)
+    assert result.exit.code == 0, result.text
+    assert "wrote /opt" not in result.text
+    assert "remount toolbox" not in result.text
     assert not list(tools.iterdir())
     assert not any(map(os.path.exists, (f"/usr/{name}", f"/etc/{name}")))
 
@@ -447,38 +445,38 @@ except OSError: pass
 """
 
 
-async def test_poison_the_toolbox(sandbox: Arena, tmp_path: Path) -> None:
-    """The programs of harnesses are shared by all sessions, and nobody can change them."""
+async def test_change_the_installed_programs(arena: Arena, tmp_path: Path) -> None:
+    """The programs of harnesses are shared by all sessions, so that none may change them."""
     tools = tmp_path / "toolbox"
     tools.mkdir()
     (tools / "tool").write_text("sound")
-    async with sandbox.box(mounts=(Mount("/opt/toolbox", str(tools)),)) as box:
-        assert (await shell(box, "cat /opt/toolbox/tool")).text == "sound"
-        got = await python(box, POISON, "/opt/toolbox", box.home)
-    assert (got.exit.code, got.text) == (0, "")
+    async with arena.open(mounts=(Mount("/opt/toolbox", str(tools)),)) as sandbox:
+        assert (await shell(sandbox, "cat /opt/toolbox/tool")).text == "sound"
+        result = await python(sandbox, POISON, "/opt/toolbox", sandbox.home)
+    assert (result.exit.code, result.text) == (0, "")
     assert (tools / "tool").read_text() == "sound"
 
 
-async def test_poison_what_a_task_begins_with(sandbox: Arena, tmp_path: Path) -> None:
-    """A session changes its own view of the files; the next one begins with what was there."""
+async def test_change_the_base_of_a_task(arena: Arena, tmp_path: Path) -> None:
+    """A session changes its own copy of the files; the next one starts with the originals."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "tool").write_text("sound")
-    workspace = Workspace(image=sandbox.workspace.image, folder=str(base))
-    async with sandbox.box("first", workspace=workspace) as box:
-        got = await python(box, POISON, box.workdir, box.home)
-        assert "did" in got.text
-    async with sandbox.box("second", workspace=workspace) as box:
-        assert (await shell(box, "cat tool; ls -A")).text == "soundtool\n"
+    workspace = Workspace(image=arena.workspace.image, folder=str(base))
+    async with arena.open("first", workspace=workspace) as sandbox:
+        result = await python(sandbox, POISON, sandbox.workdir, sandbox.home)
+        assert "did" in result.text
+    async with arena.open("second", workspace=workspace) as sandbox:
+        assert (await shell(sandbox, "cat tool; ls -A")).text == "soundtool\n"
     assert (base / "tool").read_text() == "sound"
     assert [entry.name for entry in base.iterdir()] == ["tool"]
 
 
-async def test_become_another_user(sandbox: Arena) -> None:
-    """Setuid programs give nothing, and what rights there are say nothing outside."""
+async def test_become_another_user(arena: Arena) -> None:
+    """Setuid programs give no privileges, and the host's shadow file is not readable."""
     look = "grep -h NoNewPrivs /proc/self/status; cat /etc/shadow 2>/dev/null | wc -l"
-    async with sandbox.box() as box:
-        got = (await shell(box, look)).text.split()
-    assert got[1] == "1"
-    if sandbox.name == "bubblewrap":
-        assert got[2] == "0"
+    async with arena.open() as sandbox:
+        result = (await shell(sandbox, look)).text.split()
+    assert result[1] == "1"
+    if arena.name == "bubblewrap":
+        assert result[2] == "0"

@@ -1,4 +1,4 @@
-"""What is not contained is said, at the start and on a page."""
+"""Missing isolation is reported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tugline.rollout.parts import Parts
 from tugline.types import PluginSpec
 
 
-async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each, once, when its first session comes."""
+async def test_weaknesses_of_local_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, with the first session."""
     parts, local = Parts(), PluginSpec("local")
     log.configure()
     await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))
@@ -24,8 +24,8 @@ async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixt
         assert any(word in line for line in lines)
 
 
-async def test_what_a_sandbox_does_not_contain_here_is_known(sandbox: Arena) -> None:
-    """Lines for people, and none of them that every attack on this machine disproves."""
-    lines = await asyncio.to_thread(sandbox.runtime.list_weaknesses)
+async def test_weaknesses_of_a_sandbox(arena: Arena) -> None:
+    """Single lines, and none about what the attacks show to be isolated."""
+    lines = await asyncio.to_thread(arena.runtime.list_weaknesses)
     assert all(line and "\n" not in line for line in lines)
     assert not [line for line in lines if "network" in line or "files" in line]

@@ -1,4 +1,4 @@
-"""A SLURM of three nodes on this machine, with a munge of its own, for tests alone."""
+"""A SLURM cluster of three nodes on this machine, with its own munge."""
 
 from __future__ import annotations
 
@@ -13,37 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.fleet import free_ports, until
+from commands import run_program
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol")
-CONFIG = """\
-ClusterName=tugline
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-ReturnToService=2
-MpiDefault=none
-KillWait=5
-{nodes}
-PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
-"""
+CONFIG = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 
-def why_not() -> str:
-    """Why there can be none here; empty if there can."""
+def find_obstacle() -> str:
+    """Why SLURM cannot run here; empty if it can."""
     if os.geteuid() != 0:
         return "only root can start the daemons of SLURM"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -52,41 +30,34 @@ def why_not() -> str:
 
 @dataclass
 class Slurm:
-    """The running cluster."""
+    """A running cluster."""
 
     folder: Path
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment in which its commands work."""
+        """Environment of its commands."""
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *argv: object, **env: str) -> str:
-        """What a command prints. Raises for one that fails."""
-        done = subprocess.run(
-            [str(word) for word in argv],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        """Run a command that must succeed; returns its output."""
+        done = run_program(*argv, env={**self.env, **env}, timeout=60)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def submit(self, script: Path, *options: str, **env: str) -> str:
-        """The number of a new job."""
+        """Submit a job; returns its id."""
         return self.run("sbatch", "--parsable", *options, script, **env).partition(";")[0]
 
     def field(self, job: str, name: str) -> str:
-        """What ``scontrol show job`` says under `name`."""
-        words = self.run("scontrol", "show", "job", job).split()
-        return dict(word.partition("=")[::2] for word in words)[name]
+        """A field of ``scontrol show job``."""
+        fields = self.run("scontrol", "show", "job", job).split()
+        return dict(field.partition("=")[::2] for field in fields)[name]
 
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Start its daemons in `folder`; end them, and the jobs before them."""
+    """Run the daemons in `folder`; at the end jobs are cancelled first."""
     host, ports = socket.gethostname().partition(".")[0], free_ports(1 + len(NODES))
     nodes = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
@@ -120,11 +91,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def _idle(cluster: Slurm) -> int:
-    argv = ["sinfo", "--noheader", "--Node", "--format=%t"]
-    done = subprocess.run(
-        argv, env=cluster.env, capture_output=True, text=True, timeout=60, check=False
-    )
-    return done.stdout.split().count("idle")
+    argv = ("sinfo", "--noheader", "--Node", "--format=%t")
+    return run_program(*argv, env=cluster.env, timeout=60).stdout.split().count("idle")
 
 
 @contextlib.contextmanager

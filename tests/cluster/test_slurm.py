@@ -1,7 +1,6 @@
-"""The job of ``tugline launch slurm`` on a real SLURM of three nodes.
+"""Jobs of ``tugline launch slurm`` on a real SLURM cluster of three nodes.
 
-A node is cancelled, and a job comes to its walltime. Some are submitted by the command, others by
-``sbatch``.
+Some are submitted by the command, others by ``sbatch``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from chaos.fleet import free_ports, make_task, until
-from cluster.slurm import Slurm, slurm, why_not
+from cluster.slurm import Slurm, find_obstacle, slurm
 from commands import TUGLINE
 from tiny import tokenizer
 from training_run import write_config
@@ -32,19 +31,19 @@ FLAGS["--engine-command"] = "ENGINE"
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is SLURM"),
+    pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle() or "SLURM can run"),
 ]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Three nodes."""
+    """A cluster of three nodes."""
     with slurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
 
 class Run:
-    """Tasks for the scripted engine in `folder`, and what became of them."""
+    """A run of tasks with the scripted engine in `folder`."""
 
     def __init__(self, folder: Path, tasks: int, turns: int) -> None:
         self.folder = folder
@@ -53,7 +52,7 @@ class Run:
         (folder / "tasks.json").write_text(json.dumps(planned))
         (folder / "settings.yaml").write_text(json.dumps({
             "server": {"lease_s": 5.0},
-            "node": {"metrics_port": 0},  # as with `deploy/kubernetes`, beside agents
+            "node": {"metrics_port": 0},  # several nodes share this machine
             "gateway": {"host": "0.0.0.0"},  # noqa: S104
             "engine": {"tokenizer": str(folder / "tokenizer.json"), "renderer": "qwen3"},
         }))  # fmt: skip
@@ -73,24 +72,23 @@ class Run:
         }
 
     def start(self, cluster: Slurm, *options: str, **env: str) -> str:
-        """A job of this run."""
+        """Submit a job of this run with ``sbatch``; returns its id."""
         where = (f"--chdir={self.folder}", f"--output={self.folder}/%j.log")
         return cluster.submit(SCRIPT, *where, *options, **{**self.env, **env})
 
-    def launch(self, cluster: Slurm, *words: str) -> Any:
-        """What ``tugline launch slurm`` says of this run, as JSON."""
-        env, options = {**self.env}, ["--json"]
-        for flag, name in FLAGS.items():
-            options.append(f"{flag}={env.pop(name)}")
+    def launch(self, cluster: Slurm, *options: str) -> Any:
+        """The JSON output of ``tugline launch slurm`` for this run."""
+        env = {**self.env}
+        run = [f"{flag}={env.pop(name)}" for flag, name in FLAGS.items()]
         path = env.pop("PYTHONPATH")
         env.pop("TUGLINE")
-        options += [word for pair in env.items() for word in ("--set", "=".join(pair))]
+        run += [argument for pair in env.items() for argument in ("--set", "=".join(pair))]
+        argv = (TUGLINE, "launch", "slurm", "--json", *run, *options)
         with contextlib.chdir(self.folder):
-            said = cluster.run(TUGLINE, "launch", "slurm", *options, *words, PYTHONPATH=path)
-        return json.loads(said)
+            return json.loads(cluster.run(*argv, PYTHONPATH=path))
 
     def count(self, query: str, *values: str) -> int:
-        """A number out of the server's store, whether it runs or not; 0 without one."""
+        """The number that a query of the server's store returns; 0 without a store."""
         path = self.folder / "run" / "server" / "server.db"
         if not path.exists():
             return 0
@@ -101,43 +99,44 @@ class Run:
             return 0
 
     def committed(self) -> int:
-        """Sessions with a result."""
+        """The number of sessions with a result."""
         return self.count("SELECT count(*) FROM results")
 
     def held_by(self, node: str) -> int:
-        """Sessions that a node holds."""
+        """The number of sessions that a node holds."""
         return self.count("SELECT count(*) FROM sessions WHERE node LIKE ?", f"{node}.%")
 
     def log(self, job: str) -> str:
-        """What a job said."""
+        """The output of a job."""
         path = self.folder / f"{job}.log"
         return path.read_text() if path.exists() else ""
 
     def check(self) -> None:
-        """Every task is released, and each session has one result, which is usable."""
+        """Check that every task is released and each session has one result, which is usable."""
         store = sqlite3.connect(self.folder / "run" / "server" / "server.db")
         rows = store.execute("SELECT id, status FROM sessions").fetchall()
         results = store.execute("SELECT session FROM results").fetchall()
         open_ = store.execute("SELECT id FROM tasks WHERE released IS NULL").fetchall()
-        said = store.execute("SELECT session FROM events WHERE kind = 'session.result'").fetchall()
+        events = store.execute(
+            "SELECT session FROM events WHERE kind = 'session.result'"
+        ).fetchall()
         store.close()
         assert open_ == []
         assert {status for _, status in rows} == {"completed"}
-        for found in (results, said):
-            times = Counter(session for (session,) in found)
-            assert times == Counter(name for name, _ in rows)
+        for sessions in (results, events):
+            assert Counter(session for (session,) in sessions) == Counter(name for name, _ in rows)
 
 
-def over(cluster: Slurm, job: str) -> bool:
+def has_ended(cluster: Slurm, job: str) -> bool:
     """Whether a job has ended for good."""
     return cluster.field(job, "JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 
 
 def test_a_cancelled_node_costs_no_session(cluster: Slurm, tmp_path: Path) -> None:
-    """One of three nodes is cancelled at work: every task ends, each session is committed once."""
+    """After one of three nodes is cancelled, every session is still committed exactly once."""
     run = Run(tmp_path, tasks=12, turns=4)
-    words = f"--nodelist=n1 --output={tmp_path}/%j.log"
-    job = run.launch(cluster, "--submit", "--sbatch", words)["job"]
+    options = f"--nodelist=n1 --output={tmp_path}/%j.log"
+    job = run.launch(cluster, "--submit", "--sbatch", options)["job"]
     with pytest.raises(AssertionError, match=f"job {job} of .* is (PENDING|RUNNING)"):
         run.launch(cluster, "--submit")
     until(lambda: run.launch(cluster, "--status")["overview"], "the server", 120)
@@ -146,31 +145,31 @@ def test_a_cancelled_node_costs_no_session(cluster: Slurm, tmp_path: Path) -> No
     extra = [run.start(cluster, f"--nodelist={name}", ROLE="nodes") for name in ("n2", "n3")]
     until(lambda: run.held_by("n2") and run.held_by("n3"), "work on all nodes")
     cluster.run("scancel", extra[0])
-    until(lambda: over(cluster, job), "the run to end", 120)
+    until(lambda: has_ended(cluster, job), "the run to end", 120)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     run.check()
     assert "left" not in run.launch(cluster, "--status")
-    until(lambda: over(cluster, extra[1]), "the other nodes to end")
+    until(lambda: has_ended(cluster, extra[1]), "the other nodes to end")
     assert cluster.field(extra[1], "JobState") == "COMPLETED", run.log(extra[1])
 
 
 def test_a_run_outlives_its_walltime(cluster: Slurm, tmp_path: Path) -> None:
-    """A job is told that its time ends: it stops, is queued again, and finishes what it began."""
+    """Before its walltime a job stops and is requeued; the requeued job finishes the run."""
     run = Run(tmp_path, tasks=10, turns=8)
     job = run.start(cluster, "--nodes=3", "--time=1", "--signal=B:USR1@45")
     until(lambda: run.log(job).count("queued again") == 1, "the walltime", 90)
     before = run.committed()
     assert before < 40, f"{before} of 40 sessions were committed when its time ended"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    until(lambda: over(cluster, job), "the run to end", 150)
+    until(lambda: has_ended(cluster, job), "the run to end", 150)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     assert int(cluster.field(job, "Restarts")) >= 1
     run.check()
 
 
 @pytest.mark.slow
-def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_path: Path) -> None:
-    """Its job gets the signal of a walltime; trainer, server, nodes and engine resume."""
+def test_training_resumes_after_its_job_was_requeued(cluster: Slurm, tmp_path: Path) -> None:
+    """After the walltime signal, trainer, server, nodes and engine resume in the new job."""
     run = Run(tmp_path, tasks=1, turns=1)
     engine = {"renderer": "qwen3", "tokenizer": "model"}
     plan = {"steps": 6, "tasks_per_step": 2, "samples": 2}
@@ -187,7 +186,7 @@ def test_training_goes_on_after_its_job_was_queued_again(cluster: Slurm, tmp_pat
 
     until(lambda: max(steps(), default=0) >= 2, "the second step", 100)
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: over(cluster, job), "the run to end", 150)
+    until(lambda: has_ended(cluster, job), "the run to end", 150)
     assert cluster.field(job, "JobState") == "COMPLETED", run.log(job)
     assert int(cluster.field(job, "Restarts")) == 1
     assert max(steps()) == 6

@@ -1,4 +1,4 @@
-"""An engine without a model, to be served in this process."""
+"""A scripted engine for a server in this process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tugline.testing import Reply, ScriptedEngine
 
 
 def create_engine(name: str = "scripted") -> Any:
-    """An engine that always says "so be it", to be served."""
-    words = tokenizer()
-    answer, end = words.encode("so be it"), words.encode("<|im_end|>")
+    """The app of an engine that always answers "so be it"."""
+    tokens = tokenizer()
+    answer, end = tokens.encode("so be it"), tokens.encode("<|im_end|>")
     engine = ScriptedEngine(
         lambda _prompt, _request: Reply([*answer, *end], tokens_per_chunk=4),
-        vocab_size=words.size,
+        vocab_size=tokens.size,
         eos_ids=end,
     )
     return create_app(engine, model_name=name)

@@ -1,9 +1,9 @@
-"""``tugline`` as people start it: processes in a folder, and an engine that needs no model."""
+"""``tugline`` commands as processes in a folder, and an engine that needs no model."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from chaos.fleet import free_ports
+from chaos.fleet import Program, free_ports
 from commands import TUGLINE, run_command
 from tiny import tokenizer
 
@@ -24,11 +24,11 @@ AGENT = TESTS / "chaos" / "agent.py"
 READY_S = 40.0
 DATA = "tugline-data"
 EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-"""Options of a node that renders for `World.engine`."""
+"""Options for exact token ids with `World.engine`."""
 
 
 class World:
-    """Processes that work in `folder`; all are ended by `close`."""
+    """Processes that run in `folder` until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,68 +36,66 @@ class World:
         (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
 
     def engine(self) -> str:
-        """Start one; its URL."""
+        """Start a scripted engine; returns its URL."""
         (port,) = free_ports(1)
         engine = str(TESTS / "chaos/engine.py")
         self.start("engine", sys.executable, engine, str(port), "tokenizer.json")
 
         def listens() -> bool:
-            with socket.socket() as one:
-                return one.connect_ex(("127.0.0.1", port)) == 0
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
 
-        until(listens, "the engine", lambda: self.said("engine"))
+        self.wait_until(listens, "engine")
         return f"http://127.0.0.1:{port}"
 
     def start(self, name: str, *argv: str, **env: str) -> subprocess.Popen[bytes]:
-        """A process whose words go to a file."""
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                argv,
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(TESTS), **env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self.running[name]
+        """Start a process whose output is appended to ``NAME.log``."""
+        program = Program(name, argv, self.folder, env)
+        program.start()
+        self.running[name] = program.process
+        return program.process
 
     def tugline(self, name: str, *options: str, **env: str) -> subprocess.Popen[bytes]:
-        """A command that goes on."""
+        """Start a ``tugline`` command."""
         return self.start(name, str(TUGLINE), *options, **env)
 
     def ask(self, *options: str, code: int = 0) -> Any:
-        """A command that ends by itself; what it printed, out of its JSON lines."""
+        """Run a ``tugline`` command to its end; returns its JSON lines."""
         done = self.call(*options, "--json")
         assert done.returncode == code, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def call(self, *options: str) -> subprocess.CompletedProcess[str]:
-        """A command that ends by itself."""
+        """Run a ``tugline`` command to its end."""
         return run_command(*options, cwd=self.folder)
 
     def read_data(self, name: str, key: str) -> Any:
-        """A value of a JSON file of the server's."""
+        """A value in a JSON file of the server."""
         return json.loads((self.folder / DATA / name).read_text())[key]
 
-    def said(self, name: str) -> str:
-        """What a process has written so far."""
+    def read_log(self, name: str) -> str:
+        """The output of a process so far."""
         return (self.folder / f"{name}.log").read_text()
 
-    def up(self, name: str, *arguments: str) -> None:
-        """Wait until it said so."""
-        until(
-            lambda: all(one in self.said(name) for one in arguments), name, lambda: self.said(name)
-        )
+    def wait_until(self, check: Callable[[], bool], name: str) -> None:
+        """Wait until a check is true, or fail with the output of the process `name`."""
+        end = time.monotonic() + READY_S
+        while not check():
+            assert time.monotonic() < end, f"waited {READY_S} s for {name}: {self.read_log(name)}"
+            time.sleep(0.05)
 
-    def end(self, name: str, sign: int = signal.SIGTERM, within_s: float = 20.0) -> int:
-        """Send a signal and wait; the exit code."""
+    def wait_for_log(self, name: str, text: str, *, times: int = 1) -> None:
+        """Wait until a process has written a text so many times."""
+        self.wait_until(lambda: self.read_log(name).count(text) >= times, name)
+
+    def end(self, name: str, sign: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
         process = self.running.pop(name)
         process.send_signal(sign)
-        return process.wait(within_s)
+        return process.wait(20)
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that still run."""
         for process in self.running.values():
             process.kill()
             process.wait(10)
@@ -105,14 +103,13 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A folder, and whatever is started in it."""
-    made = World(tmp_path)
-    yield made
-    made.close()
+    """An empty folder to start processes in."""
+    with contextlib.closing(World(tmp_path)) as opened:
+        yield opened
 
 
 def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
-    """A conversation of `turns` model calls, with so long between them."""
+    """A task of `turns` model calls with pauses between them."""
     return {
         "id": name,
         "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
@@ -124,16 +121,6 @@ def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -
 
 
 def write(path: Path, tasks: Sequence[dict[str, Any]]) -> str:
-    """A task file."""
-    path.write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    """Write a task file; returns its path."""
+    path.write_text("".join(json.dumps(each) + "\n" for each in tasks))
     return str(path)
-
-
-def until(
-    done: Callable[[], bool], what: str, log: Callable[[], str], within_s: float = READY_S
-) -> None:
-    """Wait for it, or fail with its log."""
-    end = time.monotonic() + within_s
-    while not done():
-        assert time.monotonic() < end, f"waited {within_s} s for {what}: {log()}"
-        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The door of a server: a task whose parts cannot be made is refused, nothing else is called."""
+"""Validation of tasks by the server, and its tokens after a restart."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TASK = Task(id="t", instruction="x", harness=SHELL, evaluator=PluginSpec("tests"
         ({"builder": PluginSpec("per_request", {"x": 1})}, "builder.options", "x"),
     ],
 )
-def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:
-    """Which part, whether its name or its options, and what would be right."""
+def test_invalid_plugins_are_reported_by_field(changes: Any, field: str, part: str) -> None:
+    """The error names the field, whether name or options, and what would be right."""
     check_runnable(TASK)
     with pytest.raises(Invalid) as caught:
         check_runnable(replace(TASK, **changes))
@@ -39,21 +39,21 @@ def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str
 
 
 @pytest.mark.parametrize("kind", ["harness", "runtime", "evaluator", "builder"])
-def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path: Path) -> None:
-    """``module:Class`` reaches parts, not every program and function there is."""
-    mark = tmp_path / "called"
-    options = {"args": ["touch", str(mark)]}
+def test_a_task_cannot_call_other_classes(kind: str, tmp_path: Path) -> None:
+    """``module:Class`` of a task reaches plug-ins only, such as never `subprocess.Popen`."""
+    called = tmp_path / "called"
+    options = {"args": ["touch", str(called)]}
     with pytest.raises(Invalid, match=f"is no {kind}") as caught:
         check_runnable(replace(TASK, **{kind: PluginSpec("subprocess:Popen", options)}))
     assert caught.value.field == f"{kind}.name"
-    assert not mark.exists()
+    assert not called.exists()
 
 
-async def test_nodes_join_again_after_the_tokens_are_replaced(tmp_path: Path) -> None:
-    """Who replaces `tokens.json` shuts out everybody who had a token by it."""
-    hello = NodeRegistration(name="n", slots=1, capacity=1)
+async def test_new_tokens_revoke_nodes_at_the_next_start(tmp_path: Path) -> None:
+    """A restart keeps the tokens of nodes, unless `tokens.json` was replaced."""
+    registration = NodeRegistration(name="n", slots=1, capacity=1)
     settings = ServerSettings(port=0)
-    found = []
+    nodes_found = []
     for replaced in (False, False, True):
         if replaced:
             (tmp_path / TOKENS).unlink()
@@ -61,7 +61,7 @@ async def test_nodes_join_again_after_the_tokens_are_replaced(tmp_path: Path) ->
             open_control_plane(settings, tmp_path) as control,
             serve_control_plane(control, settings, tmp_path),
         ):
-            if not found:
-                node = await control.dispatcher.register(hello)
-            found.append(await control.database.read(nodes.find_by_token, node.token))
-    assert found == [node.node, node.node, None]
+            if not nodes_found:
+                node = await control.dispatcher.register(registration)
+            nodes_found.append(await control.database.read(nodes.find_by_token, node.token))
+    assert nodes_found == [node.node, node.node, None]

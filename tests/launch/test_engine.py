@@ -1,4 +1,4 @@
-"""Reaching an engine: it may still be loading, it must be sound, and its template must be known."""
+"""Connecting to an engine: waiting for it, and checking its tokenizer and template."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from tugline.web.serve import serve
 
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
-    """It comes up later than its node, and is used in exact mode with the template asked for."""
+    """It starts after its node, and is used in exact mode with the configured template."""
     (tmp_path / "tokenizer.json").write_text(tokenizer().to_json())
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
     async with asyncio.timeout(60):
-        reaching = asyncio.create_task(open_engine(settings, slots=1).__aenter__())
+        connecting = asyncio.create_task(open_engine(settings, slots=1).__aenter__())
         await asyncio.sleep(0.5)
-        assert not reaching.done()
+        assert not connecting.done()
         async with serve(create_engine("m"), port=port):
-            reached = await reaching
+            connection = await connecting
             unknown = replace(settings, renderer=None)
             with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
                 await open_engine(unknown, slots=1).__aenter__()
-    assert reached.upstream.wire.mode is Mode.EXACT
-    assert reached.rendering.name == "qwen3"
+    assert connection.upstream.wire.mode is Mode.EXACT
+    assert connection.rendering.name == "qwen3"
 
 
 async def test_exact_mode_needs_a_tokenizer() -> None:
-    """The error names the setting, before any engine is asked."""
+    """The error names the setting, before any request to the engine."""
     settings = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
     with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
         await open_engine(settings, slots=1).__aenter__()
 
 
-async def test_an_engine_that_never_answers_is_given_up() -> None:
-    """After `wait_s`, naming its address."""
+async def test_an_engine_that_never_answers_is_an_error() -> None:
+    """After `wait_s`, with its address."""
     settings = EngineSettings(urls=(f"http://127.0.0.1:{free_ports(1)[0]}",), wait_s=0)
     with pytest.raises(EngineError, match="no usable engine at"):
         async with open_engine(settings, slots=1):

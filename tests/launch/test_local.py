@@ -1,4 +1,4 @@
-"""Tasks in this process, without a server: ``tugline.run``, and what training runs batches with."""
+"""Tasks in this process, without a server: ``tugline.run`` and `LocalServer`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAGE = Path(__file__).parents[2] / "docs/client.md"
 
 
 def make(name: str, **fields: Any) -> Task:
-    """One with an agent that needs no tools."""
+    """A task whose agent needs no tools."""
     return msgspec.convert(task(name, **fields), Task)
 
 
@@ -48,7 +48,7 @@ TASK = make("a")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Path]:
-    """Settings for an engine that takes ids; logging is as in a program that never set it up."""
+    """Settings for an engine that takes token ids; logging is not configured."""
     structlog.reset_defaults()
     (tmp_path / "tokenizer.json").write_text(TOKENIZER.to_json(), encoding="utf-8")
     path = tmp_path / "settings.yaml"
@@ -57,10 +57,10 @@ def config(tmp_path: Path) -> Iterator[Path]:
     structlog.reset_defaults()
 
 
-async def test_the_example_of_the_docs_runs(
+async def test_the_documented_example_runs(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From any thread, with results by sample and the run in its folder, where it resumes."""
+    """It works in any thread, prints results by sample, and resumes in the same folder."""
     (block,) = re.findall(r"```python\n(import tugline\n.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(config.parent)
     async with serve(create_engine()) as url:
@@ -70,11 +70,11 @@ async def test_the_example_of_the_docs_runs(
             await asyncio.to_thread(exec, code, {"task": TASK})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("Ledger")[0] for line in lines] == ["a-0 1.0 ", "a-1 1.0 "] * 2
-    assert [one.session for one in read_folder(config.parent / "runs/fix-add/trajectories")]
+    assert [each.session for each in read_folder(config.parent / "runs/fix-add/trajectories")]
 
 
-async def test_several_tasks_in_their_order(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their trajectories, in a loop that runs already, and nothing left behind."""
+async def test_results_are_in_task_order(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their trajectories, in a running event loop, without leftover temporary files."""
     monkeypatch.chdir(config.parent)
     monkeypatch.setattr("tempfile.tempdir", str(config.parent))
     tasks = [make(name, samples=1) for name in ("b", "a")]
@@ -88,69 +88,69 @@ async def test_several_tasks_in_their_order(config: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_wrong_option_is_named() -> None:
-    """As the configuration names it."""
+    """By its name in the configuration or on the command line."""
     with pytest.raises(tugline.UsageError, match=r"node\.slots is 0, must be"):
         await tugline.run_async(TASK, engine="http://localhost:1", slots=0)
     with pytest.raises(tugline.UsageError, match="--engine, or a model folder with --model"):
         await tugline.run_async(TASK)
 
 
-def test_a_notebook_shows_a_result_without_markup_of_an_agent() -> None:
-    """What a program said is text."""
+def test_html_of_a_result_is_escaped() -> None:
+    """A failure's message cannot inject markup into a notebook."""
     view = ResultView(
         position=1, session="a-0", task="a", tenant="t", sample=0, attempt=0, status=Status.FAILED,
         reward=None, failure=Failure(Boundary.HARNESS, "<script>alert(1)</script>"), sampled=5,
         trained=0, bytes=0, seconds={}, created=0.0,
     )  # fmt: skip
-    shown = Result(view, b"")._repr_html_()
-    assert "a-0<td>failed<td>reward None<td>0 of 5 sampled tokens are trained" in shown
-    assert "<script" not in shown
+    html = Result(view, b"")._repr_html_()
+    assert "a-0<td>failed<td>reward None<td>0 of 5 sampled tokens are trained" in html
+    assert "<script" not in html
 
 
 @contextlib.asynccontextmanager
 async def local(folder: Path, workers: int = 1) -> AsyncIterator[LocalServer]:
-    """Engine, server, gateway (of so many processes) and node."""
+    """Engine, server, gateway of `workers` processes, and node."""
     gateway = GatewaySettings(workers=workers)
     settings = Settings(node=NodeSettings(name="n", slots=4), gateway=gateway)
     async with serve(create_engine()) as url:
-        reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with open_local(settings, folder, reached) as cluster:
+        connection = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
+        async with open_local(settings, folder, connection) as cluster:
             yield cluster
 
 
 async def status(cluster: LocalServer) -> dict[str, int]:
-    """Sessions by status."""
+    """The number of sessions by status."""
     return (await cluster.control.database.read(stats.counts)).sessions
 
 
-def waiting(command: str) -> Task:
-    """A task of one sample that does something before it asks its model."""
+def delayed(command: str) -> Task:
+    """A task of one sample that runs a command before it calls its model."""
     options = {"command": f"{command}; exec {sys.executable} {AGENT}"}
     return msgspec.structs.replace(make("a", samples=1), harness=PluginSpec("shell", options))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_every_token_of_a_batch_is_trained(tmp_path: Path, workers: int) -> None:
-    """Three turns become one exact trace; who waits is told how many are done."""
+    """Three turns become one exact trace; progress is reported."""
     async with local(tmp_path, workers) as cluster:
         assert isinstance(cluster.gateway, Workers) is (workers > 1)
-        seen: list[tuple[int, int]] = []
+        progress: list[tuple[int, int]] = []
         batch = [make("a", turns=3)]
-        results = await cluster.run(batch, lambda done, total: seen.append((done, total)))
+        results = await cluster.run(batch, lambda done, total: progress.append((done, total)))
         assert await status(cluster) == {Status.COMPLETED: 2}
-    assert seen == [(0, 2), (1, 2), (2, 2)]
-    for one in results:
-        assert one.reward.value == 1.0
-        (trace,) = one.traces
+    assert progress == [(0, 2), (1, 2), (2, 2)]
+    for result in results:
+        assert result.reward.value == 1.0
+        (trace,) = result.traces
         assert [span.call for span in trace.spans] == [0, 1, 2]
-        assert int(trace.mask.sum()) == one.ledger.trained == one.ledger.sampled
+        assert int(trace.mask.sum()) == result.ledger.trained == result.ledger.sampled
         assert TOKENIZER.decode(trace.ids[trace.mask].tolist()) == "so be it<|im_end|>" * 3
 
 
-async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    """A session that was cut off is leased again under a new epoch and counted once."""
+async def test_a_cancelled_run_resumes(tmp_path: Path) -> None:
+    """An interrupted session is leased again under a new epoch and counted once."""
     gate = tmp_path / "gate"
-    tasks = [waiting(f"test -e {gate} || sleep 30"), make("b", samples=1)]
+    tasks = [delayed(f"test -e {gate} || sleep 30"), make("b", samples=1)]
     async with local(tmp_path) as cluster:
         running = asyncio.create_task(cluster.run(tasks))
         async with asyncio.timeout(20):
@@ -159,19 +159,19 @@ async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
         running.cancel()
         await asyncio.wait({running}, timeout=10)
         assert running.cancelled()
-        before = [one.epoch for one in await cluster.list_sessions(["a", "b"])]
+        before = [each.epoch for each in await cluster.list_sessions(["a", "b"])]
     gate.touch()
     async with local(tmp_path) as cluster:
         results = await cluster.run(tasks)
-        epochs = [one.epoch for one in await cluster.list_sessions(["a", "b"])]
-    assert [one.session for one in results] == ["a-0", "b-0"]
+        epochs = [each.epoch for each in await cluster.list_sessions(["a", "b"])]
+    assert [result.session for result in results] == ["a-0", "b-0"]
     assert (epochs[0] > before[0], epochs[1]) == (True, before[1])
 
 
-async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
-    """Whoever waits for results gets an error when nobody works on them any more."""
+async def test_a_dead_node_ends_the_run(tmp_path: Path) -> None:
+    """Waiting for results raises an error when the node is gone."""
     async with local(tmp_path) as cluster:
-        running = asyncio.create_task(cluster.run([waiting("sleep 30")]))
+        running = asyncio.create_task(cluster.run([delayed("sleep 30")]))
         await asyncio.sleep(0.2)
         cluster._node.cancel()
         done, _ = await asyncio.wait({running}, timeout=20)

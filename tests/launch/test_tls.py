@@ -1,4 +1,4 @@
-"""A server with a certificate of its own, a node and clients that trust it."""
+"""A server with a self-signed certificate, a node and clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from certificates import make_certificate
-from commands import TUGLINE
+from commands import TUGLINE, run_program
 from launch.processes import EXACT, World, task, write
 
 
@@ -19,19 +19,16 @@ def _start(world: World, **settings: str) -> None:
 
 
 def _call(world: World, *options: str) -> subprocess.CompletedProcess[str]:
-    """The program itself: the certificates to trust are read when it is imported."""
-    command = [str(TUGLINE), *options]
-    return subprocess.run(
-        command, cwd=world.folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    """Run the installed program, which reads the trusted certificates when it is imported."""
+    return run_program(TUGLINE, *options, cwd=world.folder)
 
 
 @pytest.mark.slow
 def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not know the certificate is told so; node and clients that do work."""
+    """A client that does not trust the certificate fails; a node and clients that do work."""
     make_certificate(world.folder)
     _start(world)
-    world.up("server", "the server is up at https://127.0.0.1:")
+    world.wait_for_log("server", "the server is up at https://127.0.0.1:")
     url = world.read_data("server.json", "url")
     refused = _call(world, "status")
     assert refused.returncode != 0
@@ -41,7 +38,7 @@ def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) 
     join = world.read_data("tokens.json", "join")
     options = ("--server", url, "--slots", "2", "--engine", world.engine(), *EXACT)
     world.tugline("a", "node", "--name", "a", *options, TUGLINE_JOIN_TOKEN=join)
-    world.up("a", "is up: 2 slots")
+    world.wait_for_log("a", "is up: 2 slots")
     tasks = write(world.folder / "t.jsonl", [task("t")])
     done = _call(world, "submit", tasks, "--wait", "--json")
     assert done.returncode == 0, done.stderr
@@ -49,10 +46,10 @@ def test_sessions_run_over_https(world: World, monkeypatch: pytest.MonkeyPatch) 
     assert [view["status"] for view in views] == ["completed"] * 2
 
 
-def test_a_key_that_does_not_fit_is_refused_by_name(world: World) -> None:
-    """The start ends with the names of both files."""
+def test_a_key_without_its_certificate_is_refused(world: World) -> None:
+    """The error names both files."""
     make_certificate(world.folder)
     (world.folder / "key.pem").write_text("nothing")
     _start(world)
     assert world.running.pop("server").wait(20) != 0
-    assert "certificate cert.pem and key key.pem cannot be used" in world.said("server")
+    assert "certificate cert.pem and key key.pem cannot be used" in world.read_log("server")

@@ -1,4 +1,4 @@
-"""New tokens for a server that runs: the old ones, and nodes that joined by them, are shut out."""
+"""Replacing the tokens of a running server."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from leased import until
 from served import TOKENS, Served, serve
 from tugline.launch import server as launch
 from tugline.server.store import nodes
 
 
 async def _until_status(server: Served, status: int, method: str, path: str, token: str) -> None:
-    """Ask with this token until the answer is `status`; fails after some seconds."""
-    for _ in range(500):
-        body = {} if method == "GET" else {"json": {}}
-        response = await server.ask(method, path, token, **body)
-        if response.status == status:
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail(f"{method} {path} is still answered {response.status}")
+    """Repeat a request with this token until its status is `status`."""
+    body = {} if method == "GET" else {"json": {}}
+
+    async def is_answered() -> bool:
+        return (await server.ask(method, path, token, **body)).status == status
+
+    await until(is_answered)
 
 
-async def test_a_replaced_file_takes_effect_while_the_server_runs(
+async def test_a_replaced_token_file_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged file and a missing one change nothing; another join token revokes the nodes."""
+    """A missing or damaged file changes nothing; a new join token also revokes the nodes."""
     monkeypatch.setattr(launch, "TOKENS_EVERY_S", 0.01)
     path = tmp_path / "tokens.json"
     async with serve(f"sqlite:{tmp_path / 'tugline.db'}", tmp_path) as server:

@@ -1,4 +1,4 @@
-"""A gateway of several real processes: killed, paused and left by their node."""
+"""A gateway of several worker processes: killed, paused and orphaned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from leased import a_task
 from rig import RENDERING, ids, until
+from served import flip_bit
 from tugline.chat.engines.generate import Embedded
 from tugline.errors import CaptureError, EngineError
 from tugline.gateway.replicas import Upstream
@@ -25,7 +27,7 @@ from tugline.recording.file import read
 from tugline.recording.records import RecordedEventKind
 from tugline.testing import Reply, ScriptedEngine
 from tugline.traces.base import PrefixMerging
-from tugline.types import CallOutcome, Ids, Limits, PluginSpec, Session, SpentLimit, Task
+from tugline.types import CallOutcome, Ids, Limits, Session, SpentLimit, Task
 from tugline.web.serve import serve
 
 TURNS = 5
@@ -33,24 +35,17 @@ TURNS = 5
 
 def task(**limits: Any) -> Task:
     """A task with these limits."""
-    check = PluginSpec("session_completed")
-    return Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=check,
-        limits=Limits(**limits),
-    )
+    return a_task("t", limits=Limits(**limits))
 
 
 def answer(_prompt: Ids, request: str) -> Reply:
-    """An answer of its own to each call."""
+    """A distinct answer to each call."""
     return Reply(ids(f"This is answer {request.rpartition('-')[2]}."))
 
 
 @contextlib.asynccontextmanager
 async def workers(folder: Path, play: Any = answer) -> AsyncIterator[Workers]:
-    """Two processes in front of a scripted engine of this one."""
+    """A gateway of two processes, and a scripted engine in this one."""
     engine = ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=20_000)
     async with serve(create_app(engine, model_name="scripted")) as url:
         connection = EngineConnection((url,), Upstream([url], Embedded()), RENDERING)
@@ -59,16 +54,16 @@ async def workers(folder: Path, play: Any = answer) -> AsyncIterator[Workers]:
 
 
 class Agent:
-    """A conversation that asks again when its connection breaks, as agents do."""
+    """A conversation that retries broken connections, as agents do."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str) -> None:
         self.http, self.url, self.key = http, url, key
         self.messages: list[dict[str, Any]] = []
         self.acknowledged: list[int] = []
-        """Numbers of the calls whose answers it has."""
+        """Numbers of the calls whose answers have arrived."""
 
     async def ask(self) -> int:
-        """Ask once more; returns the status."""
+        """Send the next question; returns the status."""
         request = {"role": "user", "content": f"Question {len(self.messages)}"}
         body = {"model": "m", "max_tokens": 100, "messages": [*self.messages, request]}
         headers = {"x-api-key": self.key, "anthropic-version": "2023-06-01"}
@@ -84,15 +79,13 @@ class Agent:
                     await asyncio.sleep(0.05)
         if response.status == 200:
             self.acknowledged.append(int(reply["id"].rpartition("-")[2]))
-            said = {"role": "assistant", "content": reply["content"]}
-            self.messages = [*body["messages"], said]
+            message = {"role": "assistant", "content": reply["content"]}
+            self.messages = [*body["messages"], message]
         return response.status
 
 
-async def test_a_killed_process_loses_no_acknowledged_call_and_its_sessions_go_on(
-    tmp_path: Path,
-) -> None:
-    """A hundred sessions; one of two processes is killed in the middle."""
+async def test_a_killed_process_loses_no_acknowledged_call(tmp_path: Path) -> None:
+    """One of two processes is killed during a hundred sessions, which all go on."""
     reached, killed = [0], asyncio.Event()
     async with workers(tmp_path) as gateway, aiohttp.ClientSession() as http:
 
@@ -127,12 +120,12 @@ async def test_a_killed_process_loses_no_acknowledged_call_and_its_sessions_go_o
             assert all(known[each].branch is None for each in numbers)
             ledger = PrefixMerging().build(calls).ledger
             assert ledger.sampled == ledger.trained + sum(ledger.dropped.values())
-        # What was counted in the last second of a process that was killed is lost.
+        # Counts of the last second before the kill are lost.
         assert gateway.traffic.calls[CallOutcome.COMPLETE] >= 100 * TURNS - 300
 
 
 async def test_control_and_budgets_reach_every_process_and_its_replacement(tmp_path: Path) -> None:
-    """Paused, at a version, with a call of three made: so is the process that comes after."""
+    """A restarted process has the pause, the weights version and the spent budget of the old."""
     async with workers(tmp_path) as gateway, aiohttp.ClientSession() as http:
         await gateway.set_weights_version(7)
         async with (
@@ -140,13 +133,13 @@ async def test_control_and_budgets_reach_every_process_and_its_replacement(tmp_p
             gateway.open(Session(id="b", task="t", sample=1), task()) as second,
         ):
             assert first.base_url.rpartition("/s/")[0] != second.base_url.rpartition("/s/")[0]
-            agent, other = (Agent(http, one.base_url, one.key) for one in (first, second))
+            agent, other = (Agent(http, each.base_url, each.key) for each in (first, second))
             assert await agent.ask() == 200
             await gateway.pause(PauseMode.WAIT, within_s=5)
-            waiting = [asyncio.create_task(one.ask()) for one in (agent, other)]
+            waiting = [asyncio.create_task(each.ask()) for each in (agent, other)]
             os.kill(gateway.workers[0].pid, signal.SIGKILL)
             await gateway.set_weights_version(8)
-            assert not any(one.done() for one in waiting)
+            assert not any(each.done() for each in waiting)
             await gateway.resume()
             assert await asyncio.gather(*waiting) == [200, 200]
             assert await agent.ask() == 200
@@ -157,16 +150,14 @@ async def test_control_and_budgets_reach_every_process_and_its_replacement(tmp_p
         for name in ("a", "b"):
             events = read(tmp_path / f"{name}.0.rec").events
             notes = [(event.kind, event.detail) for event in events]
-            assert (RecordedEventKind.WEIGHTS, "8") in notes
-            assert notes.index((RecordedEventKind.WEIGHTS, "8")) < notes.index(
-                (RecordedEventKind.RESUMED, "")
-            )
+            weights, resumed = (RecordedEventKind.WEIGHTS, "8"), (RecordedEventKind.RESUMED, "")
+            assert notes.index(weights) < notes.index(resumed)
         with pytest.raises(KeyError):
             gateway.describe("c")
 
 
 async def test_errors_come_back_from_the_process(tmp_path: Path) -> None:
-    """A pause that is not over in time is one; an engine that refuses is the session's failure."""
+    """A pause that times out raises; an engine's refusal is the session's failure."""
 
     def play(_prompt: Ids, request: str) -> Reply:
         return Reply(status=401) if request.endswith("-1") else Reply(ids("late"), first_s=2.0)
@@ -186,18 +177,15 @@ async def test_errors_come_back_from_the_process(tmp_path: Path) -> None:
         assert "401" in failure.message
 
 
-async def test_a_session_whose_recording_is_damaged_ends_alone(tmp_path: Path) -> None:
-    """It cannot be opened again: that is an error where it is closed; the others go on."""
+async def test_a_damaged_recording_ends_only_its_session(tmp_path: Path) -> None:
+    """Reopening it after a restart fails, which closing it reports; other sessions go on."""
 
     async def run(gateway: Workers, http: aiohttp.ClientSession) -> None:
         damaged, sound = (Session(id=name, task="t", sample=0) for name in ("a", "b"))
         async with gateway.open(damaged, task()) as first, gateway.open(sound, task()) as second:
-            agent, other = (Agent(http, one.base_url, one.key) for one in (first, second))
+            agent, other = (Agent(http, each.base_url, each.key) for each in (first, second))
             assert [await agent.ask(), await other.ask()] == [200, 200]
-            path = gateway.recording_path(damaged)
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 0xFF
-            path.write_bytes(data)
+            flip_bit(gateway.recording_path(damaged))
             for worker in gateway.workers:
                 os.kill(worker.pid, signal.SIGKILL)
             assert await other.ask() == 200
@@ -209,8 +197,8 @@ async def test_a_session_whose_recording_is_damaged_ends_alone(tmp_path: Path) -
         assert len(gateway.read_calls("b")) == 2
 
 
-async def test_a_session_that_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The error is the process's own; the same session opens once the cause is gone."""
+async def test_a_session_that_fails_to_open_leaves_no_state(tmp_path: Path) -> None:
+    """The worker's error is raised; the same session opens once the cause is gone."""
     session = Session(id="a", task="t", sample=0)
     async with workers(tmp_path) as gateway:
         obstacle = gateway.recording_path(session)
@@ -230,7 +218,7 @@ async def test_a_session_that_does_not_open_leaves_nothing_behind(tmp_path: Path
 
 
 async def test_processes_end_with_their_node(tmp_path: Path) -> None:
-    """Also where it is killed: their end of the sockets is closed then."""
+    """They ignore SIGTERM to the whole group, and end when the node closes their sockets."""
     async with workers(tmp_path) as gateway:
         pids = [worker.pid for worker in gateway.workers]
         for worker in gateway.workers:
@@ -240,7 +228,7 @@ async def test_processes_end_with_their_node(tmp_path: Path) -> None:
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_how_many() -> None:
-    """`auto` is one for 16 processors."""
+def test_number_of_workers() -> None:
+    """`auto` is one worker for 16 processors."""
     assert [count_workers("auto", cores) for cores in (2, 16, 64)] == [1, 1, 4]
     assert count_workers(3, 2) == 3

@@ -1,4 +1,4 @@
-"""What only Apptainer does, with itself and with a stand-in; see `sandboxes`."""
+"""Behaviour of Apptainer alone, with itself and with a stand-in; see `sandboxes`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tugline.types import Workspace
 
 EACH = pytest.mark.parametrize("driver", ["stand-in", "apptainer"], indirect=True)
 STAND_IN = pytest.mark.parametrize("driver", ["stand-in"], indirect=True)
-"""For what no test can have of Apptainer itself: other builds of it, and registries."""
+"""For what cannot be tested with Apptainer itself: other builds of it, and registries."""
 
 
 @EACH
-async def test_the_images_own_folder_is_the_workspace(
+async def test_a_folder_of_the_image_is_the_workspace(
     driver: Driver, image: Path, tmp_path: Path
 ) -> None:
-    """Seen copy-on-write, so the image stays as it was."""
-    place = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
-    async with driver.runtime.open(tmp_path / "sandbox", place) as sandbox:
+    """It is mounted copy-on-write, so that the image does not change."""
+    spec = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
+    async with driver.runtime.open(tmp_path / "sandbox", spec) as sandbox:
         assert (await run_shell(sandbox, "cat a.txt; echo new > a.txt")).code == 0
         assert await sandbox.diff() == Patch({"a.txt": FileChange(b"new\n")})
     assert (image / "task" / "a.txt").read_text() == "from the image\n"
@@ -34,48 +34,44 @@ async def test_the_images_own_folder_is_the_workspace(
 
 
 @EACH
-async def test_the_shell_that_runs_programs_is_out_of_their_reach(
-    driver: Driver, tmp_path: Path
-) -> None:
-    """Its memory is covered; with Apptainer itself a filter of system calls is in force."""
+async def test_programs_cannot_reach_the_runner(driver: Driver, tmp_path: Path) -> None:
+    """Its memory is masked; with Apptainer itself seccomp is active."""
     look = "ls /proc/1/task; test -c /proc/1/mem; echo $?; grep Seccomp: /proc/1/status"
     async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
         await run_shell(sandbox, look)
-        words = read_log(sandbox).split()
-    assert words == ["0", "Seccomp:", "0" if driver.name == "stand-in" else "2"]
+        output = read_log(sandbox).split()
+    assert output == ["0", "Seccomp:", "0" if driver.name == "stand-in" else "2"]
     assert not any("shell" in line for line in driver.runtime.list_weaknesses())
 
 
 @STAND_IN
-async def test_an_apptainer_without_seccomp_is_told(
+async def test_missing_seccomp_is_a_weakness(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sandboxes open all the same, and it is a weakness that they have no filter."""
+    """Sandboxes open without a filter, and the weakness is listed."""
     monkeypatch.setenv("NO_SECCOMP", "1")
     async with driver.runtime.open(tmp_path / "sandbox", driver.spec()) as sandbox:
         assert (await run_shell(sandbox, "exit 3")).code == 3
-    told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
-    assert any(told in line for line in driver.runtime.list_weaknesses())
+    expected = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
+    assert any(expected in line for line in driver.runtime.list_weaknesses())
 
 
 @STAND_IN
-async def test_an_archive_is_made_a_sandbox_directory_once(
-    driver: Driver, image: Path, tmp_path: Path
-) -> None:
-    """Kept with the other bases; what cannot be had says why."""
+async def test_an_archive_is_unpacked_once(driver: Driver, image: Path, tmp_path: Path) -> None:
+    """It is cached with the other workspaces; the error for a missing image says why."""
     archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
-    place = SandboxSpec(workspace=Workspace(image=archive))
+    spec = SandboxSpec(workspace=Workspace(image=archive))
     for name in ("one", "two"):
-        async with driver.runtime.open(tmp_path / name, place) as sandbox:
+        async with driver.runtime.open(tmp_path / name, spec) as sandbox:
             assert (await run_shell(sandbox, "exit 3")).code == 3
-    made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
-    assert len(made) == 1
-    none = SandboxSpec(workspace=Workspace(image="docker://none"))
+    cached = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
+    assert len(cached) == 1
+    missing = SandboxSpec(workspace=Workspace(image="docker://none"))
     with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
-        async with driver.runtime.open(tmp_path / "x", none):
+        async with driver.runtime.open(tmp_path / "x", missing):
             pass
 
 
 def test_an_open_network_is_a_weakness() -> None:
-    """The node says so, because nothing else would."""
+    """The weakness is listed."""
     assert any("network is open" in line for line in Apptainer(network="host").list_weaknesses())

@@ -7,22 +7,17 @@ from tugline.sandbox.files import collect_artifacts
 
 
 def collect(home: Path, patterns: tuple[str, ...], logs: Path) -> list[str]:
-    """What is kept, by its path."""
+    """Collect artifacts; returns the paths of the copies."""
     collect_artifacts(home, patterns, logs)
-    kept = logs / "home"
-    return sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file())
+    copies = logs / "home"
+    return sorted(str(path.relative_to(copies)) for path in copies.rglob("*") if path.is_file())
 
 
-def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
-    """A star stays within a name, two stars are any folders; the rest of a home is left."""
+def test_matching_files_are_copied(tmp_path: Path) -> None:
+    """Paths are kept; ``*`` matches within a name, ``**`` any folders."""
     home, logs = tmp_path / "home", tmp_path / "logs"
-    for path in (
-        ".a/log/x.jsonl",
-        ".a/log/2026/11/y.jsonl",
-        ".a/log/y.txt",
-        ".b/1/c.json",
-        "c.json",
-    ):
+    logs_of_a = (".a/log/x.jsonl", ".a/log/2026/11/y.jsonl", ".a/log/y.txt")
+    for path in (*logs_of_a, ".b/1/c.json", "c.json"):
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(path)
     logs.mkdir()
@@ -35,8 +30,8 @@ def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
     assert (logs / "home/.a/log/2026/11/y.jsonl").read_text() == ".a/log/2026/11/y.jsonl"
 
 
-def test_what_is_strange_or_leads_elsewhere_is_left(tmp_path: Path) -> None:
-    """Links, pipes, sparse files, and names that are no text or no path for `put`."""
+def test_links_and_special_files_are_not_copied(tmp_path: Path) -> None:
+    """Links, pipes, sparse files, undecodable names and names that `put` refuses."""
     home, logs, secret = tmp_path / "home", tmp_path / "logs", tmp_path / "secret"
     for folder in (home, logs, secret):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The cache of workspaces, with real repositories."""
+"""The workspace cache, with real repositories."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,23 +26,21 @@ from tugline.types import Workspace
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Clone:
-    """One whose future is the fix that nobody may see."""
+    """A repository with a later commit that agents must not see."""
     return Clone(tmp_path / "repo")
 
 
 def python(script: str, *argv: str) -> subprocess.Popen[str]:
-    """Another process with a cache."""
+    """Run a script with a cache in another process."""
     begin = "import asyncio, sys\nfrom pathlib import Path\nfrom tugline import log\n"
-    begin += "log.configure()\n"
-    begin += (
-        "from tugline.sandbox.cache import WorkspaceCache\nfrom tugline.types import Workspace\n"
-    )
+    begin += "from tugline.sandbox.cache import WorkspaceCache\n"
+    begin += "from tugline.types import Workspace\nlog.configure()\n"
     argv = (sys.executable, "-c", begin + script + "\nasyncio.run(main())", *argv)
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
-def bases(tmp_path: Path) -> WorkspaceCache:
+def cache(tmp_path: Path) -> WorkspaceCache:
     """An empty cache."""
     return WorkspaceCache(tmp_path / "cache")
 
@@ -52,22 +50,21 @@ def bases(tmp_path: Path) -> WorkspaceCache:
     ("name", "text"),
     [("v2", "present"), ("hash", "present"), ("other", "future"), (None, "present")],
 )
-async def test_a_commit_is_what_it_is_named_by(
-    repo: Clone, bases: WorkspaceCache, prefix: str, name: str | None, text: str
+async def test_commits_are_found_by_name(
+    repo: Clone, cache: WorkspaceCache, prefix: str, name: str | None, text: str
 ) -> None:
-    """A tag, a full hash, a branch or the head, of a path or a URL."""
-    where = f"{prefix}{repo.folder}"
-    asked = repo.present if name == "hash" else name
-    async with bases.open(Workspace(repo=where, commit=asked)) as base:
+    """By tag, full hash, branch or as the head, from a path or a URL."""
+    commit = repo.present if name == "hash" else name
+    async with cache.open(Workspace(repo=f"{prefix}{repo.folder}", commit=commit)) as base:
         assert (base / "file").read_text() == text
         assert os.access(base / "file", os.X_OK)
         assert git(base, "status", "--porcelain") == ""
         assert git(base, "rev-parse", "HEAD") == getattr(repo, text)
 
 
-async def test_nothing_that_came_later_can_be_found(repo: Clone, bases: WorkspaceCache) -> None:
-    """History ends at the commit: no fix, no branch, no tag, no remote, no reflog, no object."""
-    async with bases.open(Workspace(repo=f"file://{repo.folder}", commit="v2")) as base:
+async def test_later_history_is_removed(repo: Clone, cache: WorkspaceCache) -> None:
+    """No later commit, branch, tag, remote, reflog or object is left."""
+    async with cache.open(Workspace(repo=f"file://{repo.folder}", commit="v2")) as base:
         assert git(base, "log", "--all", "--format=%s").splitlines() == ["present", "past"]
         assert git(base, "for-each-ref", "--format=%(refname)") == "refs/heads/main"
         assert git(base, "remote") == git(base, "reflog") == ""
@@ -80,21 +77,21 @@ async def test_nothing_that_came_later_can_be_found(repo: Clone, bases: Workspac
                 assert str(repo.folder).encode() not in path.read_bytes(), path
 
 
-async def test_many_at_once_make_it_once(repo: Clone, tmp_path: Path) -> None:
-    """In one process and in several, and nothing is left of the making."""
+async def test_concurrent_sessions_share_one_checkout(repo: Clone, tmp_path: Path) -> None:
+    """In one process and in several, without temporary folders afterwards."""
     script = (
         "async def main():\n"
         "  async with WorkspaceCache(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as b:\n"
         "    print(b.stat().st_ino)"
     )
     others = [python(script, str(tmp_path / "cache"), f"file://{repo.folder}") for _ in range(2)]
-    bases = WorkspaceCache(tmp_path / "cache")
+    cache = WorkspaceCache(tmp_path / "cache")
 
-    async def one() -> str:
-        async with bases.open(Workspace(repo=f"file://{repo.folder}")) as base:
+    async def open_base() -> str:
+        async with cache.open(Workspace(repo=f"file://{repo.folder}")) as base:
             return str(base.stat().st_ino)
 
-    mine = set(await asyncio.gather(*(one() for _ in range(8))))
+    mine = set(await asyncio.gather(*(open_base() for _ in range(8))))
     theirs = {(await asyncio.to_thread(other.communicate))[0].strip() for other in others}
     assert mine == theirs
     assert len(mine) == 1
@@ -102,14 +99,14 @@ async def test_many_at_once_make_it_once(repo: Clone, tmp_path: Path) -> None:
     assert sorted(folders) == ["git-", "mirr"]
 
 
-async def test_what_cannot_be_had_says_what_and_why(
-    repo: Clone, bases: WorkspaceCache, tmp_path: Path
+async def test_unavailable_workspaces_are_reported(
+    repo: Clone, cache: WorkspaceCache, tmp_path: Path
 ) -> None:
-    """A typed fault that names repository and commit; secrets in a URL are not repeated."""
-    none = "0123456789012345678901234567890123456789"
+    """The error names repository and commit, but no secrets of the URL."""
+    commit = "0123456789012345678901234567890123456789"
     cases = {
         "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo.folder), commit="v9"),
-        f"has no commit '{none}'": Workspace(repo=f"file://{repo.folder}", commit=none),
+        f"has no commit '{commit}'": Workspace(repo=f"file://{repo.folder}", commit=commit),
         "none' is no folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
         "git says: .*does not appear to be a git": Workspace(repo=str(tmp_path), commit="v1"),
         r"'https://\*\*\*@127.0.0.1:9/x'.*git says": Workspace(
@@ -117,14 +114,14 @@ async def test_what_cannot_be_had_says_what_and_why(
         ),
         "folder is '/none', which is no folder": Workspace(folder="/none"),
     }
-    for said, workspace in cases.items():
-        with pytest.raises(WorkspaceError, match=said) as caught:
-            async with bases.open(workspace):
+    for message, workspace in cases.items():
+        with pytest.raises(WorkspaceError, match=message) as caught:
+            async with cache.open(workspace):
                 pass
         assert "word" not in str(caught.value)
     assert len(await LocalRuntime().prefetch(cases.values())) == len(cases)
     assert not [
-        path for path in bases.folder.iterdir() if path.name.startswith("git-") and path.is_dir()
+        path for path in cache.folder.iterdir() if path.name.startswith("git-") and path.is_dir()
     ]
 
 
@@ -142,50 +139,48 @@ async def test_what_cannot_be_had_says_what_and_why(
         (Workspace(repo="/r", commit="--all"), "must be a full hash, a tag or a branch"),
     ],
 )
-async def test_a_contradiction_is_the_tasks_mistake(
-    bases: WorkspaceCache, workspace: Workspace, expected: str
+async def test_invalid_workspaces_are_refused(
+    cache: WorkspaceCache, workspace: Workspace, expected: str
 ) -> None:
-    """It names the field, the value and what would be right; nothing is run for it."""
+    """The error has the field, the value and what would be right; git is not run."""
     with pytest.raises(UsageError, match=expected):
-        async with bases.open(workspace):
+        async with cache.open(workspace):
             pass
 
 
-async def test_an_address_that_does_not_answer_does_not_hang(
-    bases: WorkspaceCache, monkeypatch: pytest.MonkeyPatch
+async def test_a_silent_server_is_an_error(
+    cache: WorkspaceCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Git is ended with all its children when its time is over."""
+    """Git and its children are killed at the timeout."""
     monkeypatch.setattr(repos, "_QUERY_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"git://127.0.0.1:{silent.getsockname()[1]}/x"
         began = time.monotonic()
         with pytest.raises(WorkspaceError, match=r"git did not finish within .* can this node"):
-            async with bases.open(Workspace(repo=url)):
+            async with cache.open(Workspace(repo=url)):
                 pass
         assert time.monotonic() - began < 5
 
 
-async def test_who_stops_waiting_does_not_stop_the_making(bases: WorkspaceCache) -> None:
-    """A session whose time is over leaves a base to the next one, made once."""
-    made = []
+async def test_a_cancelled_session_does_not_cancel_a_checkout(cache: WorkspaceCache) -> None:
+    """The next session gets it without a second one."""
+    fills = []
 
     async def fill(into: Path) -> None:
-        made.append(into)
+        fills.append(into)
         await asyncio.sleep(0.2)
         (into / "x").touch()
 
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05), bases.entry("image-1", fill):
+        async with asyncio.timeout(0.05), cache.entry("image-1", fill):
             pass
-    async with bases.entry("image-1", fill) as base:
+    async with cache.entry("image-1", fill) as base:
         assert (base / "x").exists()
-    assert len(made) == 1
+    assert len(fills) == 1
 
 
-async def test_a_making_that_failed_leaves_nothing_and_is_tried_again(
-    bases: WorkspaceCache,
-) -> None:
-    """Each that waited gets the error; the next one begins anew."""
+async def test_a_failed_checkout_is_repeated(cache: WorkspaceCache) -> None:
+    """Waiting sessions get the error, nothing is left, and the next session tries again."""
 
     async def fails(into: Path) -> None:
         (into / "half").touch()
@@ -197,53 +192,52 @@ async def test_a_making_that_failed_leaves_nothing_and_is_tried_again(
 
     for _ in range(2):
         with pytest.raises(WorkspaceError, match="no"):
-            async with bases.entry("k", fails):
+            async with cache.entry("k", fails):
                 pass
-    assert not [path for path in bases.folder.iterdir() if path.is_dir()]
-    async with bases.entry("k", fill) as base:
+    assert not [path for path in cache.folder.iterdir() if path.is_dir()]
+    async with cache.entry("k", fill) as base:
         assert base.is_dir()
 
 
-async def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
-    """The bound holds over all, what is in use stays, and what is gone is made again."""
-    bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0025)
-    made: list[str] = []
+async def test_least_recently_used_entries_are_evicted(tmp_path: Path) -> None:
+    """Entries in use are kept, and evicted ones are created again."""
+    cache = WorkspaceCache(tmp_path / "cache", max_gb=0.0025)
+    fills: list[str] = []
 
     async def fill(into: Path) -> None:
-        made.append(into.name[0])
+        fills.append(into.name[0])
         (into / "x").write_bytes(os.urandom(1_000_000))
-        await asyncio.sleep(0.02)  # so that times of use differ
+        await asyncio.sleep(0.02)  # times of use must differ
 
-    async with bases.entry("a", fill):
-        async with bases.entry("b", fill):
+    async with cache.entry("a", fill):
+        async with cache.entry("b", fill):
             pass
-        async with bases.entry("c", fill):
+        async with cache.entry("c", fill):
             pass
-        async with bases.entry("d", fill):
-            kept = {path.name for path in bases.folder.iterdir() if path.is_dir()}
-            assert kept == {"a", "d"}
-        async with bases.entry("b", fill):
+        async with cache.entry("d", fill):
+            names = {path.name for path in cache.folder.iterdir() if path.is_dir()}
+            assert names == {"a", "d"}
+        async with cache.entry("b", fill):
             pass
-    assert made == ["a", "b", "c", "d", "b"]
+    assert fills == ["a", "b", "c", "d", "b"]
 
 
-def test_what_killed_processes_left_is_swept_up(tmp_path: Path) -> None:
-    """Half-made and half-removed ones; not those that somebody is at."""
-    bases = WorkspaceCache(tmp_path)
-    left = ("git-1.part", "git-2.part", "git-3.part")
-    for name in left:
+def test_unfinished_entries_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Locked ones, which a process is working on, are kept."""
+    cache = WorkspaceCache(tmp_path)
+    for name in ("git-1.part", "git-2.part", "git-3.part"):
         (tmp_path / name / "below").mkdir(parents=True)
     handle = os.open(tmp_path / "git-1.make", os.O_CREAT | os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    bases.evict()
+    cache.evict()
     assert {path.name for path in tmp_path.glob("*.part")} == {"git-1.part"}
     os.close(handle)
-    bases.evict()
+    cache.evict()
     assert not list(tmp_path.glob("*.part"))
 
 
-async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> None:
-    """Nor is its lock left when that process is killed."""
+async def test_entries_used_by_another_process_are_not_evicted(tmp_path: Path) -> None:
+    """Their lock ends with that process, even if it is killed."""
     script = (
         "async def fill(into): (into / 'x').write_bytes(b'x' * 1_000_000)\n"
         "async def main():\n"
@@ -253,24 +247,22 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
     other = python(script, str(tmp_path / "cache"))
     try:
         assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
-        bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
-        bases.evict()
-        assert (bases.folder / "a").is_dir()
+        cache = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
+        cache.evict()
+        assert (cache.folder / "a").is_dir()
         other.kill()
         await asyncio.to_thread(other.wait)
-        bases.evict()
-        assert not (bases.folder / "a").exists()
+        cache.evict()
+        assert not (cache.folder / "a").exists()
     finally:
         other.kill()
         other.communicate()
 
 
-async def test_the_status_in_a_sandbox_reads_no_file_again(
-    repo: Clone, bases: WorkspaceCache
-) -> None:
-    """The index of the base still holds in its copy-on-write view, so git reads times only."""
-    async with bases.open(Workspace(repo=str(repo.folder))) as base:
-        layer = OverlayWorkspace(bases.folder.parent / "sandbox", base, {})
+async def test_git_status_in_a_sandbox_reads_no_files(repo: Clone, cache: WorkspaceCache) -> None:
+    """The base's index is valid in an overlay, so that git compares times only."""
+    async with cache.open(Workspace(repo=str(repo.folder))) as base:
+        layer = OverlayWorkspace(cache.folder.parent / "sandbox", base, {})
         await asyncio.to_thread(layer.make)
         await asyncio.to_thread(layer.mount)
         try:
@@ -278,7 +270,7 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
                 pytest.skip("no overlay may be mounted here")
             index = layer.work / ".git" / "index"
             before = index.read_bytes()
-            # A file whose content changed behind its time and size is not read, so not seen.
+            # A change that keeps time and size is not noticed, since the file is not read.
             (layer.work / "file").write_text("another")
             shutil.copystat(layer.lower / "file", layer.work / "file")  # type: ignore[operator]
             assert git(layer.work, "status", "--porcelain") == ""
@@ -289,21 +281,18 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
             await asyncio.to_thread(layer.unmount)
 
 
-def test_two_loops_may_use_the_same_cache(tmp_path: Path) -> None:
-    """As two nodes in the threads of one process do."""
-    bases = WorkspaceCache(tmp_path / "cache")
+def test_several_event_loops_share_a_cache(tmp_path: Path) -> None:
+    """Such as of two nodes in threads of one process."""
+    cache = WorkspaceCache(tmp_path / "cache")
 
     async def fill(into: Path) -> None:
         await asyncio.sleep(0.05)
         (into / "x").touch()
 
     async def use() -> None:
-        async with bases.entry("k", fill) as base:
+        async with cache.entry("k", fill) as base:
             assert (base / "x").exists()
 
-    threads = [threading.Thread(target=lambda: asyncio.run(use())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: asyncio.run(use()), range(3)))
     assert (tmp_path / "cache" / "k" / "x").exists()

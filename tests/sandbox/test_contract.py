@@ -1,4 +1,4 @@
-"""What every sandbox does, whatever its driver: one test, all drivers."""
+"""The contract of every sandbox driver."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import uvloop
 
+from rig import until
 from sandboxes import (
     DRIVERS,
     WITH_PYTHON,
@@ -44,7 +45,7 @@ BOUNDED = pytest.mark.parametrize("driver", WITH_PYTHON[1:], indirect=True)
 async def test_a_program_gets_its_files_and_a_clean_environment(
     driver: Driver, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It starts in the workdir, stdin is empty, and the node's secrets are not passed on."""
+    """It starts in the workdir with an empty stdin and none of the node's variables."""
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     script = "pwd; cat; wc -c <a/b.txt; cd; pwd; env; exit 7"
     end = await run_shell(sandbox, script, GIVEN="two\nlines '\"")
@@ -58,8 +59,8 @@ async def test_a_program_gets_its_files_and_a_clean_environment(
         assert f"HOME={sandbox.home}" in lines
 
 
-async def test_exit_codes_come_back(sandbox: Sandbox) -> None:
-    """A failing, a killed and a missing program are exits, not exceptions."""
+async def test_exit_codes(sandbox: Sandbox) -> None:
+    """Failing, killed and missing programs have exit codes and raise nothing."""
     assert (await run_shell(sandbox, "exit 3")).code == 3
     assert (await run_shell(sandbox, "exit 255")).code == 255
     assert (await run_shell(sandbox, "kill -9 $$")).code == -signal.SIGKILL
@@ -67,45 +68,41 @@ async def test_exit_codes_come_back(sandbox: Sandbox) -> None:
     assert (await sandbox.run(("no-such-program",), env={}, timeout_s=20)).code == 127
 
 
-async def test_arguments_and_variables_arrive_byte_for_byte(
+async def test_arguments_and_variables_are_passed_unchanged(
     driver: Driver, sandbox: Sandbox
 ) -> None:
-    """Newlines, quotes, every byte but NUL, names that are no identifiers, 128 KB at once."""
-    every = os.fsdecode(bytes(range(1, 256)))
-    hard = "a\n'b' \"c\" $(d) `e` \\f\\ #g\r\t "
-    arguments = [every, "x" * 131_000, hard, "", "-n"]
-    script = ("sh", "-c", 'printf "%s|" "$@" "$EVERY"', "0", *arguments)
-    assert (await sandbox.run(script, env={"EVERY": every}, timeout_s=20)).code == 0
+    """Every byte but NUL, quotes, names that are no identifiers, an argument of 128 KB."""
+    all_bytes = os.fsdecode(bytes(range(1, 256)))
+    quoting = "a\n'b' \"c\" $(d) `e` \\f\\ #g\r\t "
+    arguments = [all_bytes, "x" * 131_000, quoting, "", "-n"]
+    script = ("sh", "-c", 'printf "%s|" "$@" "$BYTES"', "0", *arguments)
+    assert (await sandbox.run(script, env={"BYTES": all_bytes}, timeout_s=20)).code == 0
     written = (sandbox.logs / "agent.log").read_bytes()
-    assert written == b"".join(os.fsencode(word) + b"|" for word in [*arguments, every])
+    assert written == b"".join(os.fsencode(word) + b"|" for word in [*arguments, all_bytes])
     await sandbox.run(("env",), env={"odd-name": "it's"}, timeout_s=20, log_name="env")
-    if driver.isolated:  # a shell stands before programs of the others
+    if driver.isolated:  # other drivers run programs through a shell
         assert "odd-name=it's" in (sandbox.logs / "env.log").read_text().splitlines()
 
 
 @ISOLATED
-async def test_what_no_program_can_be_given_is_refused(sandbox: Sandbox, tmp_path: Path) -> None:
-    """A NUL byte and half of a surrogate pair are the caller's mistake; nothing stays of a call.
+async def test_invalid_variables_are_refused(sandbox: Sandbox, tmp_path: Path) -> None:
+    """A NUL byte and a lone surrogate are the caller's mistake.
 
-    A program's environment, its key included, is on the disk no longer than it runs.
+    A program's environment, which includes its key, is not on the disk after its end.
     """
-    for word in ("a\0b", "\ud800"):
+    for value in ("a\0b", "\ud800"):
         with pytest.raises(UsageError):
-            await run_shell(sandbox, "exit 0", GIVEN=word)
+            await run_shell(sandbox, "exit 0", GIVEN=value)
     assert (await run_shell(sandbox, "exit 0", SECRET="x")).code == 0
     assert os.listdir(tmp_path / "s" / "control") == ["runner"]  # noqa: PTH208
 
 
-async def test_output_comes_as_it_is_written_and_has_a_bound(
-    driver: Driver, tmp_path: Path
-) -> None:
-    """A megabyte is kept, thirty more do not hold the program up, and the log says so."""
+async def test_output_is_streamed_and_limited(driver: Driver, tmp_path: Path) -> None:
+    """A megabyte is kept; thirty more do not block the program, and the log says so."""
     log = tmp_path / "s" / "logs" / "agent.log"
     async with driver.bounded(output_mb=1).open(tmp_path / "s", driver.spec()) as sandbox:
         going = asyncio.create_task(run_shell(sandbox, "echo first; sleep 0.5; echo last"))
-        async with asyncio.timeout(5):
-            while not (log.exists() and log.read_text()):  # noqa: ASYNC110 - a file
-                await asyncio.sleep(0.01)
+        await until(lambda: log.exists() and log.read_text(), 5)
         assert not going.done()
         await going
         assert log.read_text() == "first\nlast\n"
@@ -115,7 +112,7 @@ async def test_output_comes_as_it_is_written_and_has_a_bound(
 
 
 async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> None:
-    """Files of an earlier attempt cannot help the next one."""
+    """Files of an earlier attempt are not visible to the next."""
     spec = driver.spec(files={"x": "1"})
     async with driver.runtime.open(tmp_path / "s", spec):
         pass
@@ -124,8 +121,8 @@ async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> 
             pass
 
 
-async def test_a_timeout_ends_everything_and_the_sandbox_goes_on(sandbox: Sandbox) -> None:
-    """Also what ignores SIGTERM or left the session; written files stay."""
+async def test_a_timeout_ends_everything_but_the_sandbox(sandbox: Sandbox) -> None:
+    """Processes that ignore SIGTERM or have left the session, too; files are kept."""
     sleep = unique_sleep()
     script = f"echo kept >k; (setsid {sleep} &); trap '' TERM; {sleep}"
     end = await run_shell(sandbox, script, timeout_s=0.5)
@@ -136,8 +133,8 @@ async def test_a_timeout_ends_everything_and_the_sandbox_goes_on(sandbox: Sandbo
 
 
 @ISOLATED
-async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
-    """A run does not wait for ever for a shell that is gone; the next one has another."""
+async def test_a_killed_sandbox_is_an_error(sandbox: Sandbox) -> None:
+    """A run does not wait for a shell that is gone; the next run starts a new one."""
     going = asyncio.create_task(run_shell(sandbox, sleep := unique_sleep()))
     await wait_until_running(sleep)
     os.kill(sandbox._pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -147,7 +144,7 @@ async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
 
 
 async def test_cancelling_a_run_ends_its_program_first(sandbox: Sandbox) -> None:
-    """The caller gets control back when nothing runs any more, even if it cancels twice."""
+    """A cancelled run returns when its program is dead, even if it is cancelled twice."""
     sleep = unique_sleep()
     task = asyncio.create_task(run_shell(sandbox, sleep))
     await wait_until_running(sleep)
@@ -161,15 +158,15 @@ async def test_cancelling_a_run_ends_its_program_first(sandbox: Sandbox) -> None
 
 
 async def test_daemons_end_with_their_program(sandbox: Sandbox) -> None:
-    """A program that ends well leaves no process behind that could go on writing."""
+    """No process of a program is alive after its end."""
     sleep = unique_sleep()
     end = await run_shell(sandbox, f"(setsid {sleep} >/dev/null 2>&1 &); exit 0")
     assert (end.code, end.timed_out) == (0, False)
     assert not running(sleep)
 
 
-async def test_a_diff_has_what_was_done_to_the_workdir(sandbox: Sandbox) -> None:
-    """Written, changed, removed and executable files and links, also those put meanwhile."""
+async def test_diff_has_all_changes_of_the_workdir(sandbox: Sandbox) -> None:
+    """New, changed, removed and executable files and links, also of `put`."""
     await sandbox.put(sandbox.workdir, {"late": "x"})
     await sandbox.put(sandbox.home, {"not-in-it": "x"})
     script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s edit link"
@@ -183,8 +180,8 @@ async def test_a_diff_has_what_was_done_to_the_workdir(sandbox: Sandbox) -> None
     }
 
 
-async def test_a_base_folder_is_seen_and_never_changed(driver: Driver, tmp_path: Path) -> None:
-    """Changes survive a kill, the base stays as it is, and nothing stays mounted."""
+async def test_a_base_folder_is_never_changed(driver: Driver, tmp_path: Path) -> None:
+    """Changes survive a kill, the base does not change, and nothing stays mounted."""
     base = tmp_path / "ba,s:e" if driver.name in {"local", "bubblewrap"} else tmp_path / "base"
     base.mkdir()
     for name in ("stays", "goes", "grows"):
@@ -203,7 +200,7 @@ async def test_a_base_folder_is_seen_and_never_changed(driver: Driver, tmp_path:
             "n": FileChange(b"n\n"),
             "put": FileChange(b"p"),
         }
-        assert (await run_shell(sandbox, "cat n put")).code == 0  # started again
+        assert (await run_shell(sandbox, "cat n put")).code == 0  # after a restart
         if driver.name == "bubblewrap":
             assert str(tmp_path) not in mount_table()
     assert str(tmp_path / "s") not in mount_table()
@@ -212,8 +209,8 @@ async def test_a_base_folder_is_seen_and_never_changed(driver: Driver, tmp_path:
     }
 
 
-async def test_files_go_in_and_come_out_of_own_folders_only(sandbox: Sandbox) -> None:
-    """Under the workdir and the home; nowhere else, and through no link."""
+async def test_files_are_put_and_read_in_own_folders_only(sandbox: Sandbox) -> None:
+    """In the workdir and the home, and not through links."""
     program = FileChange(b"#!/bin/sh\ncat d/x\n", executable=True)
     await sandbox.put(sandbox.workdir, {"d/run": program, "d/x": "xx"})
     await sandbox.put(sandbox.home, {".settings": b"\xff"})
@@ -231,8 +228,8 @@ async def test_files_go_in_and_come_out_of_own_folders_only(sandbox: Sandbox) ->
         await sandbox.put(PurePosixPath("/etc"), {"x": "1"})
 
 
-async def test_mounts_are_read_only_or_the_sandboxs_own(driver: Driver, tmp_path: Path) -> None:
-    """A folder of the node is read-only; one without a source is empty and can be read back."""
+async def test_mounts_are_read_only_or_empty(driver: Driver, tmp_path: Path) -> None:
+    """Folders of the node are read-only; those without a source are empty and writable."""
     if not driver.isolated:
         pytest.skip("plain processes have no mounts")
     shared = tmp_path / "shared"
@@ -249,8 +246,8 @@ async def test_mounts_are_read_only_or_the_sandboxs_own(driver: Driver, tmp_path
     assert os.listdir(shared) == ["tool"]  # noqa: PTH208
 
 
-async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sandbox) -> None:
-    """Also after the sandbox was killed and started again; nothing is after the diff."""
+async def test_only_an_exposed_url_is_reachable(driver: Driver, sandbox: Sandbox) -> None:
+    """Also after a restart of the sandbox; nothing is reachable after `diff`."""
     async with serve(page) as port, serve(page) as other:
         inside = await sandbox.expose(f"http://127.0.0.1:{port}/a?b")
         for _ in range(2):
@@ -267,10 +264,10 @@ async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sa
 
 
 @ISOLATED
-def test_an_end_is_believed_over_a_timer_that_is_late(driver: Driver, tmp_path: Path) -> None:
-    """After a stall of this process both are there, and the program had ended before.
+def test_an_exit_takes_precedence_over_a_late_timer(driver: Driver, tmp_path: Path) -> None:
+    """After a stall of this process both are due, and the program had ended before.
 
-    After it has read something, the loop of a node looks at its timers first.
+    After it has read something, uvloop runs its timers first.
     """
 
     async def run_and_stall() -> Exit:
@@ -296,10 +293,10 @@ def test_an_end_is_believed_over_a_timer_that_is_late(driver: Driver, tmp_path: 
 
 
 @BOUNDED
-async def test_a_program_among_too_many_sandboxes_is_told_apart(
+async def test_starved_programs_are_marked(
     driver: Driver, sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    """Out of time because its neighbours had the processors; one that sleeps is not."""
+    """A timeout on overloaded processors is marked, that of a sleeping program is not."""
     own: Cgroup = sandbox._cgroup  # type: ignore[attr-defined]
     if own.cpu is None or own.cpu_time is None:
         pytest.skip(f"no control groups of the processor can be made for {driver.name} here")
@@ -310,9 +307,7 @@ async def test_a_program_among_too_many_sandboxes_is_told_apart(
 
     mark, count = unique_sleep(), 5 * (os.cpu_count() or 1)
     async with run_beside(*(keep_busy(number) for number in range(count))):
-        async with asyncio.timeout(90):
-            while len(running(mark)) < count:  # noqa: ASYNC110 - of other processes
-                await asyncio.sleep(0.05)
+        await until(lambda: len(running(mark)) >= count, 90)
         idle = await run_shell(sandbox, "sleep 60", 3.0)
         assert (idle.timed_out, idle.starved) == (True, False)
         busy = await run_shell(sandbox, "while :; do :; done", 3.0)
@@ -323,10 +318,8 @@ async def test_a_program_among_too_many_sandboxes_is_told_apart(
 @pytest.mark.parametrize(
     "driver", [name for name in DRIVERS if isinstance(name, str)], indirect=True
 )
-async def test_processor_time_and_the_size_of_a_file_are_bounded(
-    driver: Driver, tmp_path: Path
-) -> None:
-    """A loop and a file without end are stopped."""
+async def test_cpu_time_and_file_size_are_limited(driver: Driver, tmp_path: Path) -> None:
+    """Endless loops and endless files are stopped."""
     async with driver.bounded(cpu_s=1, file_mb=1).open(tmp_path, driver.spec()) as sandbox:
         await run_shell(sandbox, "head -c 3000000 /dev/zero >big; wc -c <big")
         assert int(read_log(sandbox).split()[-1]) <= 1 << 20
@@ -336,8 +329,8 @@ async def test_processor_time_and_the_size_of_a_file_are_bounded(
 
 
 @BOUNDED
-async def test_memory_is_bounded(driver: Driver, tmp_path: Path) -> None:
-    """What takes too much is ended and told; the sandbox goes on, and nothing in memory stays."""
+async def test_memory_is_limited(driver: Driver, tmp_path: Path) -> None:
+    """Programs over the limit are killed with a cause; the sandbox and its memory stay usable."""
     runtime = driver.bounded(memory_mb=70)
     if any("memory" in line for line in await asyncio.to_thread(runtime.list_weaknesses)):
         pytest.skip("no memory control group can be made here")
@@ -353,8 +346,8 @@ async def test_memory_is_bounded(driver: Driver, tmp_path: Path) -> None:
 
 
 @BOUNDED
-async def test_the_number_of_processes_is_bounded(driver: Driver, tmp_path: Path) -> None:
-    """The next one cannot be made; once they are gone others can."""
+async def test_the_number_of_processes_is_limited(driver: Driver, tmp_path: Path) -> None:
+    """Further forks fail; once the processes are gone, new ones can start."""
     async with driver.bounded(processes=60).open(tmp_path, driver.spec()) as sandbox:
         bomb = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); sleep 3 & done; echo all"
         assert (await run_shell(sandbox, bomb)).code != 0
@@ -381,8 +374,8 @@ async def test_the_number_of_processes_is_bounded(driver: Driver, tmp_path: Path
     ],
     indirect=["driver"],
 )
-async def test_the_disk_is_watched(driver: Driver, script: str, tmp_path: Path) -> None:
-    """Who takes more than its share is ended, wherever it puts it."""
+async def test_disk_usage_is_limited(driver: Driver, script: str, tmp_path: Path) -> None:
+    """A program over the limit is killed, wherever its files are."""
     async with driver.bounded(disk_mb=8).open(tmp_path, driver.spec()) as sandbox:
         end = await run_shell(sandbox, f"i=0; {script}; sleep 20", 30)
         assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
@@ -390,22 +383,22 @@ async def test_the_disk_is_watched(driver: Driver, script: str, tmp_path: Path) 
 
 
 @BOUNDED
-async def test_a_full_disk_is_told_of_a_quick_program(driver: Driver, tmp_path: Path) -> None:
-    """One that has ended before anybody looked took no less."""
+async def test_disk_usage_of_short_programs_is_limited(driver: Driver, tmp_path: Path) -> None:
+    """A program that ends before the first measurement is checked, too."""
     async with driver.bounded(disk_mb=20).open(tmp_path, driver.spec()) as sandbox:
         assert (await run_shell(sandbox, "head -c 1 /etc/hostname")).cause is None
         end = await run_shell(sandbox, "head -c 60000000 /dev/zero >full")
         assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
 
 
-# --------------------------------------------------------------------------- nothing is left
+# --------------------------------------------------------------------------- cleanup
 async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> None:
-    """Eight at a time, with daemons and timeouts among them: no process, group, mount, handle."""
-    sleep, room = unique_sleep(), asyncio.Semaphore(8)
+    """Eight at a time, some with daemons and timeouts: no process, cgroup, mount or handle."""
+    sleep, slots = unique_sleep(), asyncio.Semaphore(8)
 
     async def session(number: int) -> int:
         spec = driver.spec(files={"n": str(number)})
-        async with room, driver.runtime.open(tmp_path / str(number), spec) as sandbox:
+        async with slots, driver.runtime.open(tmp_path / str(number), spec) as sandbox:
             await run_shell(sandbox, f"(setsid {sleep} >/dev/null 2>&1 &)")
             if number % 20 == 0:
                 assert (await run_shell(sandbox, "sleep 20", 0.1)).timed_out
@@ -423,14 +416,13 @@ async def test_many_sessions_leave_nothing(driver: Driver, tmp_path: Path) -> No
 
 
 @BOUNDED
-async def test_a_session_that_is_given_up_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
-    """However far the making of its sandbox has come, and while a program runs in it."""
+async def test_a_cancelled_session_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
+    """At any stage of the creation of its sandbox, and while a program runs."""
     (tmp_path / "base").mkdir()
     await asyncio.to_thread(driver.runtime.check_available)
-    slow = driver.name == "container"
-    delays = (
-        [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 1.0] if slow else [n / 2000 for n in range(60)]
-    )
+    delays = [n / 2000 for n in range(60)]
+    if driver.name == "container":
+        delays = [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 1.0]
     open_before = open_files()
     for number, after_s in enumerate([delays[-1], *delays]):
         sandbox = driver.runtime.open(tmp_path / str(number), driver.spec(tmp_path / "base"))
@@ -441,26 +433,26 @@ async def test_a_session_that_is_given_up_leaves_nothing(driver: Driver, tmp_pat
     assert open_files() <= open_before + 1
 
 
-async def test_what_a_killed_node_left_is_ended(driver: Driver, tmp_path: Path) -> None:
-    """After kill -9 of its process, by itself in a sandbox; `reap` finds the rest, and once."""
+async def test_a_killed_node_leaves_nothing(driver: Driver, tmp_path: Path) -> None:
+    """After ``kill -9`` sandboxes end by themselves; `reap` removes the rest, once."""
     sleep, folder, base = unique_sleep(), tmp_path / "s" / "agent", tmp_path / "base"
     base.mkdir()
     (base / "f").touch()
     log = folder / "logs" / "agent.log"
-    # the programs of a container can open the pipes of its process 1, and hold them
+    # Programs of a container can open the pipes of its process 1, and keep them open.
     hold = f"for fd in /proc/1/fd/*; do {sleep} <>$fd & done" if driver.name == "container" else ":"
     script = ("sh", "-c", f"setsid {sleep} & {hold}; echo held; {sleep}")
     least = 4 if driver.name == "container" else 2
 
-    def begun() -> bool:
+    def has_begun() -> bool:
         return log.exists() and "held" in log.read_text() and len(running(sleep)) >= least
 
-    # with nobody's options, as a node reaps
+    # A node reaps without the options of a task.
     reap = partial(asyncio.to_thread, type(driver.runtime)().reap, tmp_path / "s")
     try:
         spec = driver.spec(base)
-        await kill_node(driver.plugin, driver.options, folder, spec, script, begun)
-        records = [msgspec.json.decode(one.read_bytes()) for one in folder.glob(f"*{RECORD}")]
+        await kill_node(driver.plugin, driver.options, folder, spec, script, has_begun)
+        records = [msgspec.json.decode(path.read_bytes()) for path in folder.glob(f"*{RECORD}")]
         groups = [Path(path) for paths in records for path in paths]
         has_own = driver.name in {"bubblewrap", "stand-in", "apptainer"}
         assert bool(groups) is (has_own and find_cgroup_parent() != Cgroup())

@@ -1,4 +1,4 @@
-"""Everything here happens in a folder that an agent has had for itself."""
+"""Files in a folder that an agent controls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from commands import run_program
 from sandboxes import dig, open_files
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.files import open_folder, read_file, remove, write_files
@@ -18,7 +19,7 @@ from tugline.sandbox.patch import FileChange
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The agent's folder, beside something secret."""
+    """The agent's folder, beside a secret."""
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("secret")
     (tmp_path / "work").mkdir()
@@ -26,18 +27,18 @@ def root(tmp_path: Path) -> Path:
 
 
 def secret(root: Path) -> str:
-    """What must stay as it is."""
+    """The content of the secret, whose folder must not change."""
     assert [path.name for path in (root.parent / "secret").iterdir()] == ["key"]
     return (root.parent / "secret" / "key").read_text()
 
 
 def names(directory: Path) -> list[str]:
-    """What is in a folder."""
+    """Names in a folder."""
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_what_is_put_is_there_byte_for_byte(root: Path) -> None:
-    """Text, bytes, modes and links; a mode survives new text; None removes."""
+def test_files_are_written_unchanged(root: Path) -> None:
+    """Text, bytes, modes and links; new text keeps the mode; None removes."""
     write_files(
         root,
         {"a/b.sh": FileChange(b"#!/bin/sh\r\n", executable=True), "c": b"\0\xff", "d": "d\r\n"},
@@ -55,10 +56,8 @@ def test_what_is_put_is_there_byte_for_byte(root: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a\0b", "", ".", "a\\b"])
-def test_a_path_that_leaves_the_root_is_refused_before_anything_is_made(
-    root: Path, path: str
-) -> None:
-    """The caller's mistake, so the caller hears of it."""
+def test_paths_that_leave_the_root_are_refused(root: Path, path: str) -> None:
+    """Before any file is written."""
     with pytest.raises(UsageError, match="must be relative"):
         write_files(root, {"fine": "x", path: "x"})
     assert not (root / "fine").exists()
@@ -76,8 +75,8 @@ OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
-def test_what_is_in_the_way_is_replaced_and_leads_nowhere(root: Path, kind: str) -> None:
-    """Whatever the agent made of a file's place or of a folder above it, and on every way."""
+def test_obstacles_are_replaced_and_not_followed(root: Path, kind: str) -> None:
+    """In place of a file and of a folder above it, when reading, writing and removing."""
     for name in ("file", "folder", "gone"):
         OBSTACLES[kind](root / name, root.parent / "secret" / "key")
     assert read_file(root, "folder/key") is None
@@ -88,8 +87,8 @@ def test_what_is_in_the_way_is_replaced_and_leads_nowhere(root: Path, kind: str)
     assert names(root) == ["file", "folder", "gone"]
 
 
-def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
-    """Neither recursion nor the longest path nor open files bound what can be cleaned up."""
+def test_a_very_deep_folder_is_removed(root: Path) -> None:
+    """Without recursion, beyond the longest path, with few open files."""
     for folder in dig(root, ["deeper"] * 1500):
         os.symlink("/etc", "out", dir_fd=folder)
     before = open_files()
@@ -101,9 +100,9 @@ def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
     assert open_files() == before
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="runs as somebody else, which takes root")
-def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -> None:
-    """An unprivileged node can clean up behind an agent that ran as the same user."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as another user")
+def test_folders_without_permissions_are_removed(root: Path, tmp_path: Path) -> None:
+    """By an unprivileged node, if the agent ran as the same user."""
     for folder_above in (tmp_path, *tmp_path.parents):
         if not folder_above.stat().st_mode & 0o001:
             folder_above.chmod(0o711)
@@ -116,24 +115,22 @@ def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -
         "os.chmod('a/b/c', 0); os.chmod('a/b', 0); os.chmod('a', 0o500);"
         "remove(here, 'a'); assert not os.path.exists('a')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=False
-    )
+    done = run_program(sys.executable, "-c", script, root)
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which takes root")
-def test_new_files_belong_to_whom_their_folder_belongs_to(root: Path) -> None:
-    """A program that runs as another user can change what was put for it."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change owners")
+def test_new_files_have_the_owner_of_their_folder(root: Path) -> None:
+    """So that a program that runs as another user can change them."""
     os.chown(root, 1234, 1235)
     write_files(root, {"a/b": "x", "link": FileChange(b"a", link=True)})
     for path in ("a", "a/b", "link"):
-        found = (root / path).lstat()
-        assert (found.st_uid, found.st_gid) == (1234, 1235), path
+        status = (root / path).lstat()
+        assert (status.st_uid, status.st_gid) == (1234, 1235), path
 
 
-def test_an_open_folder_will_do_for_a_root(root: Path) -> None:
-    """Such as one in another mount namespace; it stays open."""
+def test_an_open_folder_as_root(root: Path) -> None:
+    """Such as of another mount namespace; it stays open."""
     handle = os.open(root, os.O_RDONLY)
     write_files(handle, {"a/b": "x"})
     assert read_file(handle, "a/b") == b"x"
@@ -144,15 +141,15 @@ def test_an_open_folder_will_do_for_a_root(root: Path) -> None:
     os.close(handle)
 
 
-def test_what_is_too_large_is_not_read(root: Path) -> None:
-    """The bound is one byte sharp."""
+def test_large_files_are_not_read(root: Path) -> None:
+    """The limit is exact."""
     write_files(root, {"a": b"12345"})
     assert read_file(root, "a", 5) == b"12345"
     assert read_file(root, "a", 4) is None
 
 
-def test_errors_of_the_disk_are_told_apart(root: Path, tmp_path: Path) -> None:
-    """A full disk is the node's, a long name the caller's, text without UTF-8 too."""
+def test_errors_have_different_types(root: Path, tmp_path: Path) -> None:
+    """Long names and invalid text are the caller's mistakes, a missing root is not."""
     with pytest.raises(UsageError, match="File name too long"):
         write_files(root, {"x" * 300: "x"})
     with pytest.raises(UsageError, match="UTF-8"):
@@ -161,9 +158,9 @@ def test_errors_of_the_disk_are_told_apart(root: Path, tmp_path: Path) -> None:
         write_files(tmp_path / "none", {"a": "x"})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which takes root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
 def test_a_full_disk_and_a_read_only_one(root: Path) -> None:
-    """The first is `DiskFull`, the second a plain fault, and nothing half-written is left."""
+    """`DiskFull` and `SandboxError`; no partial file is left."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", root], check=True)
     try:
         with pytest.raises(DiskFull, match="No space left"):

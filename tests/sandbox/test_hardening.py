@@ -1,4 +1,4 @@
-"""The narrowed seccomp profile, and the form in which each engine takes it."""
+"""The narrowed seccomp profile, in the form of each container engine."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ PROFILE = {
 }
 
 
-def holds(rule: dict[str, Any], value: int) -> bool:
-    """Whether the one condition of a rule does."""
+def matches(rule: dict[str, Any], value: int) -> bool:
+    """Whether the only condition of a rule matches."""
     (only,) = rule["args"]
     return bool(value & only["value"] == only["valueTwo"])
 
 
-def test_calls_that_name_process_1_are_left_out() -> None:
-    """By the 32 bits that the kernel looks at; everybody else, and oneself by 0, may be named."""
+def test_calls_on_process_1_are_refused() -> None:
+    """By the 32 bits that the kernel reads; other processes, and 0 for the caller, are allowed."""
     rules = hardening.narrow_profile(PROFILE)["syscalls"]
     for name, argument in (("ptrace", 1), ("prlimit64", 0)):
         mine = [rule for rule in rules if name in rule["names"]]
         assert {rule["args"][0]["index"] for rule in mine} == {argument}
-        refused = [n for n in range(70000) if not any(holds(rule, n) for rule in mine)]
+        refused = [n for n in range(70000) if not any(matches(rule, n) for rule in mine)]
         assert refused == [1]
-        assert not any(holds(rule, 1 << 32 | 1) for rule in mine)
-        assert any(holds(rule, (1 << 22) - 1) for rule in mine)
+        assert not any(matches(rule, 1 << 32 | 1) for rule in mine)
+        assert any(matches(rule, (1 << 22) - 1) for rule in mine)
     assert all(rule.get("includes") for rule in rules if "prlimit64" in rule["names"])
 
 
-def test_what_bubblewrap_refuses_is_refused() -> None:
-    """User namespaces and keyrings; what the profile allows under a condition stays as it is."""
+def test_namespaces_and_keyrings_are_refused() -> None:
+    """As with bubblewrap; conditional rules of the profile are kept."""
     rules = hardening.narrow_profile(PROFILE)["syscalls"]
     allowed = {name for rule in rules if rule["action"] == ALLOW for name in rule["names"]}
     assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare", "socket"}
@@ -52,14 +52,14 @@ def test_what_bubblewrap_refuses_is_refused() -> None:
         {"names": ["clone3"], "action": ERRNO, "errnoRet": 38}
     ]
     (unshare,) = [rule for rule in rules if "unshare" in rule["names"]]
-    assert [holds(unshare, flags) for flags in (0, 0x10000000, 0x20000)] == [True, False, True]
+    assert [matches(unshare, flags) for flags in (0, 0x10000000, 0x20000)] == [True, False, True]
     assert {"names": ["clone"], "action": ALLOW, "args": [{"index": 1}]} in rules
 
 
-def test_profile_is_text_for_docker_and_a_file_for_podman(
+def test_the_profile_is_text_for_docker_and_a_file_for_podman(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Docker masks nothing by itself when it is told what to mask, so that is told, too."""
+    """Docker's own masked paths are listed, too, since a list replaces them."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "profile").write_text(json.dumps(PROFILE))
     security = [f"name=seccomp,profile={tmp_path / 'profile'}", "name=rootless"]
@@ -76,8 +76,10 @@ def test_profile_is_text_for_docker_and_a_file_for_podman(
     )
 
 
-def test_no_profile_is_no_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is one that allows what it does not name."""
+def test_no_hardening_without_a_strict_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing profile, or one that allows unlisted calls."""
     (tmp_path / "open").write_text(json.dumps({**PROFILE, "defaultAction": ALLOW}))
     monkeypatch.setattr(hardening, "_PROFILES", (str(tmp_path / "open"), str(tmp_path / "none")))
     assert hardening.find_hardening("docker", ["name=seccomp,profile=builtin"]) is None

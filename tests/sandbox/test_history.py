@@ -1,53 +1,50 @@
-"""What git tells in a folder out of an image, before and after its later history was forgotten."""
+"""Removal of later history from the repository of an image."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from commands import run_program
 from repositories import Clone, git
 from tugline.errors import WorkspaceError
 from tugline.sandbox.repos import end_history
 
 
-def end(clone: Clone, commit: str = "HEAD") -> None:
-    """Forget what came later."""
+def end_at(clone: Clone, commit: str = "HEAD") -> None:
+    """Remove the history after a commit."""
     asyncio.run(end_history(clone.folder, commit, "the clone"))
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """One that is checked out at its present."""
+    """A repository that is checked out at its present commit."""
     return Clone(tmp_path / "clone")
 
 
-def test_nothing_later_can_be_had(clone: Clone) -> None:
-    """Not by branches, remotes, tags, reflogs or hashes; and nothing is left lying about."""
+def test_later_history_is_removed(clone: Clone) -> None:
+    """From branches, remotes, tags, reflogs and objects, without temporary files."""
     clone.git("stash", "list")
     assert "future" in clone.git("log", "--all", "--format=%s")
-    end(clone, clone.present)
+    end_at(clone, clone.present)
     assert set(clone.git("log", "--all", "--reflog", "--format=%s").split()) == {"present", "past"}
     clone.git("cat-file", "-e", clone.future, code=1)
     assert clone.git("fsck", "--full", "--unreachable", "--no-reflogs") == ""
-    assert clone.git("for-each-ref", "--format=%(refname)").split() == [
-        "refs/tags/v1",
-        "refs/tags/v2",
-    ]
-    found = subprocess.run(["grep", "-ra", clone.future, clone.folder], check=False)
-    assert found.returncode == 1
+    refs = clone.git("for-each-ref", "--format=%(refname)").split()
+    assert refs == ["refs/tags/v1", "refs/tags/v2"]
+    assert run_program("grep", "-ra", clone.future, clone.folder).returncode == 1
     assert {path.name for path in clone.folder.iterdir()} == {".git", "file"}
 
 
-def test_what_is_there_goes_on_working(clone: Clone) -> None:
-    """Status, versions by tag, checkout of a file of the base, and a new commit."""
+def test_the_repository_still_works(clone: Clone) -> None:
+    """Status, `git describe`, checkout of a file, and a new commit."""
     (clone.folder / "staged").write_text("new")
     clone.git("add", "staged")
     clone.git("pack-refs", "--all")
-    end(clone, clone.past)
+    end_at(clone, clone.past)
     assert clone.git("rev-parse", "HEAD") == clone.present
     assert clone.git("status", "--short") == "A  staged"
     assert clone.git("describe") == "v2"
@@ -59,27 +56,27 @@ def test_what_is_there_goes_on_working(clone: Clone) -> None:
 
 
 def test_a_branch_stays_a_branch(clone: Clone) -> None:
-    """HEAD names it as before, wherever its name is kept."""
+    """HEAD still names it, even if its ref is packed."""
     clone.git("checkout", "-q", "-b", "fix/it", clone.past)
     clone.git("pack-refs", "--all")
-    end(clone)
+    end_at(clone)
     assert clone.git("symbolic-ref", "HEAD") == "refs/heads/fix/it"
     assert clone.git("log", "--all", "--format=%s") == "past"
 
 
 def test_a_shallow_clone_stays_one(clone: Clone, tmp_path: Path) -> None:
-    """Its history ends where it did."""
+    """Its history ends at the same commit."""
     source = f"file://{clone.folder}"
     git(tmp_path, "clone", "-q", "--depth=1", "-b", "other", source, "s")
     asyncio.run(end_history(tmp_path / "s", "HEAD", "it"))
     assert git(tmp_path / "s", "log", "--format=%s") == "future"
 
 
-def test_nothing_of_it_is_run_or_followed(clone: Clone, tmp_path: Path) -> None:
-    """Neither its configuration, nor its hooks, nor links that lead out of it."""
+def test_no_hook_is_run_and_no_link_followed(clone: Clone, tmp_path: Path) -> None:
+    """Nor a command of the repository's configuration."""
     ran, beyond = tmp_path / "ran", tmp_path / "beyond"
     beyond.mkdir()
-    (beyond / "kept").write_text("mine")
+    (beyond / "file").write_text("mine")
     for name in ("core.fsmonitor", "core.sshCommand", "uploadpack.packObjectsHook"):
         clone.git("config", name, f"touch {ran}")
     for hook in ("reference-transaction", "post-checkout"):
@@ -90,29 +87,29 @@ def test_nothing_of_it_is_run_or_followed(clone: Clone, tmp_path: Path) -> None:
     (clone.folder / ".git" / "logs" / "out").symlink_to(beyond)
     (clone.folder / ".git" / "objects" / "out").symlink_to(beyond)
     ran.unlink(missing_ok=True)
-    end(clone)
+    end_at(clone)
     assert not ran.exists()
-    assert (beyond / "kept").read_text() == "mine"
+    assert (beyond / "file").read_text() == "mine"
 
 
-def test_tags_of_objects_that_are_not_there_go(clone: Clone) -> None:
-    """As in a clone without some objects; nor does a broken or odd name stop it."""
+def test_broken_tags_are_removed(clone: Clone) -> None:
+    """Tags of missing objects, damaged tags and tags with invalid names."""
     for name, text in (("gone", f"{'1' * 40}\n"), ("broken", "x\n"), ("odd..name", clone.past)):
         (clone.folder / ".git" / "refs" / "tags" / name).write_text(text)
     os.mkfifo(clone.folder / ".git" / "refs" / "tags" / "pipe")
-    end(clone)
+    end_at(clone)
     assert clone.git("tag").split() == ["v1", "v2"]
 
 
-def test_another_commit_than_the_row_says(clone: Clone) -> None:
-    """An image that is not at the commit it should be at is told, and left as it is."""
+def test_another_commit_is_an_error(clone: Clone) -> None:
+    """A repository that is not at the given commit is not changed."""
     with pytest.raises(WorkspaceError, match=f"the clone has no commit '{clone.future}' in the"):
-        end(clone, clone.future)
+        end_at(clone, clone.future)
     assert "future" in clone.git("log", "--all", "--format=%s")
 
 
-def test_no_repository(tmp_path: Path) -> None:
-    """A folder without one cannot be asked to end at a commit."""
+def test_no_repository_is_an_error(tmp_path: Path) -> None:
+    """As is one without a checked out commit."""
     with pytest.raises(WorkspaceError, match="it is no git repository, so "):
         asyncio.run(end_history(tmp_path, "HEAD", "it"))
     (tmp_path / ".git").mkdir()

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 @contextlib.contextmanager
 def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that waits for a line before it does what it is to do."""
+    """A program that starts when a line is written to its stdin."""
     with subprocess.Popen(
         ["sh", "-c", 'read go; exec "$@"', "sh", *argv],
         stdin=subprocess.PIPE,
@@ -54,8 +54,8 @@ def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_program_of_a_nice_node_stays_nice() -> None:
-    """Only root may lower the value, and an ordinary user's sandboxes start all the same."""
+def test_a_lower_priority_is_kept() -> None:
+    """Only root may lower a nice value, so that it is not changed."""
     with program("true") as process:
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
         set_rlimits(process.pid, ProgramLimits(), Cgroup())
@@ -64,11 +64,11 @@ def test_a_program_of_a_nice_node_stays_nice() -> None:
 
 @pytest.fixture
 def parent() -> Cgroup:
-    """Where groups can be created."""
-    found = find_cgroup_parent()
-    if found.memory is None or found.processes is None:
-        pytest.skip("no control groups can be made here")
-    return found
+    """A control group below which groups can be created."""
+    group = find_cgroup_parent()
+    if group.memory is None or group.processes is None:
+        pytest.skip("no control groups can be created here")
+    return group
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,13 @@ def parent() -> Cgroup:
         pytest.param(math.inf, 10.0, False, id="not counted here"),
     ],
 )
-def test_who_waited_for_others_had_too_little(
-    used_s: float, waited_s: float, *, starved: bool
-) -> None:
-    """Of ten seconds; not who slept, nor who stood in its own way."""
+def test_starvation_is_detected(used_s: float, waited_s: float, *, starved: bool) -> None:
+    """Within ten seconds; not of a program that slept or competed with itself."""
     assert is_starved(used_s, waited_s, 10.0) is starved
 
 
-def test_processor_time_is_read_in_both_versions(tmp_path: Path) -> None:
-    """What has run, by all, and the longest wait of a thread; infinite where it is not counted."""
+def test_cpu_time_is_read_in_both_cgroup_versions(tmp_path: Path) -> None:
+    """The CPU time of all processes and the longest wait; infinite where it is not counted."""
     new, old = tmp_path / "new", tmp_path / "old"
     for folder, threads in ((new, "cgroup.threads"), (old, "tasks")):
         folder.mkdir()
@@ -100,14 +98,14 @@ def test_processor_time_is_read_in_both_versions(tmp_path: Path) -> None:
     (old / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\n")
     (old / "cpuacct.usage").write_text("1500000000\n")
     for folder, used_s in ((new, 2.5), (old, 1.5)):
-        counted, waited_s = Cgroup(cpu_time=folder).read_cpu_time()
-        assert counted == used_s
+        measured, waited_s = Cgroup(cpu_time=folder).read_cpu_time()
+        assert measured == used_s
         assert 0 < waited_s < time.monotonic()
     assert Cgroup().read_cpu_time() == (math.inf, 0.0)
 
 
-def test_a_group_counts_what_has_ended(parent: Cgroup, tmp_path: Path) -> None:
-    """Its processes' time is not lost with them."""
+def test_cpu_time_of_ended_processes_counts(parent: Cgroup, tmp_path: Path) -> None:
+    """A group's CPU time includes processes that have ended."""
     if parent.cpu_time is None:
         pytest.skip("processor time is not counted by control groups here")
     group = SandboxCgroup(parent, tmp_path)
@@ -120,8 +118,8 @@ def test_a_group_counts_what_has_ended(parent: Cgroup, tmp_path: Path) -> None:
     group.remove()
 
 
-def test_groups_of_a_killed_trial_are_removed(parent: Cgroup) -> None:
-    """An empty group has no record; one of a trial that may still be going on is left alone."""
+def test_abandoned_trial_groups_are_removed(parent: Cgroup) -> None:
+    """Trial groups have no record; only old ones are removed."""
     old, new = (parent.memory / f"{TRIAL}{age}{os.getpid()}" for age in ("old", "new"))
     for folder in (old, new):
         folder.mkdir()
@@ -135,10 +133,8 @@ def test_groups_of_a_killed_trial_are_removed(parent: Cgroup) -> None:
                 folder.rmdir()
 
 
-def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
-    parent: Cgroup, tmp_path: Path
-) -> None:
-    """By its record; a record of anything else is left alone."""
+def test_groups_of_killed_processes_are_reaped(parent: Cgroup, tmp_path: Path) -> None:
+    """With the processes in them, by their records; other records are ignored."""
     group = SandboxCgroup(parent, tmp_path)
     group.create(ProgramLimits())
     (record,) = tmp_path.glob(f"*{RECORD}")
@@ -157,49 +153,47 @@ def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
     assert reap_cgroups(tmp_path) == 0
 
 
-def test_without_groups_each_process_is_bounded() -> None:
-    """Data, not address space; cores are off; what is not enforced is said."""
+def test_limits_without_control_groups() -> None:
+    """Each process is limited, by data and not address space; the missing limits are listed."""
     limits = ProgramLimits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
-    with program("sleep", "60") as one:
-        set_rlimits(one.pid, limits, Cgroup())
-        assert resource.prlimit(one.pid, resource.RLIMIT_DATA) == (50 << 20, 50 << 20)
-        assert resource.prlimit(one.pid, resource.RLIMIT_FSIZE) == (3 << 20, 3 << 20)
-        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
-        assert resource.prlimit(one.pid, resource.RLIMIT_CPU) == (7, 7)
-        assert resource.prlimit(one.pid, resource.RLIMIT_CORE) == (0, 0)
-        assert resource.prlimit(one.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-        assert os.getpriority(os.PRIO_PROCESS, one.pid) > 0
-        set_rlimits(one.pid, ProgramLimits(), Cgroup())  # nothing is raised again
-        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
+    expected = {"DATA": 50 << 20, "FSIZE": 3 << 20, "NOFILE": 64, "CPU": 7, "CORE": 0}
+    with program("sleep", "60") as process:
+        for given in (limits, ProgramLimits()):  # the second does not raise them again
+            set_rlimits(process.pid, given, Cgroup())
+            for name, limit in expected.items():
+                kind = getattr(resource, f"RLIMIT_{name}")
+                assert resource.prlimit(process.pid, kind) == (limit, limit), name
+        assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) > 0
     lines = list_unenforced(Cgroup())
     assert len(lines) == 3
     assert "memory is limited for each process" in lines[0]
     assert list_unenforced(Cgroup(*[Path("/x")] * 3)) == []
 
 
-def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
-    """Version 2: one group for both, no swap, kills counted where it has them."""
+def test_limits_in_cgroup_version_2(tmp_path: Path) -> None:
+    """One group for memory and processes, no swap, and its own count of OOM kills."""
     root = tmp_path / "groups"
     root.mkdir()
     assert not Cgroup(root, root).unified
     (root / "cgroup.controllers").write_text("cpu memory pids")
     group = SandboxCgroup(Cgroup(root, root), tmp_path)
     group.create(ProgramLimits(memory_mb=2, processes=7))
-    (made,) = root.glob("tugline-*")
-    texts = {path.name: path.read_text() for path in made.iterdir()}
+    (created,) = root.glob("tugline-*")
+    texts = {path.name: path.read_text() for path in created.iterdir()}
     assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
-    (made / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
+    (created / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
     assert group.group.count_oom_kills() == OomKills(own=3)
-    (made / "memory.events").write_text("oom 0\noom_kill 2\noom_group_kill 0\n")
+    (created / "memory.events").write_text("oom 0\noom_kill 2\noom_group_kill 0\n")
     assert group.group.count_oom_kills() == OomKills(others=2)
 
 
-async def test_a_node_out_of_memory_is_not_the_sandboxs_doing(
+async def test_a_node_out_of_memory_is_not_blamed_on_the_agent(
     parent: Cgroup, tmp_path: Path
 ) -> None:
-    """Killed by what the node runs in, within its own limit: no cause of the agent's."""
+    """A program that is killed by the node's own limit raises `SandboxError`."""
     if parent.unified:
-        pytest.skip("a group below another one needs its controllers there")
+        pytest.skip("in version 2 the controllers would have to be enabled first")
     node = parent.memory / f"tugline-node-{tmp_path.name}"
     node.mkdir()
     try:
@@ -208,26 +202,26 @@ async def test_a_node_out_of_memory_is_not_the_sandboxs_doing(
         group.create(ProgramLimits(memory_mb=4096))
         with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
             group.add(eater.pid)
-            share = ResourceMonitor(100, list, group.group.count_oom_kills, _nothing)
+            monitor = ResourceMonitor(100, list, group.group.count_oom_kills, _skip_kill)
 
             async def run() -> Exit:
                 await asyncio.to_thread(eater.communicate, "go\n", timeout=20)
                 return Exit(eater.returncode, timed_out=False, seconds=1.0)
 
             with pytest.raises(SandboxError, match="the node is out of memory"):
-                await share.run(run, eater.pid)
+                await monitor.run(run, eater.pid)
         assert group.group.count_oom_kills() == OomKills(others=1)
         group.remove()
     finally:
         node.rmdir()
 
 
-async def _nothing() -> None:
-    """OomKills nothing."""
+async def _skip_kill() -> None:
+    """Do not kill anything."""
 
 
-async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
-    """Blocks, not lengths; hard links once; empty files a little; what is deep is too much."""
+async def test_disk_usage(tmp_path: Path) -> None:
+    """Blocks count, not lengths; hard links once; empty files a little; deep trees too much."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     os.link(tmp_path / "a", tmp_path / "b")
     with (tmp_path / "sparse").open("wb") as file:
@@ -245,67 +239,67 @@ async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
     await asyncio.to_thread(subprocess.run, ["rm", "-rf", str(tmp_path / ("d" * 200))], check=True)
 
 
-async def looked_at(share: ResourceMonitor, seconds: float) -> Exit:
-    """The end of a program that sleeps, in no sandbox."""
+async def run_monitored(monitor: ResourceMonitor, seconds: float) -> Exit:
+    """The exit of a sleeping program under a monitor."""
 
-    async def sleeps() -> Exit:
+    async def sleep() -> Exit:
         await asyncio.sleep(seconds)
         return Exit(0, timed_out=False, seconds=seconds)
 
-    return await share.run(sleeps, 1 << 30)
+    return await monitor.run(sleep, 1 << 30)
 
 
-async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: Path) -> None:
-    """A copy of a large workspace is not the agent's doing; what comes later is."""
+async def test_initial_files_do_not_count(tmp_path: Path) -> None:
+    """The copy of a large workspace does not count; files of the agent do."""
     (tmp_path / "copied").write_bytes(b"x" * (3 << 20))
-    share = ResourceMonitor(2, lambda: [tmp_path], OomKills, _nothing)
-    assert (await looked_at(share, 0)).cause is None
+    monitor = ResourceMonitor(2, lambda: [tmp_path], OomKills, _skip_kill)
+    assert (await run_monitored(monitor, 0)).cause is None
     (tmp_path / "new").write_bytes(b"x" * (3 << 20))
-    async with asyncio.timeout(20):  # after a slow look the next one waits longer
-        while (await looked_at(share, 0)).cause is not Cause.AGENT_DISK:  # noqa: ASYNC110 - of looks
+    async with asyncio.timeout(20):  # after a slow measurement the next one is later
+        while (await run_monitored(monitor, 0)).cause is not Cause.AGENT_DISK:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
-async def test_a_sandbox_that_could_not_be_ended_is_ended_at_the_next_look(tmp_path: Path) -> None:
-    """The engine did not answer once."""
-    tried = []
+async def test_a_failed_kill_is_repeated(tmp_path: Path) -> None:
+    """At the next measurement, such as after an engine that did not answer once."""
+    attempts = []
 
     async def kill() -> None:
-        tried.append(time.monotonic())
-        if len(tried) == 1:
+        attempts.append(time.monotonic())
+        if len(attempts) == 1:
             msg = "not ended within 60 s"
             raise SandboxError(msg)
 
-    share = ResourceMonitor(1, lambda: [tmp_path / "w"], OomKills, kill, interval_s=0.1)
-    assert (await looked_at(share, 0)).cause is None
+    monitor = ResourceMonitor(1, lambda: [tmp_path / "w"], OomKills, kill, interval_s=0.1)
+    assert (await run_monitored(monitor, 0)).cause is None
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "x").write_bytes(b"x" * (3 << 20))
-    assert (await looked_at(share, 1)).cause is Cause.AGENT_DISK
-    assert len(tried) == 2
+    assert (await run_monitored(monitor, 1)).cause is Cause.AGENT_DISK
+    assert len(attempts) == 2
 
 
-async def test_very_many_files_are_looked_at_seldom_but_they_are() -> None:
-    """A look that takes long is not repeated after each quick program; the rest has a bound."""
-    looks = []
+async def test_slow_measurements_are_less_frequent() -> None:
+    """They are not repeated after each short program; the pause between them has a limit."""
+    times = []
 
     def slow(*_: object) -> int:
-        looks.append(time.monotonic())
+        times.append(time.monotonic())
         time.sleep(0.3)
         return 0
 
-    share = ResourceMonitor(
-        1, list, OomKills, _nothing, interval_s=0.1, max_pause_s=1.0, measure=slow
+    monitor = ResourceMonitor(
+        1, list, OomKills, _skip_kill, interval_s=0.1, max_pause_s=1.0, measure=slow
     )
     for _ in range(5):
-        await looked_at(share, 0)
-    assert len(looks) == 2  # what was there at first, and after the first one
-    await looked_at(share, 3)
-    assert len(looks) in {5, 6}
-    assert max(after - before for before, after in pairwise(looks)) < 1.8
+        await run_monitored(monitor, 0)
+    assert len(times) == 2  # at first, and after the first program
+    await run_monitored(monitor, 3)
+    assert len(times) in {5, 6}
+    assert max(after - before for before, after in pairwise(times)) < 1.8
 
 
-def test_the_filter_of_system_calls_is_whole() -> None:
-    """Eight bytes an instruction on each processor that is known, nothing on others."""
+def test_the_seccomp_filter_is_complete() -> None:
+    """Whole instructions of eight bytes on known processors, nothing on others."""
     for machine in ("x86_64", "aarch64"):
         assert len(bpf_filter(machine)) % 8 == 0
         assert len(bpf_filter(machine)) > 300

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,34 +14,38 @@ from tugline.sandbox.base import Mount, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.processes import MARK, ProgramRecord, end_program, start_time
 
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that belongs to no sandbox."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
 @LINUX
-def test_a_recycled_pid_is_not_hit() -> None:
-    """A process that merely has the number of an old one is left alone."""
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        started = start_time(bystander.pid)
-        assert end_program(ProgramRecord(bystander.pid, started - 1, "m" * 32)) == 0
-        assert bystander.poll() is None
-        assert end_program(ProgramRecord(bystander.pid, started, "m" * 32)) == 1
-    finally:
-        bystander.kill()
-        bystander.wait()
+def test_a_recycled_pid_is_not_killed(bystander: subprocess.Popen[bytes]) -> None:
+    """A process that only has the pid of an old one is left alone."""
+    started = start_time(bystander.pid)
+    assert end_program(ProgramRecord(bystander.pid, started - 1, "m" * 32)) == 0
+    assert bystander.poll() is None
+    assert end_program(ProgramRecord(bystander.pid, started, "m" * 32)) == 1
 
 
 @LINUX
-def test_a_daemon_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a moment it has no environment, and so no mark to be known by: it is looked at again."""
+def test_a_daemon_during_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without environment, and so without mark, is checked again."""
     daemon = subprocess.Popen(["sleep", "60"], start_new_session=True, env={MARK: "m" * 32})
     environ, cmdline = psutil.Process.environ, psutil.Process.cmdline
-    looks: list[int] = []
+    reads: list[int] = []
 
     def empty_at_first(process: psutil.Process) -> dict[str, str]:
-        if process.pid != daemon.pid or len(looks) > 3:
+        if process.pid != daemon.pid or len(reads) > 3:
             return dict(environ(process))
-        looks.append(process.pid)
+        reads.append(process.pid)
         return {}
 
     def always_empty(process: psutil.Process) -> list[str]:
@@ -53,34 +58,29 @@ def test_a_daemon_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch
     finally:
         daemon.kill()
         assert daemon.wait() == -signal.SIGKILL
-    assert len(looks) == 4
+    assert len(reads) == 4
 
 
-async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
-    """An impossible folder is one line that names it."""
+async def test_a_folder_that_cannot_be_made_is_a_sandbox_error(tmp_path: Path) -> None:
+    """The error names the folder."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxError, match="cannot make"):
         async with LocalRuntime().open(tmp_path / "file" / "sandbox"):
             pass
 
 
-def test_a_forged_record_is_no_record(tmp_path: Path) -> None:
-    """An agent cannot have another process ended by writing one into its folder."""
+def test_a_forged_record_is_ignored(bystander: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """An agent cannot have another process killed by a record in a folder of its own."""
+    record = ProgramRecord(bystander.pid, start_time(bystander.pid), "m" * 32)
     for folder in ("work", "home", "logs"):
         (tmp_path / folder).mkdir()
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as bystander:
-        try:
-            started = ProgramRecord(bystander.pid, start_time(bystander.pid), "m" * 32)
-            (tmp_path / "work" / "x.started").write_bytes(msgspec.json.encode(started))
-            (tmp_path / "home" / "x.started").write_bytes(msgspec.json.encode(started))
-            assert LocalRuntime().reap(tmp_path) == 0
-            assert bystander.poll() is None
-        finally:
-            bystander.kill()
+        (tmp_path / folder / "x.started").write_bytes(msgspec.json.encode(record))
+    assert LocalRuntime().reap(tmp_path) == 0
+    assert bystander.poll() is None
 
 
-async def test_a_mount_that_is_where_it_is_will_do(tmp_path: Path) -> None:
-    """As is an optional one of what is there; a home has its own files only."""
+async def test_mounts_without_effect_are_accepted(tmp_path: Path) -> None:
+    """A mount at its own path, and an optional one of an existing path."""
     tool = str(tmp_path)
     mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
     async with LocalRuntime().open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:

@@ -1,4 +1,4 @@
-"""What a runtime cannot give is refused: options where the task is accepted, the rest later."""
+"""Options, workspaces and mounts that a runtime refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], expected: s
 
 
 NOT_HOME = "an absolute folder, not /home/agent"
-PLACES: list[tuple[str, Workspace, type[TuglineError], str]] = [
+WORKSPACES: list[tuple[str, Workspace, type[TuglineError], str]] = [
     ("local", Workspace(image="debian"), UsageError, r"workspace.image \('debian'\)"),
     ("local", Workspace(build="d"), UsageError, "workspace.build"),
     ("local", Workspace(path="/testbed"), UsageError, "workspace.path"),
@@ -71,16 +71,19 @@ MOUNTS: list[tuple[str, Mount, type[TuglineError], str]] = [
     [
         pytest.param(driver, spec, *rest, marks=[pytest.mark.podman] * (driver == "container"))
         for driver, spec, *rest in (
-            *((driver, SandboxSpec(workspace=one), *rest) for driver, one, *rest in PLACES),
-            *((driver, SandboxSpec(mounts=(one,)), *rest) for driver, one, *rest in MOUNTS),
+            *(
+                (driver, SandboxSpec(workspace=workspace), *rest)
+                for driver, workspace, *rest in WORKSPACES
+            ),
+            *((driver, SandboxSpec(mounts=(mount,)), *rest) for driver, mount, *rest in MOUNTS),
         )
     ],
     indirect=["driver"],
 )
-async def test_what_it_cannot_give_is_refused(
+async def test_unsupported_specs_are_refused(
     driver: Driver, spec: SandboxSpec, error: type[TuglineError], expected: str, tmp_path: Path
 ) -> None:
-    """Images, a place that is taken and a folder that is not there, each by its name."""
+    """The error names the image, the occupied path or the missing folder."""
     with pytest.raises(error, match=expected):
         async with driver.runtime.open(tmp_path / "sandbox", spec):
             pass
@@ -93,19 +96,19 @@ async def test_what_it_cannot_give_is_refused(
         ("apptainer", "there is no apptainer on PATH: see https://"),
     ],
 )
-async def test_without_its_program_it_refuses_and_says_what_to_do(
+async def test_a_missing_program_is_an_error(
     name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent gets the rights of the node's user only where its task says so."""
+    """There is no fallback without isolation; the error says how to install the program."""
     runtime = find("runtime", name)()
     with monkeypatch.context() as patched:
         patched.setenv("PATH", str(tmp_path))
         assert re.search(expected, runtime.check_available() or "")
         with pytest.raises(SandboxError, match=expected):
             async with runtime.open(tmp_path / "a"):
-                pytest.fail("it was opened")
+                pytest.fail("a sandbox was opened")
         assert not (tmp_path / "a" / "work").exists()
         assert runtime.reap(tmp_path) == 0
-    if runtime.check_available() is None:  # it is installed meanwhile
+    if runtime.check_available() is None:  # the program is on the PATH again
         async with runtime.open(tmp_path / "b"):
             assert runtime.list_weaknesses() == find("runtime", name)().list_weaknesses()

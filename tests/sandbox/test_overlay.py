@@ -1,4 +1,4 @@
-"""What an agent does to a workspace with a base, for each way in which it can be seen."""
+"""Changes to a workspace with a base, for each kind of mount."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_program
 from sandboxes import dig
 from tugline.sandbox import overlay
 from tugline.sandbox.files import write_files
@@ -21,7 +22,7 @@ FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A workspace beside something secret; its name has signs of the list of options."""
+    """A workspace beside a secret; its name has separators of mount options."""
     (tmp_path / "secret").write_text("secret")
     root = tmp_path / "b:a,s\\e d"
     for path, text in {
@@ -42,28 +43,27 @@ def base(tmp_path: Path) -> Path:
 
 
 def by_kernel(layer: OverlayWorkspace, script: str) -> None:
-    """Run a script where the layer is mounted on this machine, or skip."""
+    """Run a script in an overlay of this machine's kernel, or skip."""
     layer.mount()
     if not layer.work.is_mount() or layer.own == layer.work:
-        pytest.skip("no overlay may be mounted here")
+        pytest.skip("no overlay can be mounted here")
     _run(script, layer.work)
 
 
 def by_copy(layer: OverlayWorkspace, script: str) -> None:
-    """Run it in a copy."""
-    with pytest.MonkeyPatch.context() as refusing:
-        refusing.setattr(overlay, "mount_overlay", lambda *_: "refused")
+    """Run a script in a copy."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(overlay, "mount_overlay", lambda *_: "refused")
         layer.mount()
     assert not layer.work.is_mount()
     _run(script, layer.work)
 
 
 def in_private(layer: OverlayWorkspace, script: str) -> None:
-    """Run it in a mount namespace of its own, without privileges, or skip."""
+    """Run a script in an unprivileged mount namespace, or skip."""
     options = layer.mount_options(private=True)
     mount = 'mount -t overlay -o "$1" none "$2" && cd "$2" && exec sh -ec "$3"'
-    argv = ["unshare", "-Urm", "sh", "-c", mount, "sh", options, str(layer.work), script]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = run_program("unshare", "-Urm", "sh", "-c", mount, "sh", options, layer.work, script)
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
@@ -79,9 +79,8 @@ WAYS = [by_kernel, by_copy, in_private]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
-    """Each way in which a base can be seen."""
-    found: Way = request.param
-    return found
+    """Each kind of mount."""
+    return request.param
 
 
 Make = Callable[..., OverlayWorkspace]
@@ -89,34 +88,34 @@ Make = Callable[..., OverlayWorkspace]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Make layers over a base, which are gone at the end."""
-    made: list[OverlayWorkspace] = []
+    """Make layers over a base, which are unmounted at the end."""
+    layers: list[OverlayWorkspace] = []
 
     def make(base: Path | None, files: dict[str, str] | None = None) -> OverlayWorkspace:
-        made.append(OverlayWorkspace(tmp_path / "b:o,x\\ d", base, files or {}))
-        made[-1].make()
-        return made[-1]
+        layers.append(OverlayWorkspace(tmp_path / "b:o,x\\ d", base, files or {}))
+        layers[-1].make()
+        return layers[-1]
 
     yield make
-    for layer in made:
+    for layer in layers:
         layer.unmount()
         assert not layer.work.is_mount()
 
 
 @pytest.fixture
 def layer(base: Path, make: Make) -> OverlayWorkspace:
-    """One with initial files."""
+    """A layer with initial files."""
     return make(base, FILES)
 
 
-def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: Way) -> None:
-    """Initial files are no change; nor is what was only touched, copied up or written again."""
+def test_no_change_is_an_empty_patch(layer: OverlayWorkspace, way: Way) -> None:
+    """Neither initial files nor files that were touched or rewritten count."""
     way(layer, "touch a.py blob run.sh; chmod 600 a.py; cat a.py > t; cat t > a.py; rm t; ls -R .")
     assert layer.diff() == Patch()
 
 
 def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> None:
-    """New, changed, removed, renamed, made executable, linked, binary: as a sandbox gets them."""
+    """New, changed, removed, renamed, executable, linked and binary files."""
     script = """
     printf 'x = 2\\n' > a.py; rm pkg/b.py task.md; mv docs/deep docs/moved; chmod +x pkg/given.py
     ln -s /etc/passwd out; ln -s .. outdir; ln -sf pkg link; printf '\\0\\377' > bin
@@ -143,8 +142,8 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: Way) -> Non
     )
 
 
-def test_folders_and_files_that_change_places_are_found(layer: OverlayWorkspace, way: Way) -> None:
-    """A folder made anew, a file where a folder was, a folder where a file or a link was."""
+def test_replaced_folders_and_files_are_found(layer: OverlayWorkspace, way: Way) -> None:
+    """A recreated folder, a file in place of a folder, a folder in place of a file or link."""
     script = """
     rm -r docs; mkdir docs; echo 3 > docs/three.md; printf '1\\n' > docs/one.md
     rm -r pkg; echo file > pkg; rm a.py; mkdir a.py; echo in > a.py/in
@@ -166,8 +165,8 @@ def test_folders_and_files_that_change_places_are_found(layer: OverlayWorkspace,
     )
 
 
-def test_what_is_left_out_is_said(make: Make, base: Path, way: Way) -> None:
-    """Pipes, what is too large, strange names, also of what is gone, installed programs."""
+def test_omitted_changes_are_noted(make: Make, base: Path, way: Way) -> None:
+    """Pipes, large files, invalid names, removed ones included, and installed packages."""
     for name in ("g\tone", "g\\one", "gone"):
         (base / name).touch()
     layer = make(base)
@@ -186,8 +185,8 @@ def test_what_is_left_out_is_said(make: Make, base: Path, way: Way) -> None:
     assert reasons["g\\one"].startswith("a name with a backslash")
 
 
-def test_a_large_file_in_a_folder_made_anew_is_unchanged(make: Make, base: Path, way: Way) -> None:
-    """Larger than a change may be, but equal to the old one."""
+def test_an_unchanged_large_file_in_a_new_folder(make: Make, base: Path, way: Way) -> None:
+    """It is larger than a change may be, but equal to the base's."""
     (base / "data").mkdir()
     (base / "data" / "blob").write_bytes(b"\0" * 2_000_000)
     layer = make(base)
@@ -196,7 +195,7 @@ def test_a_large_file_in_a_folder_made_anew_is_unchanged(make: Make, base: Path,
 
 
 def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Path) -> None:
-    """What the agent makes in place of a link is not compared with where the link leads."""
+    """A folder in place of a link is not compared with the link's target."""
     (base / "out").symlink_to(tmp_path)
     layer = make(base)
     by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
@@ -205,8 +204,8 @@ def test_links_of_the_base_are_not_followed(make: Make, base: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: Way) -> None:
-    """Whatever the length at which paths end, and the rest of the work is taken along."""
+def test_a_very_deep_tree_is_noted(layer: OverlayWorkspace, way: Way) -> None:
+    """Beyond the longest path, with folder names of any length; other changes are kept."""
     way(layer, "echo 2 > a.py")
     for folder in dig(layer.work, ("d" * length for length in range(205, 235))):
         for name in ("a", "b" * 60, "c" * 120, "e" * 180):
@@ -216,8 +215,8 @@ def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: Way)
     assert any("name too long" in note for note in patch.notes), patch.notes
 
 
-def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWorkspace) -> None:
-    """PatchLimits are on what was touched."""
+def test_limits_of_patches(layer: OverlayWorkspace) -> None:
+    """They apply to changed files only, not to the base."""
     by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")
     assert len(layer.diff(PatchLimits(seen_files=9)).files) == 6
     assert layer.diff(PatchLimits(files=5)).files == {}
@@ -228,8 +227,8 @@ def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWo
     assert small.notes == tuple(f"f{number}: {past}" for number in (3, 4, 5, 6))
 
 
-def test_initial_files_lie_over_whatever_the_base_has(make: Make, base: Path) -> None:
-    """Also where it has a folder or a file in their way; folders keep the base's mode."""
+def test_initial_files_replace_those_of_the_base(make: Make, base: Path) -> None:
+    """Also in place of a folder or below a file; folders keep their mode."""
     (base / "docs").chmod(0o750)
     files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
     layer = make(base, files)
@@ -242,15 +241,15 @@ def test_initial_files_lie_over_whatever_the_base_has(make: Make, base: Path) ->
     assert layer.diff() == Patch(changed)
 
 
-def test_an_initial_file_can_be_run_where_the_bases_can(make: Make, base: Path, way: Way) -> None:
-    """As a sandbox that it is put into later would have it; that alone is no change."""
+def test_initial_files_keep_the_executable_bit(make: Make, base: Path, way: Way) -> None:
+    """A file that is executable in the base stays so, which is no change."""
     layer = make(base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"})
     way(layer, "./run.sh; test ! -x a.py; echo y > new")
     assert layer.diff() == Patch({"new": FileChange(b"y\n")})
 
 
-def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -> None:
-    """Both can be set to what they were; when a file was last touched cannot."""
+def test_changes_that_keep_size_and_time_are_found(layer: OverlayWorkspace) -> None:
+    """In a copy the time of the last status change shows them."""
     by_copy(
         layer,
         "touch -r a.py t; printf 'x = 2\\n' > a.py; touch -r t a.py; chmod 755 run.sh\n"
@@ -260,8 +259,8 @@ def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -
     assert layer.diff() == Patch(changed)
 
 
-def test_without_a_base_it_is_a_plain_folder(make: Make) -> None:
-    """Compared with what it began with; what is no file is noted, and a flood left out."""
+def test_without_a_base(make: Make) -> None:
+    """Changes are relative to the initial files; special files are noted, limits apply."""
     layer = make(None, FILES)
     layer.mount()
     assert layer.diff() == Patch()
@@ -273,27 +272,25 @@ def test_without_a_base_it_is_a_plain_folder(make: Make) -> None:
     assert layer.diff(PatchLimits(files=0)).files == {}
 
 
-def test_a_patch_can_be_applied_in_order(make: Make, tmp_path: Path) -> None:
-    """What is gone comes first, so that it takes nothing away that came in its place."""
+def test_patches_apply_in_order(make: Make, tmp_path: Path) -> None:
+    """Removals come first, so that they cannot remove new files."""
     layer = make(None, {"a": "x"})
     _run("rm a; mkdir a; printf new > a/b", layer.work)
-    then = tmp_path / "then"
-    then.mkdir()
-    write_files(then, {"a": "x"})
-    write_files(then, layer.diff().files)
-    assert (then / "a" / "b").read_text() == "new"
+    target = tmp_path / "target"
+    target.mkdir()
+    write_files(target, {"a": "x"})
+    write_files(target, layer.diff().files)
+    assert (target / "a" / "b").read_text() == "new"
 
 
-def test_what_a_killed_process_left_mounted_is_found(
-    layer: OverlayWorkspace, tmp_path: Path
-) -> None:
-    """Also while a program still sits in it; a second look finds nothing."""
+def test_mounts_of_killed_processes_are_removed(layer: OverlayWorkspace, tmp_path: Path) -> None:
+    """Also while a program has its working folder there; the second call finds none."""
     by_kernel(layer, "true")
-    sitting = subprocess.Popen(["sleep", "60"], cwd=layer.work)
+    program = subprocess.Popen(["sleep", "60"], cwd=layer.work)
     try:
         assert unmount_all(tmp_path / "b:o") == 0
         assert [unmount_all(layer.work.parent) for _ in range(2)] == [1, 0]
         assert not layer.work.is_mount()
     finally:
-        sitting.kill()
-        sitting.wait()
+        program.kill()
+        program.wait()

@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import pytest
 
 from certificates import make_certificate
+from chaos.fleet import until as wait_until
+from rig import until
 from sandboxes import open_files, page, serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
@@ -37,22 +38,20 @@ WITHIN = 10.0
 
 
 @pytest.fixture
-def place() -> Iterator[int]:
-    """A process in a network namespace of its own, owned by a user namespace of its own."""
+def namespace() -> Iterator[int]:
+    """A process with its own network and user namespaces."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-rn", "true"], check=False).returncode:
         pytest.skip("user and network namespaces are not allowed here")
     with subprocess.Popen([unshare, "-rn", "sleep", "60"]) as process:
-        until = time.monotonic() + WITHIN
-        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        name = Path(f"/proc/{process.pid}/comm")
+        wait_until(lambda: name.read_text() == "sleep\n", "the namespaces", WITHIN)
         yield process.pid
         process.kill()
 
 
-async def run_there(pid: int, *argv: str, **env: str) -> str:
-    """Run a program there; what it said."""
+async def run_in(pid: int, *argv: str, **env: str) -> str:
+    """Run a program in the namespaces of a process; returns its output."""
     enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
     program = await asyncio.create_subprocess_exec(
         *(*enter, *argv),
@@ -64,48 +63,40 @@ async def run_there(pid: int, *argv: str, **env: str) -> str:
     return output.decode()
 
 
-@contextlib.asynccontextmanager
-async def doors(*allow: str) -> AsyncIterator[PortForwards]:
-    """Doors that are closed in the end."""
-    made = PortForwards(AllowList(allow))
-    try:
-        yield made
-    finally:
-        await made.aclose()
+def open_forwards(*allow: str) -> contextlib.aclosing[PortForwards]:
+    """Port forwards that are closed at the end of the block."""
+    return contextlib.aclosing(PortForwards(AllowList(allow)))
 
 
 @contextlib.asynccontextmanager
 async def relay(dial: Dial) -> AsyncIterator[tuple[Relay, Any]]:
     """A relay on this machine, and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    made = Relay(dial)
-    await made.serve(listener)
-    try:
-        yield made, listener.getsockname()
-    finally:
-        await made.aclose()
+    async with contextlib.aclosing(Relay(dial)) as opened:
+        await opened.serve(listener)
+        yield opened, listener.getsockname()
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Says everything again, once it has heard the end."""
-    heard = await reader.read()
-    writer.write(heard)
+    """Send everything back at the end of the input."""
+    writer.write(await reader.read())
     await writer.drain()
 
 
-async def test_a_door_is_made_once(place: int) -> None:
-    """The same server has the same port again, another the next one; closing leaves no socket."""
+async def test_each_server_gets_one_port(namespace: int) -> None:
+    """The same server keeps its port, another one gets the next; closing leaves no socket."""
     before = open_files()
-    async with serve(page) as one, serve(page) as two, doors() as made:
-        ports = [await made.add(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
+    async with serve(page) as first, serve(page) as second, open_forwards() as forwards:
+        urls = [f"http://127.0.0.1:{port}" for port in (first, second, first)]
+        ports = [await forwards.add(namespace, url) for url in urls]
         assert ports == [f"http://127.0.0.1:{PORT + n}" for n in (0, 1, 0)]
-        await made.aclose()
+        await forwards.aclose()
     await asyncio.sleep(0.05)
     assert open_files() <= before
 
 
-async def test_an_end_is_passed_on_and_the_answer_still_comes() -> None:
-    """Ten megabytes come back after the sender has ended: nothing is lost at a half-close."""
+async def test_half_closed_connections_lose_nothing() -> None:
+    """Ten megabytes come back after the sender's end of file."""
     async with serve(echo) as port, relay(dial_to("127.0.0.1", port)) as (_, address):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"x" * (10 << 20))
@@ -114,8 +105,8 @@ async def test_an_end_is_passed_on_and_the_answer_still_comes() -> None:
         writer.close()
 
 
-async def test_a_reader_that_does_not_read_holds_the_sender() -> None:
-    """Buffers are bounded: most of 100 MB stays with a server whose client does not read."""
+async def test_a_slow_reader_blocks_the_sender() -> None:
+    """Buffers are limited: a server cannot send 100 MB to a client that does not read."""
     sent = 0
 
     async def pour(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -132,8 +123,8 @@ async def test_a_reader_that_does_not_read_holds_the_sender() -> None:
         assert 0 < sent < 30
 
 
-async def test_sockets_without_end_do_not_take_the_nodes() -> None:
-    """A program that opens more connections than are held gets the further ones reset."""
+async def test_the_number_of_connections_is_limited() -> None:
+    """Connections over the limit are reset."""
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"!")
@@ -142,27 +133,27 @@ async def test_sockets_without_end_do_not_take_the_nodes() -> None:
     async with serve(hold) as port, relay(dial_to("127.0.0.1", port)) as (_, address):
         opened = [await asyncio.open_connection(*address) for _ in range(MAX_CONNECTIONS + 50)]
         reading = (asyncio.wait_for(reader.read(1), WITHIN) for reader, _ in opened)
-        heard = await asyncio.gather(*reading, return_exceptions=True)
-        assert heard.count(b"!") == MAX_CONNECTIONS
-        assert all(one == b"" or isinstance(one, OSError) for one in heard if one != b"!")
+        replies = await asyncio.gather(*reading, return_exceptions=True)
+        assert replies.count(b"!") == MAX_CONNECTIONS
+        assert all(reply in {b"!", b""} or isinstance(reply, OSError) for reply in replies)
         for _, writer in opened:
             writer.close()
 
 
-async def test_what_is_open_ends_with_its_relay() -> None:
-    """Closing ends connections in use; nobody can connect any more, and no socket is left."""
+async def test_closing_a_relay_closes_connections() -> None:
+    """Open connections end, new ones are refused, and no socket is left."""
     before, inside = open_files(), asyncio.Event()
 
-    async def hears(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    async def hold(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         if await reader.read(1):
             inside.set()
             await reader.read()
 
-    async with serve(hears) as port, relay(dial_to("127.0.0.1", port)) as (made, address):
+    async with serve(hold) as port, relay(dial_to("127.0.0.1", port)) as (opened, address):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"x")
         await asyncio.wait_for(inside.wait(), WITHIN)
-        await made.aclose()
+        await opened.aclose()
         assert await asyncio.wait_for(reader.read(), WITHIN) == b""
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address)
@@ -171,13 +162,13 @@ async def test_what_is_open_ends_with_its_relay() -> None:
     assert open_files() <= before
 
 
-async def test_rude_ends_leave_nothing() -> None:
-    """Whoever hangs up, in the middle of whatever, ends both sides and breaks nothing."""
+async def test_aborted_connections_leave_nothing() -> None:
+    """Whichever side hangs up, and when, both sides end without errors."""
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, what: problems.append(what))
     turns = itertools.count()
 
-    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         how = next(turns) % 3
         if how == 0:
@@ -186,7 +177,7 @@ async def test_rude_ends_leave_nothing() -> None:
             writer.write(b"x" * 2_000_000)
             await writer.drain()
 
-    async def asks(address: Any, how: int) -> None:
+    async def ask(address: Any, how: int) -> None:
         reader, writer = await asyncio.open_connection(*address)
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
             writer.write(b"a" * (1, 2_000_000)[how % 2])
@@ -196,18 +187,14 @@ async def test_rude_ends_leave_nothing() -> None:
                 writer.write_eof()
                 await asyncio.wait_for(reader.read(), 5)
 
-    async with serve(answers) as port, relay(dial_to("127.0.0.1", port)) as (made, address):
-        await asyncio.gather(*(asks(address, how) for how in range(60)))
-        async with asyncio.timeout(WITHIN):
-            while made._connections:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.02)
+    async with serve(answer) as port, relay(dial_to("127.0.0.1", port)) as (opened, address):
+        await asyncio.gather(*(ask(address, how) for how in range(60)))
+        await until(lambda: not opened._connections, WITHIN)
     assert problems == []
 
 
-async def test_names_without_an_answer_hold_up_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They have threads and a deadline of their own; programs are told."""
+async def test_slow_name_resolution_blocks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups have their own threads and a timeout, which the answer reports."""
     release, real = threading.Event(), socket.getaddrinfo
 
     def slow(host: str, *given: Any, **options: Any) -> list[Any]:
@@ -228,7 +215,7 @@ async def test_names_without_an_answer_hold_up_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "message"),
     [
         ("https://example.org/", "must be like 'http://host:port/path'"),
         ("http://127.0.0.1:99999/", "must be like"),
@@ -236,51 +223,53 @@ async def test_names_without_an_answer_hold_up_nothing_else(
         ("http://127.0.0.1:9/s/a", "nothing answers at 127.0.0.1:9"),
     ],
 )
-async def test_what_cannot_be_reached_is_told(place: int, url: str, says: str) -> None:
-    """The way is at fault, and the message says which."""
-    async with doors() as made:
-        with pytest.raises(SandboxNetworkError, match=says):
-            await made.add(place, url)
+async def test_unreachable_urls_are_reported(namespace: int, url: str, message: str) -> None:
+    """The error says what is wrong with the URL."""
+    async with open_forwards() as forwards:
+        with pytest.raises(SandboxNetworkError, match=message):
+            await forwards.add(namespace, url)
 
 
-async def test_a_sandbox_that_is_gone_is_told() -> None:
-    """No namespace can be entered for a process that has ended."""
-    async with serve(page) as port, doors() as made:
+async def test_a_dead_sandbox_is_an_error() -> None:
+    """The namespaces of a process that has ended cannot be entered."""
+    async with serve(page) as port, open_forwards() as forwards:
         with pytest.raises(SandboxNetworkError, match="no socket can be made"):
-            await made.add(2**22 + 1, f"http://127.0.0.1:{port}")
+            await forwards.add(2**22 + 1, f"http://127.0.0.1:{port}")
 
 
 # --------------------------------------------------------------------------- the allow-list
-async def test_an_allowed_address_is_reached_by_plain_http() -> None:
-    """The request arrives as its server expects it, and nothing meant for the proxy does."""
+async def test_plain_http_through_the_proxy() -> None:
+    """The server gets a request in origin form, without headers for the proxy."""
     async with serve(page) as port:
         request = f"GET http://127.0.0.1:{port}/a?b=c HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
         request += "X-Mine: 1\r\nProxy-Connection: Keep-Alive\r\n\r\n"
-        (said,) = await ask_proxy([request.encode()], f"127.0.0.1:{port}")
-    body = said.partition("\r\n\r\n")[2]
+        (response,) = await ask_proxy([request.encode()], f"127.0.0.1:{port}")
+    body = response.partition("\r\n\r\n")[2]
     lines = ["GET /a?b=c HTTP/1.1", f"Host: 127.0.0.1:{port}", "X-Mine: 1", "Connection: close"]
     assert body.split("\r\n") == [*lines, "", ""]
 
 
-async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
-    """CONNECT: the certificate that the program sees is the host's own."""
+async def test_tls_through_the_proxy(namespace: int, tmp_path: Path) -> None:
+    """With CONNECT the program sees the certificate of the host."""
     certificate, key = await asyncio.to_thread(make_certificate, tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     async with (
         serve(page, context) as port,
         serve(page) as gateway,
-        doors(f"localhost:{port}", f"127.0.0.1:{port}") as made,
+        open_forwards(f"localhost:{port}", f"127.0.0.1:{port}") as forwards,
     ):
-        await made.add(place, f"http://127.0.0.1:{gateway}")
-        # curl does not send loopback to a proxy that NO_PROXY spares
+        await forwards.add(namespace, f"http://127.0.0.1:{gateway}")
+        # Without --noproxy curl would connect to loopback itself.
         curl = ("-sS", "-m", "8", "--noproxy", "", "--cacert", str(certificate))
-        said = await run_there(place, "curl", *curl, f"https://localhost:{port}/x", **made.env)
-    assert said.startswith("GET /x HTTP/1.1"), said
+        output = await run_in(
+            namespace, "curl", *curl, f"https://localhost:{port}/x", **forwards.env
+        )
+    assert output.startswith("GET /x HTTP/1.1"), output
 
 
 async def ask_proxy(requests: Sequence[bytes], *allow: str) -> list[str]:
-    """What a proxy with that list answers, one connection each."""
+    """The answers of a proxy with this allow-list, one connection each."""
 
     async def ask(address: Any, request: bytes) -> str:
         reader, writer = await asyncio.open_connection(*address)
@@ -294,7 +283,7 @@ async def ask_proxy(requests: Sequence[bytes], *allow: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("allow", "url", "says"),
+    ("allow", "url", "message"),
     [
         ("example.com:443", "http://example.org/", "example.org:80 is not on this sandbox's"),
         ("example.com:443", "http://example.com/", "example.com:80 is not on"),
@@ -314,20 +303,20 @@ async def ask_proxy(requests: Sequence[bytes], *allow: str) -> list[str]:
         ("*:*", "http://../", "502|400|has no address"),
     ],
 )
-async def test_what_is_not_allowed_is_refused_with_a_sentence(
-    allow: str, url: str, says: str
+async def test_addresses_that_are_not_allowed_are_refused(
+    allow: str, url: str, message: str
 ) -> None:
-    """By name, by port and by the address behind the name, however it is written."""
+    """By name, by port and by the resolved address in any notation."""
     tunnel = url.removeprefix("http://").strip("/").partition("/")[0]
     requests = (f"GET {url} HTTP/1.1\r\n\r\n", f"CONNECT {tunnel}:443 HTTP/1.1\r\n\r\n")
-    plain, secret = await ask_proxy([request.encode() for request in requests], allow)
-    assert re.search(says, plain), plain
+    plain, connect = await ask_proxy([request.encode() for request in requests], allow)
+    assert re.search(message, plain), plain
     assert re.match("HTTP/1.1 (403|502|400) ", plain)
-    assert re.match("HTTP/1.1 (403|502|400) ", secret)
+    assert re.match("HTTP/1.1 (403|502|400) ", connect)
 
 
-async def test_what_is_no_request_to_a_proxy_ends() -> None:
-    """Garbage is answered or cut off; the next caller is served."""
+async def test_invalid_proxy_requests() -> None:
+    """They are answered with 400 or reset; the next client is served."""
     garbage = (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01 \xff\r\n\r\n", b"CONNECT x\r\n\r\n")
     allowed = b"GET http://example.org HTTP/1.1\r\n\r\n"
     *answers, endless, last = await ask_proxy([*garbage, b"x" * 99_999, allowed], "example.com:443")
@@ -336,16 +325,15 @@ async def test_what_is_no_request_to_a_proxy_ends() -> None:
     assert "403 Forbidden" in last
 
 
-async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
-    """No variable tells of one; with a list they do as soon as the sandbox reaches its gateway."""
-    async with serve(page) as port, doors() as without, doors("example.com:443") as made:
-        await without.add(place, f"http://127.0.0.1:{port}")
-        assert without.env == {}
-        assert made.env == {}
-    async with serve(page) as port, doors("example.com:443") as made:
-        await made.add(place, f"http://127.0.0.1:{port}")
-        assert made.env["HTTPS_PROXY"] == f"http://127.0.0.1:{PROXY_PORT}"
-        assert made.env["NO_PROXY"].split(",") == ["127.0.0.1", "localhost"]
+@pytest.mark.parametrize("allow", [(), ("example.com:443",)])
+async def test_proxy_variables(namespace: int, allow: tuple[str, ...]) -> None:
+    """They are set with an allow-list, as soon as the sandbox has an exposed URL."""
+    variables = {"HTTPS_PROXY": f"http://127.0.0.1:{PROXY_PORT}", "NO_PROXY": "127.0.0.1,localhost"}
+    async with serve(page) as port, open_forwards(*allow) as forwards:
+        assert forwards.env == {}
+        await forwards.add(namespace, f"http://127.0.0.1:{port}")
+        assert forwards.env.items() >= (variables if allow else {}).items()
+        assert bool(forwards.env) is bool(allow)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +344,7 @@ async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
         *("::1:80", "[example.com]:80", "[12::g]:80"),
     ],
 )
-def test_a_pattern_that_is_none_is_told(pattern: str) -> None:
-    """It names the option, the value and what would be right."""
+def test_invalid_patterns_are_reported(pattern: str) -> None:
+    """The error has the option, the value and what would be right."""
     with pytest.raises(ConfigError, match=re.escape(f"option allow: {pattern!r}")):
         AllowList((pattern,))

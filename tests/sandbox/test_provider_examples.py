@@ -1,6 +1,6 @@
-"""The examples of providers of one's own, used as a task would, with this machine as the other.
+"""The examples of custom sandbox providers, with this machine as the remote one.
 
-`examples/harbor_environments` has stand-ins for Harbor's types.
+`harbor_stub` stands in for Harbor.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ FILES = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
 
 
 class Provider:
-    """An example under test; what it keeps on the other machine is in `there`."""
+    """An example under test; its files on the remote machine are in `there`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.there = name, folder / "there"
         self.there.mkdir()
 
     def make(self, **options: Any) -> Any:
-        """Its runtime, found as a task finds it."""
+        """Its runtime, found by name as for a task."""
         name, own = ("remote_runtime:Remote", {"folder": str(self.there)})
         if self.name == "harbor":
             name, own = "harbor_runtime:HarborRuntime", {"home": str(self.there / "home")}
         return plugins.make("runtime", PluginSpec(name, {**own, **options}), Runtime)
 
     def spec(self, **values: Any) -> SandboxSpec:
-        """With a workdir there."""
+        """A spec with a workdir on the remote machine."""
         if self.name == "remote":
             return SandboxSpec(**values)
         workspace = Workspace(image="here", path=str(self.there / "work"))
@@ -65,7 +65,7 @@ class Provider:
 def provider(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Provider:
-    """The example of that name."""
+    """The example with this name."""
     harbor_stub.install(monkeypatch)
     monkeypatch.setattr(harbor_stub.BaseEnvironment, "started", [])
     for folder in (EXAMPLES, EXAMPLES / "harbor_environments"):
@@ -79,8 +79,8 @@ HARBOR = pytest.mark.parametrize("provider", ["harbor"], indirect=True)
 
 
 @BOTH
-async def test_a_session_goes_its_way(provider: Provider, tmp_path: Path) -> None:
-    """Files in, a program with its output and exit code, changes out, nothing left there."""
+async def test_a_session_runs(provider: Provider, tmp_path: Path) -> None:
+    """Files, output, exit codes and changes are transferred; no remote files are left."""
     runtime = provider.make(**(REACH if provider.name == "harbor" else {}))
     async with runtime.open(tmp_path / "sandbox", provider.spec(files=FILES)) as sandbox:
         await run_session(sandbox)
@@ -95,8 +95,8 @@ async def test_a_session_goes_its_way(provider: Provider, tmp_path: Path) -> Non
 
 
 @BOTH
-async def test_a_patch_is_laid_over_a_new_sandbox(provider: Provider, tmp_path: Path) -> None:
-    """As an evaluator does it: modes, links, removals, files in the way of folders."""
+async def test_a_patch_is_applied_to_a_new_sandbox(provider: Provider, tmp_path: Path) -> None:
+    """With modes, links, removals, and files in place of folders."""
     spec = provider.spec(files={"a": "1", "b": "2", "c/d": "3"})
     async with provider.make().open(tmp_path / "sandbox", spec) as sandbox:
         patch = {
@@ -119,8 +119,8 @@ async def test_a_patch_is_laid_over_a_new_sandbox(provider: Provider, tmp_path: 
 
 
 @BOTH
-async def test_what_outlives_its_time_is_ended_there(provider: Provider, tmp_path: Path) -> None:
-    """With its children, of Harbor also those in sessions of their own; also when cancelled."""
+async def test_timeouts_end_remote_programs(provider: Provider, tmp_path: Path) -> None:
+    """As does cancelling; their children end, too, with Harbor also those of new sessions."""
     sleep = unique_sleep()
     script = f"{'setsid ' if provider.name == 'harbor' else ''}{sleep} & {sleep}"
     async with provider.make().open(tmp_path / "sandbox", provider.spec()) as sandbox:
@@ -138,8 +138,8 @@ async def test_what_outlives_its_time_is_ended_there(provider: Provider, tmp_pat
 
 
 @REMOTE
-async def test_what_a_killed_node_left_there_is_removed(provider: Provider, tmp_path: Path) -> None:
-    """Found by its note, once."""
+async def test_files_of_a_killed_node_are_removed(provider: Provider, tmp_path: Path) -> None:
+    """They are found by their record, once."""
     sleep, runtime = unique_sleep(), provider.make()
     node = ("remote_runtime:Remote", {"folder": runtime.folder}, tmp_path / "sandbox")
     await kill_node(*node, SandboxSpec(), sleep.split(), partial(running, sleep))
@@ -149,13 +149,13 @@ async def test_what_a_killed_node_left_there_is_removed(provider: Provider, tmp_
 
 
 @HARBOR
-async def test_what_a_killed_node_left_is_stopped(provider: Provider, tmp_path: Path) -> None:
-    """Made again from its note, once."""
-    async with provider.make().open(tmp_path / "box", provider.spec()):
-        note = (tmp_path / "box" / "harbor.json").read_bytes()
-    (tmp_path / "box" / "harbor.json").write_bytes(note)
-    harbor_stub.BaseEnvironment.started.append(msgspec.json.decode(note)["session"])
-    other = provider.make(environment="daytona")  # a node reaps with no task's options
+async def test_environments_of_killed_nodes_are_stopped(provider: Provider, tmp_path: Path) -> None:
+    """They are found by their record, once."""
+    async with provider.make().open(tmp_path / "sandbox", provider.spec()):
+        record = (tmp_path / "sandbox" / "harbor.json").read_bytes()
+    (tmp_path / "sandbox" / "harbor.json").write_bytes(record)
+    harbor_stub.BaseEnvironment.started.append(msgspec.json.decode(record)["session"])
+    other = provider.make(environment="daytona")  # a node reaps without the options of a task
     assert [await asyncio.to_thread(other.reap, tmp_path) for _ in range(2)] == [1, 0]
     assert harbor_stub.BaseEnvironment.started == []
 
@@ -172,12 +172,12 @@ async def test_what_a_killed_node_left_is_stopped(provider: Provider, tmp_path: 
     ],
     indirect=["provider"],
 )
-async def test_what_it_cannot_give_is_said(
+async def test_unsupported_specs_are_refused(
     provider: Provider, options: Any, spec: Any, error: Any, text: str, tmp_path: Path
 ) -> None:
-    """A workspace, a mount, an option or a name that Harbor does not know, a missing image."""
+    """Workspaces, mounts, options, unknown environments and missing images."""
     with pytest.raises(error, match=text):
-        async with provider.make(**options).open(tmp_path / "box", provider.spec(**spec)):
+        async with provider.make(**options).open(tmp_path / "sandbox", provider.spec(**spec)):
             pass
 
 
@@ -190,15 +190,15 @@ async def test_what_it_cannot_give_is_said(
     ],
     indirect=["provider"],
 )
-async def test_what_cannot_be_used_is_said(provider: Provider, options: Any, text: str) -> None:
-    """A machine or a provider that is not there."""
+async def test_missing_providers_are_reported(provider: Provider, options: Any, text: str) -> None:
+    """An unreachable machine, or a provider without an account."""
     assert provider.make().check_available() is None
     assert text in provider.make(**options).check_available()
 
 
 @REMOTE
-async def test_a_command_that_fails_there_is_told(provider: Provider, tmp_path: Path) -> None:
-    """With what it said."""
+async def test_a_failing_remote_command_is_an_error(provider: Provider, tmp_path: Path) -> None:
+    """The error has its output."""
     async with provider.make().open(tmp_path / "other") as sandbox:
         with pytest.raises(SandboxError, match=r"sh: .*not found"):
             await sandbox.call("nothing-of-that-name")
@@ -206,7 +206,7 @@ async def test_a_command_that_fails_there_is_told(provider: Provider, tmp_path: 
 
 @HARBOR
 async def test_mounted_folders_are_copied(provider: Provider, tmp_path: Path) -> None:
-    """With their links; what an image may have already is not copied again."""
+    """With their links; optional mounts are not copied over existing paths."""
     tools, own = tmp_path / "tools", tmp_path / "own"
     tools.mkdir()
     (tools / "one").write_text("1")
@@ -220,33 +220,31 @@ async def test_mounted_folders_are_copied(provider: Provider, tmp_path: Path) ->
         Mount(str(own)),
         Mount(str(tools / "one"), str(own), optional=True),
     )
-    async with provider.make().open(tmp_path / "box", provider.spec(mounts=mounts)):
+    async with provider.make().open(tmp_path / "sandbox", provider.spec(mounts=mounts)):
         assert (copied / "link").readlink() == Path("one")
         assert (tools / "one").read_text() == (copied / "one").read_text() == "1"
         assert list(own.iterdir()) == []
 
 
 @HARBOR
-async def test_the_network_can_be_the_gateway_alone(provider: Provider, tmp_path: Path) -> None:
-    """Harbor is asked for a list with the one host, which it enforces or refuses."""
+async def test_the_network_can_be_the_gateway_only(provider: Provider, tmp_path: Path) -> None:
+    """Harbor gets an allow-list with its host, which it enforces or refuses."""
     runtime = provider.make(only_gateway=True, reach="https://gate.example.com")
-    async with runtime.open(tmp_path / "box", provider.spec()) as sandbox:
+    async with runtime.open(tmp_path / "sandbox", provider.spec()) as sandbox:
         policy = sandbox.environment.options["network_policy"]
         assert (policy.network_mode, policy.allowed_hosts) == ("allowlist", ["gate.example.com"])
     assert not any("network" in weakness for weakness in runtime.list_weaknesses())
 
 
 @BOTH
-async def test_archives_are_compared_without_unpacking_them(
-    provider: Provider, tmp_path: Path
-) -> None:
-    """The same changes as of a folder; an unchanged large file is not worth a note."""
+async def test_changes_are_found_by_comparing_archives(provider: Provider, tmp_path: Path) -> None:
+    """The same changes as of a folder; unchanged large files are not noted."""
     files = {**FILES, "pkg/c.py": "z = 3\n", "large": "0" * 5000, "grows": "0"}
     script = """
     printf 'x = 2\\n' >a.py; ln a.py same; rm pkg/b.py; chmod +x pkg/c.py; ln -s ../secret out
     head -c 6000 /dev/zero >grows; mkdir .git; touch .git/HEAD; mkfifo pipe
     """
-    async with provider.make().open(tmp_path / "box", provider.spec(files=files)) as sandbox:
+    async with provider.make().open(tmp_path / "sandbox", provider.spec(files=files)) as sandbox:
         await run_shell(sandbox, script)
         patch = await sandbox.diff(PatchLimits(file_bytes=1000))
     assert patch.files == {
@@ -261,18 +259,18 @@ async def test_archives_are_compared_without_unpacking_them(
 
 def archive(*names: str) -> io.BytesIO:
     """A tar of empty files."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
         for name in names:
             tar.addfile(tarfile.TarInfo(name))
-    made.seek(0)
-    return made
+    file.seek(0)
+    return file
 
 
 @pytest.mark.usefixtures("provider")
 @REMOTE
-def test_an_archive_that_leads_out_or_is_none_is_refused() -> None:
-    """A hostile machine cannot name files of ours."""
+def test_invalid_archives_are_refused() -> None:
+    """A hostile machine cannot send paths outside of the workdir."""
     diff_archives: Callable[..., Any] = importlib.import_module("archive_diff").diff_archives
     patch = diff_archives(archive("./a.py"), archive("../../a.py"))
     assert patch.files == {"a.py": None}
@@ -281,8 +279,8 @@ def test_an_archive_that_leads_out_or_is_none_is_refused() -> None:
         diff_archives(archive("./a.py"), io.BytesIO(b"x" * 2000))
 
 
-def test_it_stays_short_enough_to_be_read() -> None:
-    """About sixty statements, beside imports and docstrings."""
+def test_the_example_is_short() -> None:
+    """About sixty statements without imports and docstrings."""
     statements = [
         node
         for node in ast.walk(ast.parse((EXAMPLES / "remote_runtime.py").read_text()))

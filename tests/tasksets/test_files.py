@@ -1,4 +1,4 @@
-"""Task-set files, and rows of any shape as tasks."""
+"""Task-set files, and rows as tasks."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ SUMS = Path(__file__).with_name("sums")
 SET = (SUMS / "set.yaml").read_text()
 
 
-def written(folder: Path, text: str = SET) -> Path:
-    """A task-set file with its rows beside it."""
+def write_set(folder: Path, text: str = SET) -> Path:
+    """Write a task-set file with its rows beside it; returns its path."""
     shutil.copy(SUMS / "rows.jsonl", folder)
     (folder / "set.yaml").write_text(text)
     return folder / "set.yaml"
 
 
 def test_rows_become_tasks_by_the_template(tmp_path: Path) -> None:
-    """Fields fill the instruction, files, tags and options of the evaluator; the rest is shared."""
-    (one, chosen), (two, _) = gather([written(tmp_path)])
-    assert (one.id, two.id) == ("x-a-1", "x-a-2")
-    assert one.instruction == "Say 1 + 1, level 3. Be brief."
-    assert one.evaluator == PluginSpec("function", {"target": "m:f", "expected": "2"})
-    assert one.files == {"x.py": "pass"}
-    assert one.tags == {"taskset": "jsonl", "meta.level": "3", "run": "one", "instance": "a/1"}
-    assert (one.samples, one.limits.agent_s, one.limits.init_s) == (4, 9, 60)
-    assert chosen is not None
-    assert chosen.solution(two) == Solution(changes={"answer.txt": "4"})
+    """Fields fill in instruction, files, tags and the evaluator's options; the rest is shared."""
+    (first, taskset), (second, _) = gather([write_set(tmp_path)])
+    assert (first.id, second.id) == ("x-a-1", "x-a-2")
+    assert first.instruction == "Say 1 + 1, level 3. Be brief."
+    assert first.evaluator == PluginSpec("function", {"target": "m:f", "expected": "2"})
+    assert first.files == {"x.py": "pass"}
+    assert first.tags == {"taskset": "jsonl", "meta.level": "3", "run": "one", "instance": "a/1"}
+    assert (first.samples, first.limits.agent_s, first.limits.init_s) == (4, 9, 60)
+    assert taskset is not None
+    assert taskset.solution(second) == Solution(changes={"answer.txt": "4"})
 
 
-ONES = "taskset: {{name: jsonl, options: {{path: {path}, id: id{more}}}}}\n"
-ONES += "template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}\n"
+ROWS_SET = "taskset: {{name: jsonl, options: {{path: {path}, id: id{more}}}}}\n"
+ROWS_SET += "template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}\n"
 
 
-def rows_of(path: Path, data: str | bytes, more: str = "") -> list[tuple[str, str]]:
-    """Ids and instructions of the tasks in a file."""
+def read_rows(path: Path, data: str | bytes, more: str = "") -> list[tuple[str, str]]:
+    """Write a file of rows; returns ids and instructions of its tasks."""
     path.write_bytes(data.encode() if isinstance(data, str) else data)
-    (path.parent / "set.yaml").write_text(ONES.format(path=path.name, more=more))
+    (path.parent / "set.yaml").write_text(ROWS_SET.format(path=path.name, more=more))
     return [(task.id, task.instruction) for task in load_tasks([path.parent / "set.yaml"])]
 
 
 def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
-    """JSON lines, JSON, CSV and Parquet say the same."""
+    """JSON lines, JSON, CSV and Parquet give the same tasks."""
     rows = [{"instruction": "do one", "id": "1"}, {"instruction": "do two", "id": "2"}]
     table = pa.BufferOutputStream()
     parquet.write_table(pa.Table.from_pylist(rows), table)
@@ -62,18 +62,18 @@ def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
         "r.csv": "instruction,id\ndo one,1\ndo two,2\n",
         "r.parquet": table.getvalue().to_pybytes(),
     }.items():
-        assert rows_of(tmp_path / name, data) == [("1", "do one"), ("2", "do two")], name
+        assert read_rows(tmp_path / name, data) == [("1", "do one"), ("2", "do two")], name
 
 
-def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
-    """Separators that are no line ends, line ends in a field, long fields, a byte order mark."""
+def test_text_of_rows_is_unchanged(tmp_path: Path) -> None:
+    """With Unicode separators, line breaks in a field, long fields and a byte order mark."""
     odd = "one\u2028two\x85three"
     row = json.dumps({"id": "1", "instruction": odd}, ensure_ascii=False)
-    assert rows_of(tmp_path / "r.jsonl", f"\ufeff{row}\r\n") == [("1", odd)]
+    assert read_rows(tmp_path / "r.jsonl", f"\ufeff{row}\r\n") == [("1", odd)]
     odd += "\x0bfour\x1cfive"
     long = "x" * 200_000
     table = f'\ufeffid,instruction\r\n1,{odd}\r\n2,"a\nb"\r\n3,{long}\r\n'
-    assert rows_of(tmp_path / "r.csv", table) == [("1", odd), ("2", "a\nb"), ("3", long)]
+    assert read_rows(tmp_path / "r.csv", table) == [("1", odd), ("2", "a\nb"), ("3", long)]
 
 
 @pytest.mark.parametrize(
@@ -87,17 +87,17 @@ def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
         ("r.jsonl", '{"id": null, "instruction": "a"}', "", "id has no value"),
     ],
 )
-def test_a_row_without_a_value_is_told(
+def test_missing_values_are_reported(
     tmp_path: Path, name: str, data: str, more: str, message: str
 ) -> None:
-    """Nobody is asked to do 'null'."""
+    """The error names the line and the field."""
     with pytest.raises(ConfigError, match=re.escape(message)):
-        rows_of(tmp_path / name, data, more)
+        read_rows(tmp_path / name, data, more)
 
 
-def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
-    """Both are read from one folder; an id that is there twice is message with its places."""
-    file = written(tmp_path)
+def test_task_files_and_sets_share_a_folder(tmp_path: Path) -> None:
+    """Both are read from one folder; the error for a duplicate id names both places."""
+    file = write_set(tmp_path)
     (tmp_path / "rows.jsonl").rename(tmp_path.parent / "rows.jsonl")
     file.write_text(SET.replace("path: rows.jsonl", "path: ../rows.jsonl"))
     own = "instruction: do\nharness: {name: pi}\nevaluator: {name: tests}\nid: "
@@ -129,19 +129,17 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, message: str) -> None:
-    """File, key, value, and what would be right."""
-    file = written(tmp_path, SET.replace(old, new, 1))
+def test_mistakes_in_sets_are_reported(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """The error has the key, the value and what would be right."""
+    file = write_set(tmp_path, SET.replace(old, new, 1))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is checked below
         load_tasks([file])
     assert type(caught.value).__name__ in {"ConfigError", "UnknownPlugin"}
     assert message in str(caught.value)
 
 
-def test_the_documented_set_of_ones_own_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The class on the page is a task set, found by its module."""
+def test_the_documented_custom_set_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class in docs/tasksets.md is found by its module."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "tasksets.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "documented_sums.py").write_text(code)
@@ -149,9 +147,9 @@ def test_the_documented_set_of_ones_own_works(
     text = "taskset: {name: 'documented_sums:Sums', options: {count: 3}}\n"
     text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
     (tmp_path / "set.yaml").write_text(text)
-    found = gather([tmp_path / "set.yaml"])
-    assert [task.id for task, _ in found] == ["sum-0", "sum-1", "sum-2"]
-    task, chosen = found[2]
-    assert chosen is not None
-    assert chosen.solution(task) == Solution(changes={"answer.txt": "4\n"})
+    gathered = gather([tmp_path / "set.yaml"])
+    assert [task.id for task, _ in gathered] == ["sum-0", "sum-1", "sum-2"]
+    task, taskset = gathered[2]
+    assert taskset is not None
+    assert taskset.solution(task) == Solution(changes={"answer.txt": "4\n"})
     assert task.tags["split"] == "train"

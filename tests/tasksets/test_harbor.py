@@ -1,7 +1,8 @@
-"""Harbor folders as tasks: what task.toml says, what is refused, what is warned about."""
+"""Harbor folders as tasks: settings, errors and warnings."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,13 @@ from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
 FILES = Path(__file__).with_name("harbor")
-TOML = (FILES / "task.toml").read_text()
+TOML = (FILES / "task" / "task.toml").read_text()
 
 
-def made(folder: Path, toml: str = TOML) -> Path:
-    """A task's folder."""
-    for name in ("environment", "tests", "solution"):
-        (folder / name).mkdir(parents=True)
+def write_task(folder: Path, toml: str = TOML) -> Path:
+    """Write the folder of a task; returns it."""
+    shutil.copytree(FILES / "task", folder)
     (folder / "task.toml").write_text(toml)
-    (folder / "instruction.md").write_text("<!-- a canary GUID 1 -->\n\nDo it.\n")
-    (folder / "environment" / "Dockerfile").write_text("FROM scratch\n")
-    (folder / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
-    (folder / "solution" / "solve.sh").write_text("true\n")
     return folder
 
 
@@ -38,14 +34,14 @@ def load(path: Path, template: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def read(folder: Path, template: dict[str, Any] | None = None, **options: Any) -> Task:
-    """Its only task."""
+    """The only task of a folder."""
     (task,) = load(folder, template, **options)
     return task
 
 
 def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
-    """Instruction, image, tests, times, resources and tags are what the folder says."""
-    folder = made(tmp_path / "one")
+    """Instruction, image, tests, limits, resources and tags come from the folder."""
+    folder = write_task(tmp_path / "one")
     task = read(folder)
     assert (task.id, task.instruction) == ("one", "Do it.\n")
     assert task.workspace == Workspace(build=str(folder / "environment"), path="/srv")
@@ -57,29 +53,29 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert task.tags == {"difficulty": "hard", "instance": "one"}
 
 
-def test_the_template_is_stricter_than_the_folder(tmp_path: Path) -> None:
-    """Its runtime, limits and evaluator win; the set's options go where its evaluator is named."""
-    folder = made(tmp_path / "one")
-    judge = {"name": "weighted", "options": {"parts": {"a": {"evaluator": {"name": "harbor"}}}}}
-    values = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": judge}
+def test_the_template_overrides_the_folder(tmp_path: Path) -> None:
+    """Its runtime, limits and evaluator win; the folder's tests go to its nested evaluator."""
+    folder = write_task(tmp_path / "one")
+    weighted = {"name": "weighted", "options": {"parts": {"a": {"evaluator": {"name": "harbor"}}}}}
+    values = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": weighted}
     task = read(folder, values)
     assert (task.limits.agent_s, task.limits.eval_s) == (5, 120)
     assert task.runtime == PluginSpec("local")
-    placed = task.evaluator.options["parts"]["a"]["evaluator"]
-    assert placed["options"]["tests"] == str(folder / "tests")
+    nested = task.evaluator.options["parts"]["a"]["evaluator"]
+    assert nested["options"]["tests"] == str(folder / "tests")
 
 
-def test_a_published_image_is_taken_before_a_dockerfile(tmp_path: Path) -> None:
-    """Unless the run wants to build, and there is a Dockerfile."""
-    folder = made(tmp_path / "one", TOML + 'docker_image = "org/one:2"\n')
+def test_a_published_image_is_preferred_to_a_dockerfile(tmp_path: Path) -> None:
+    """Unless the option `build` is set."""
+    folder = write_task(tmp_path / "one", TOML + 'docker_image = "org/one:2"\n')
     assert read(folder).workspace == Workspace(image="org/one:2", path="/srv")
     assert read(folder, build=True).workspace.build == str(folder / "environment")
 
 
-def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) -> None:
-    """`shared` means in place; the option goes before it."""
+def test_in_place_evaluation_can_be_overridden(tmp_path: Path) -> None:
+    """The author's `shared` means in place; the option `in_place` takes precedence."""
     shared = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
-    folder = made(tmp_path / "one", shared)
+    folder = write_task(tmp_path / "one", shared)
     assert read(folder).evaluator.options["in_place"] is True
     assert read(folder, in_place=False).evaluator.options["in_place"] is False
 
@@ -97,9 +93,9 @@ def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) ->
     ],
     ids=["type", "size", "windows", "steps", "verifier", "mode", "toml"],
 )
-def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, message: str) -> None:
-    """With the file, the field and its value."""
-    folder = made(tmp_path / "one", toml)
+def test_unsupported_settings_are_errors(tmp_path: Path, toml: str, message: str) -> None:
+    """The error has the file, the field and its value."""
+    folder = write_task(tmp_path / "one", toml)
     with pytest.raises(ConfigError) as caught:
         read(folder)
     assert message in str(caught.value)
@@ -116,11 +112,9 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, message: str) -> 
         ("task.toml", "no folder with task.toml is there"),
     ],
 )
-def test_a_folder_without_a_file_or_with_services_is_refused(
-    tmp_path: Path, name: str, message: str
-) -> None:
-    """A task that lacks what the others have is none; there is one sandbox for one service."""
-    path = made(tmp_path / "one") / name
+def test_missing_files_and_services_are_errors(tmp_path: Path, name: str, message: str) -> None:
+    """Each required file, and a compose file, since there is only one sandbox."""
+    path = write_task(tmp_path / "one") / name
     if path.exists():
         path.unlink()
     else:
@@ -129,9 +123,9 @@ def test_a_folder_without_a_file_or_with_services_is_refused(
         read(tmp_path / "one")
 
 
-def test_what_is_published_is_read_without_a_word(tmp_path: Path) -> None:
-    """The keys that Terminal-Bench 2 writes are known, also where they are empty."""
-    folder = made(tmp_path / "one", (FILES / "published.toml").read_text())
+def test_published_tasks_are_read_without_warnings(tmp_path: Path) -> None:
+    """The keys that Terminal-Bench 2 writes are known, empty ones included."""
+    folder = write_task(tmp_path / "one", (FILES / "published.toml").read_text())
     with structlog.testing.capture_logs() as logged:
         task = read(folder)
     assert logged == []
@@ -139,20 +133,20 @@ def test_what_is_published_is_read_without_a_word(tmp_path: Path) -> None:
     assert "env" not in task.evaluator.options
 
 
-def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
-    """The others of its set are as they are, and it is warned about."""
-    made(tmp_path / "one")
-    made(tmp_path / "two", "[[steps]]\nname = 'a'\n")
+def test_unsupported_tasks_can_be_skipped(tmp_path: Path) -> None:
+    """With `leave_out` there is a warning, and the other tasks are read."""
+    write_task(tmp_path / "one")
+    write_task(tmp_path / "two", "[[steps]]\nname = 'a'\n")
     with structlog.testing.capture_logs() as logged:
         assert [task.id for task in load(tmp_path, leave_out=True)] == ["one"]
     assert "steps has 1 steps" in logged[0]["reason"]
 
 
-def test_settings_without_an_effect_are_warned_about_once(tmp_path: Path) -> None:
-    """Two tasks with the same key make one warning each."""
+def test_ignored_settings_are_warned_about_once(tmp_path: Path) -> None:
+    """Two tasks with the same key make one warning."""
     toml = TOML + "gpus = 1\nflavour = 'mint'\n"
     for name in ("one", "two"):
-        made(tmp_path / name, toml)
+        write_task(tmp_path / name, toml)
     with structlog.testing.capture_logs() as logged:
         assert len(load(tmp_path)) == 2
     assert [(each["event"], each["key"]) for each in logged] == [
@@ -161,13 +155,13 @@ def test_settings_without_an_effect_are_warned_about_once(tmp_path: Path) -> Non
     ]
 
 
-def test_a_variable_of_the_node_is_passed_only_by_name(
+def test_variables_of_the_node_must_be_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A public task set cannot read the node's keys."""
+    """A public task set cannot read the node's secrets."""
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     toml = '[solution]\nenv = { A = "${SECRET_KEY:-none}", B = "x${SECRET_KEY}" }\n'
-    folder = made(tmp_path / "one", toml)
+    folder = write_task(tmp_path / "one", toml)
     task = read(folder)
     for names, env in (
         ((), {"A": "none", "B": "x"}),

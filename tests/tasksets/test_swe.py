@@ -1,4 +1,4 @@
-"""SWE rows as the public data sets have them: what becomes a task, and what is refused."""
+"""Rows of the public SWE data sets as tasks, and errors in rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tugline.types import PluginSpec
 ROWS = read_values(Path(__file__).with_name("rows.yaml"))
 GYM, BENCH, REBENCH, MYPY, R2E = (ROWS[name] for name in ("gym", "bench", "rebench", "mypy", "r2e"))
 NO_COMMAND = {"test_command": "make test", "log_parser": "parse_log_pytest"}
-"""What a data set lacks, said for all rows."""
+"""Options for a data set without test commands."""
 
 
-def one(path: Path, row: object, **options: Any) -> Any:
+def read_task(path: Path, row: object, **options: Any) -> Any:
     """The task of a row."""
     (task,) = tasks(SweTaskSet(path=written(path / "rows.jsonl", row), **options))
     return task
 
 
 def test_a_row_of_swe_gym(tmp_path: Path) -> None:
-    """Its image, its repository's test command, and a script that runs the right test files."""
-    task = one(tmp_path, GYM)
+    """It has the row's image and commit, and a valid script that restores the test files."""
+    task = read_task(tmp_path, GYM)
     assert task.id == task.tags["instance"] == "getmoto__moto-5752"
     assert task.tags["repo"] == "getmoto/moto"
     assert (task.workspace.path, task.workspace.commit) == ("/testbed", GYM["base_commit"])
@@ -58,11 +58,11 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     ],
     ids=["swe-gym", "swe-rebench", "cases of mypy", "options"],
 )
-def test_the_tests_are_run_by_the_right_command(
+def test_test_commands(
     tmp_path: Path, row: dict[str, Any], options: dict[str, str], command: str
 ) -> None:
-    """The row's own, its repository's or the option's, with the test files or cases of the row."""
-    script = one(tmp_path, row, **options).evaluator.options["eval_script"]
+    """From the row, its repository or the option, with the row's test files or cases."""
+    script = read_task(tmp_path, row, **options).evaluator.options["eval_script"]
     assert script.split(f": '{START}'\n")[1].split(f": '{END}'\n")[0] == f"{command}\n"
 
 
@@ -88,26 +88,28 @@ def test_the_tests_are_run_by_the_right_command(
         ),
     ],
 )
-def test_files_come_from_an_image_or_a_repository(
+def test_images_and_repositories(
     tmp_path: Path,
     row: dict[str, Any],
     options: dict[str, str],
     image: str | None,
     repo: str | None,
 ) -> None:
-    """The image that the row names, a publisher's or one of one's own, or `repos` and none."""
-    task = one(tmp_path, row, **options, folder="/code")
+    """The image is the row's, a publisher's or a custom one; with `repos` there may be none."""
+    task = read_task(tmp_path, row, **options, folder="/code")
     space = task.workspace
     assert (space.image, space.repo) == (image, repo and repo.format(folder=tmp_path))
     assert (space.commit, space.path) == (GYM["base_commit"], "/code")
     assert task.runtime == PluginSpec("container" if image else "auto")
 
 
-def test_what_judges_is_not_the_agents(tmp_path: Path) -> None:
-    """It is told of none. Names of the test patch judge, those of the reference may change."""
-    task = one(tmp_path, GYM)
+def test_tests_are_hidden_and_protected(tmp_path: Path) -> None:
+    """The instruction mentions none; files of the test patch are protected, others editable."""
+    task = read_task(tmp_path, GYM)
     assert not task.files
-    assert not [one for one in ("test_new", "setup.cfg", "look at ssm") if one in task.instruction]
+    assert not [
+        text for text in ("test_new", "setup.cfg", "look at ssm") if text in task.instruction
+    ]
     options = task.evaluator.options
     names = ["test_a.py", "old.py", "here.py", "data.json", "there.py"]
     assert options["protected_files"] == [f"tests/{name}" for name in names]
@@ -116,16 +118,16 @@ def test_what_judges_is_not_the_agents(tmp_path: Path) -> None:
 
 
 def test_a_row_of_swe_bench_brings_its_script(tmp_path: Path) -> None:
-    """Script and parser are the row's; lists may be JSON text."""
-    options = one(tmp_path, BENCH).evaluator.options
+    """Script and parser come from the row; lists may be JSON text."""
+    options = read_task(tmp_path, BENCH).evaluator.options
     assert options["eval_script"] == BENCH["eval_script"]
     assert options["log_parser"] == "parse_log_pytest_options"
     assert options["pass_to_pass"] == ["t::b", "t::c"]
 
 
 def test_a_row_of_r2e(tmp_path: Path) -> None:
-    """Its tests lie in the image: they are hidden from the agent, and their runner judges."""
-    task = one(tmp_path, R2E)
+    """Its tests are in the image, where they are hidden from the agent."""
+    task = read_task(tmp_path, R2E)
     options = task.evaluator.options
     assert task.id == "orange3__0123456789ab"
     assert task.workspace.image == "namanjain12/orange3_final:1"
@@ -138,25 +140,24 @@ def test_a_row_of_r2e(tmp_path: Path) -> None:
     assert SweBenchEvaluator(**options).hidden(task) == ("/r2e_tests",)
 
 
-def test_names_of_r2e_are_read_from_pytests_summary(tmp_path: Path) -> None:
-    """What its script prints has the names of its rows."""
-    script = one(tmp_path, R2E).evaluator.options["eval_script"]
+def test_test_names_of_r2e(tmp_path: Path) -> None:
+    """The script prints test names in the form that rows have."""
+    script = read_task(tmp_path, R2E).evaluator.options["eval_script"]
     command = script.split(f": '{START}'\n")[1].split("\n")[0]
-    said = (
+    output = (
         "\x1b[32mPASSED\x1b[0m r2e_tests/test_1.py::\x1b[1mTestA::test_one[a/b c]\x1b[0m\n"
         "FAILED r2e_tests/test_1.py::test_two - assert 1 == 2\n"
     )
     argv = ("bash", "-c", command.partition("| ")[2])
-    done = subprocess.run(argv, input=said, capture_output=True, text=True, check=True)
+    done = subprocess.run(argv, input=output, capture_output=True, text=True, check=True)
     assert done.stdout == "PASSED TestA.test_one[a/b c]\nFAILED test_two - assert 1 == 2\n"
 
 
 def test_the_reference_solution(tmp_path: Path) -> None:
-    """A task's reference patch, applied by git; none where the row has none."""
+    """The row's reference patch, applied by git; none if the row has none."""
     rows = make(tmp_path)
     taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
-    found = tasks(taskset)
-    solution = taskset.solution(found[1])
+    solution = taskset.solution(tasks(taskset)[1])
     assert solution is not None
     assert solution.home == {"solution.patch": rows[1]["patch"]}
     assert solution.argv[-1].endswith('apply -v "$HOME/solution.patch"')
@@ -183,12 +184,10 @@ BAD = [
 @pytest.mark.parametrize(
     ("wrong", "message"), BAD, ids=[next(reversed(w)) + str(n) for n, (w, _) in enumerate(BAD)]
 )
-def test_a_bad_row_is_told_by_its_place(
-    wrong: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    """File, line, instance, field, value and what would be right."""
+def test_bad_rows_are_reported(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The error has file, line, instance, field, value and what would be right."""
     with pytest.raises(ConfigError, match=message):
-        one(tmp_path, GYM | wrong)
+        read_task(tmp_path, GYM | wrong)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +200,20 @@ def test_a_bad_row_is_told_by_its_place(
         ({"path": None}, "give either path or dataset"),
     ],
 )
-def test_a_bad_option_is_told(options: dict[str, Any], message: str) -> None:
-    """Before any row is read."""
+def test_bad_options_are_reported(options: dict[str, Any], message: str) -> None:
+    """Before rows are read."""
     with pytest.raises(ConfigError, match=message):
         plugins.make("taskset", PluginSpec("swe", {"path": "rows.jsonl", **options}), TaskSet)
 
 
-def test_lines_may_run_before_the_tests(tmp_path: Path) -> None:
-    """`setup` comes before the test files are restored."""
-    script = one(tmp_path, GYM, setup=["make"]).evaluator.options["eval_script"]
+def test_setup_commands(tmp_path: Path) -> None:
+    """`setup` runs before the test files are restored."""
+    script = read_task(tmp_path, GYM, setup=["make"]).evaluator.options["eval_script"]
     assert "\nmake\ngit checkout" in script
 
 
-def test_a_patch_with_strange_names() -> None:
-    """Quoted names, and lines of content that look like headers."""
+def test_patches_with_quoted_names() -> None:
+    """Also with lines of content that look like headers."""
     diff = (
         'diff --git "a/t \\303\\244.py" "b/t \\303\\244.py"\nnew file mode 100644\n--- /dev/null\n'
         '+++ "b/t.py"\n@@ -0,0 +1,2 @@\n+x\n+deleted file mode\n'
@@ -224,7 +223,7 @@ def test_a_patch_with_strange_names() -> None:
     assert list_files("") == ((), ())
 
 
-def test_the_toy_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Commits of the example repository depend on nothing of the machine."""
+def test_commits_of_the_toy_are_reproducible(tmp_path: Path) -> None:
+    """They do not depend on the machine."""
     rows = make(tmp_path)
     assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca"]

@@ -1,4 +1,4 @@
-"""`examples/swe_gym`: its files are what the programs take, and the toy runs to its end."""
+"""`examples/swe_gym`: its files are valid, and the toy runs to its end."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SIZES = ("paper", "toy")
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
-    """Every key is one, and every part can be made with its options."""
+def test_task_sets_are_valid(size: str, tmp_path: Path) -> None:
+    """All keys are known, and each plug-in can be created with its options."""
     file = EXAMPLE / f"{size}.yaml"
     assert read_set(file) is not None
     template = TaskTemplate.read(read_values(file)["template"], size, EXAMPLE)
@@ -45,13 +45,13 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_cluster_is_well_said(size: str) -> None:
-    """Every key is a setting, with a value that may be."""
+def test_cluster_settings_are_valid(size: str) -> None:
+    """All keys are known, with valid values."""
     settings = load_settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
     assert settings.node.slots >= 1
 
 
-def test_the_paper_is_what_the_paper_says() -> None:
+def test_the_paper_configuration_matches_the_paper() -> None:
     """293 tasks, 16 samples, 4 groups a batch, one epoch, Adam at 1e-6, TIS, prefix merging."""
     settings = read_values(EXAMPLE / "paper.yaml")
     assert (settings["select"]["limit"], settings["template"]["samples"]) == (293, 16)
@@ -65,38 +65,37 @@ def test_the_paper_is_what_the_paper_says() -> None:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A copy of the example, and whatever is started in it."""
+    """A copy of the example to start processes in."""
     shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("toy", "runs"))
-    made = World(tmp_path / "example")
-    yield made
-    made.close()
+    with contextlib.closing(World(tmp_path / "example")) as opened:
+        yield opened
 
 
 @contextlib.asynccontextmanager
 async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
-    """An engine that mends an issue in every other session, by its URL."""
-    words = tokenizer()
-    end = words.encode("<|im_end|>")
+    """Serve an engine that solves an issue in every other session; its URL."""
+    tokens = tokenizer()
+    end = tokens.encode("<|im_end|>")
     turns = {row["instance_id"]: itertools.cycle((True, False)) for row in rows}
 
     def reply(prompt: Ids, _request: str) -> Reply:
-        text = words.decode(prompt.tolist())
+        text = tokens.decode(prompt.tolist())
         row = next((row for row in rows if row["problem_statement"].strip() in text), None)
         answer = "Done."
         if row is not None and "(exit 0)" not in text:
             answer = "I look at it first.\n```sh\nls\n```"
             if next(turns[row["instance_id"]]):
                 answer = f"This mends it.\n```sh\ngit apply <<'PATCH'\n{row['patch']}PATCH\n```"
-        return Reply([*words.encode(answer), *end], tokens_per_chunk=64)
+        return Reply([*tokens.encode(answer), *end], tokens_per_chunk=64)
 
-    engine = ScriptedEngine(reply, vocab_size=words.size, eos_ids=end)
+    engine = ScriptedEngine(reply, vocab_size=tokens.size, eos_ids=end)
     async with serve(create_app(engine, model_name="scripted")) as url:
         yield url
 
 
 @pytest.mark.slow
 async def test_the_toy_runs_to_its_end(world: World) -> None:
-    """Sandbox, agent, model, patch, and SWE-bench's grading: half of the sessions earn 1."""
+    """With sandbox, agent, model and SWE-bench's grading half of the sessions earn 1."""
     if reason := Bubblewrap().check_available():
         pytest.skip(reason)
     async with serve_engine(make(world.folder / "toy")) as url:
@@ -104,7 +103,7 @@ async def test_the_toy_runs_to_its_end(world: World) -> None:
         process = world.tugline(
             "run", "run", "toy.yaml", "--config", "toy.cluster.yaml", "--out", "runs", *options
         )
-        assert await asyncio.to_thread(process.wait, 100) == 0, world.said("run")
+        assert await asyncio.to_thread(process.wait, 100) == 0, world.read_log("run")
     lines = (world.folder / "runs" / "results.jsonl").read_text().splitlines()
-    earned = Counter((one["task"], one["reward"]) for one in map(json.loads, lines))
+    earned = Counter((view["task"], view["reward"]) for view in map(json.loads, lines))
     assert earned == {(f"tugline__larder-{n}", reward): 1 for n in (1, 2, 3) for reward in (0, 1)}

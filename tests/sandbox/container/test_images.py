@@ -1,4 +1,4 @@
-"""Images of a real Podman: missing, built, broken, looked into and removed again."""
+"""Images of a real Podman: missing, built, broken, inspected and removed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Each test has a cache of its own.
+    """A cache for each test.
 
-    aiodocker does not close the reply of a pull or a build that is cancelled; here it is collected
-    before it can be reported in the middle of another test.
+    aiodocker does not close the response of a cancelled pull or build; it is collected here, so
+    that no warning about it appears in another test.
     """
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "cache"
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def context(folder: Path, dockerfile: str) -> Workspace:
-    """A folder to build from. What makes it a new image each time is the test's own path."""
+    """A folder to build from, whose image is new each time, since it contains its path."""
     folder.mkdir()
     (folder / "Dockerfile").write_text(dockerfile)
     (folder / "own").write_text(str(folder))
@@ -50,17 +50,17 @@ def context(folder: Path, dockerfile: str) -> Workspace:
 
 
 def names(*workspaces: Workspace) -> list[str]:
-    """What they build."""
-    return [build_name(Path(one.build or "")) for one in workspaces]
+    """Names of the images that they build."""
+    return [build_name(Path(workspace.build or "")) for workspace in workspaces]
 
 
 def built(engine: str, *workspaces: Workspace) -> list[str]:
-    """Names of those that the engine has."""
+    """Names of those images that the engine has."""
     return [name for name in names(*workspaces) if exists(engine, name)]
 
 
-async def refused(runtime: Container, tmp_path: Path, workspace: Workspace) -> str:
-    """Why no sandbox can be opened."""
+async def open_error(runtime: Container, tmp_path: Path, workspace: Workspace) -> str:
+    """The error when a sandbox is opened."""
     with pytest.raises(ImageError) as caught:
         async with (
             asyncio.timeout(30),
@@ -71,15 +71,13 @@ async def refused(runtime: Container, tmp_path: Path, workspace: Workspace) -> s
 
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
-async def test_an_engine_that_stumbles_is_asked_again(
-    failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Podman answers 500 for an image while it writes its storage; twice is borne."""
-    asked = []
+async def test_transient_errors_are_retried(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman answers 500 for an image while it writes its storage; there are two retries."""
+    requests = []
 
     async def inspect(name: str) -> dict[str, object]:
-        asked.append(name)
-        if len(asked) <= failures:
+        requests.append(name)
+        if len(requests) <= failures:
             raise DockerError(500, "locating item named manifest")
         return {"Id": "abc"}
 
@@ -94,8 +92,8 @@ async def test_an_engine_that_stumbles_is_asked_again(
         with pytest.raises(DockerError, match="manifest"):
             await find_image(docker, "debian:12")
     else:
-        found = await find_image(docker, "debian:12")
-        assert found.id == "abc"
+        image = await find_image(docker, "debian:12")
+        assert image.id == "abc"
     assert pauses == [0.2, 1.0][:failures]
 
 
@@ -115,26 +113,28 @@ GONE = "registry.invalid/nobody/nothing:1"
         ({"pull_s": 1.0}, "127.0.0.1:{port}/x:1", r": not done within 1 s \(option pull_s\)$"),
     ],
 )
-async def test_missing_image_is_named(
+async def test_missing_images_are_reported(
     podman: str, tmp_path: Path, options: dict[str, Any], image: str, expected: str
 ) -> None:
-    """Soon, with the engine's words; what is no name would be a part of the engine's URLs."""
+    """With the engine's message; invalid names, which could change the engine's URL, as such."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a registry that never answers
         name = image.format(port=silent.getsockname()[1])
-        output = await refused(Container(engine=podman, **options), tmp_path, Workspace(image=name))
+        output = await open_error(
+            Container(engine=podman, **options), tmp_path, Workspace(image=name)
+        )
     assert output.startswith(f"image {name!r}")
     assert re.search(expected, output, re.DOTALL), output
 
 
-async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
-    """Sessions that want the same Dockerfile at once share one build; its workdir is theirs."""
+async def test_sessions_share_a_build(podman: str, tmp_path: Path) -> None:
+    """Sessions with the same Dockerfile share one build and have its workdir."""
     dockerfile = f"FROM {DEBIAN}\nWORKDIR /app\nCOPY own ./\nRUN date +%N >stamp\nENV K=v\n"
     workspace = context(tmp_path / "context", dockerfile)
     runtime = Container(engine=podman)
 
     async def session(number: int) -> tuple[bytes | None, dict[str, FileChange | None], str]:
-        place = SandboxSpec(workspace=workspace, files={"task.txt": "t"})
-        async with runtime.open(tmp_path / f"sandbox{number}", place) as sandbox:
+        spec = SandboxSpec(workspace=workspace, files={"task.txt": "t"})
+        async with runtime.open(tmp_path / f"sandbox{number}", spec) as sandbox:
             assert str(sandbox.workdir) == "/app"
             await sandbox.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
             output = (sandbox.logs / "agent.log").read_text()
@@ -145,10 +145,10 @@ async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
             )
 
     try:
-        found = await asyncio.gather(*map(session, range(3)))
-        assert found[0] == found[1] == found[2]
-        assert found[0][0]
-        assert found[0][1:] == ({"own": None}, "v\nt")
+        results = await asyncio.gather(*map(session, range(3)))
+        assert results[0] == results[1] == results[2]
+        assert results[0][0]
+        assert results[0][1:] == ({"own": None}, "v\nt")
     finally:
         unbuilt(podman, *names(workspace))
 
@@ -166,37 +166,37 @@ async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
     ],
     ids=["a step fails", "an unknown instruction", "a missing base", "it hangs"],
 )
-async def test_broken_dockerfile_is_told_with_its_last_lines(
+async def test_failed_builds_are_reported(
     podman: str, tmp_path: Path, dockerfile: str, expected: str
 ) -> None:
-    """What fails is told with what it said; nothing is left in the engine."""
+    """The error has the last lines of output; no image is left."""
     workspace = context(tmp_path / "context", dockerfile)
-    output = await refused(Container(engine=podman, build_s=2.0), tmp_path, workspace)
+    output = await open_error(Container(engine=podman, build_s=2.0), tmp_path, workspace)
     assert output.startswith(f"{tmp_path}/context/Dockerfile cannot be built: ")
     assert re.search(expected, output, re.DOTALL), output
     assert "\x1b" not in output
     assert not built(podman, workspace)
 
 
-async def test_folder_without_a_dockerfile(podman: str, tmp_path: Path) -> None:
-    """It is named, with what would be right."""
-    output = await refused(Container(engine=podman), tmp_path, Workspace(build=str(tmp_path)))
+async def test_a_folder_without_a_dockerfile_is_an_error(podman: str, tmp_path: Path) -> None:
+    """The error has the folder and what would be right."""
+    output = await open_error(Container(engine=podman), tmp_path, Workspace(build=str(tmp_path)))
     assert output == f"workspace.build is '{tmp_path}', must be a folder with a Dockerfile"
 
 
-async def test_cancelled_look_into_an_image_leaves_no_container(
+async def test_a_cancelled_inspection_leaves_no_container(
     podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while its container is made nor while it is removed."""
+    """Neither while its container is created nor while it is removed."""
     runtime = Container(engine=podman, image=BUSYBOX)
     await asyncio.to_thread(runtime.inspect)
     reached = asyncio.Event()
 
     def slowly(real: Any) -> Any:
-        async def call(*given: Any, **named: Any) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
             reached.set()
             await asyncio.sleep(0.2)
-            return await real(*given, **named)
+            return await real(*args, **kwargs)
 
         return call
 
@@ -215,12 +215,12 @@ async def test_cancelled_look_into_an_image_leaves_no_container(
             with pytest.raises(asyncio.CancelledError):
                 await task
     async with ContainerEngine(podman).client() as docker:
-        named = {"label": ["tugline=peek"]}
-        assert not await docker.containers.list(all=True, filters=named)
+        filters = {"label": ["tugline=peek"]}
+        assert not await docker.containers.list(all=True, filters=filters)
 
 
-async def test_least_used_image_of_ours_goes_first(podman: str, tmp_path: Path) -> None:
-    """Over `images_gb` what was built here and not used for longest goes; nothing else does."""
+async def test_least_recently_used_builds_are_removed(podman: str, tmp_path: Path) -> None:
+    """Over `images_gb` the build that was not used for longest goes; other images stay."""
     runtime = Container(engine=podman, images_gb=0.005)  # two of them fit, three do not
     dockerfile = f"FROM {BUSYBOX}\nCOPY own /\n"
     first, second, third = (context(tmp_path / name, dockerfile) for name in "abc")
@@ -234,8 +234,8 @@ async def test_least_used_image_of_ours_goes_first(podman: str, tmp_path: Path) 
         unbuilt(podman, *names(first, second, third))
 
 
-async def test_image_in_use_is_not_removed(podman: str, tmp_path: Path) -> None:
-    """An image that a sandbox is made of stays, also when it is too large."""
+async def test_images_in_use_are_not_removed(podman: str, tmp_path: Path) -> None:
+    """The image of an open sandbox stays, even if it is too large."""
     runtime = Container(engine=podman, images_gb=0.001)
     dockerfile = f"FROM {BUSYBOX}\nCOPY own /\n"
     first, second = (context(tmp_path / name, dockerfile) for name in "ab")
@@ -248,8 +248,8 @@ async def test_image_in_use_is_not_removed(podman: str, tmp_path: Path) -> None:
         unbuilt(podman, *names(first, second))
 
 
-def test_name_is_the_content(tmp_path: Path) -> None:
-    """The same files make the same name; a byte, a mode or a file's name makes another."""
+def test_names_depend_on_the_content(tmp_path: Path) -> None:
+    """The same files have the same name; another byte, mode or file name changes it."""
     for folder in ("a", "b", "c", "d", "e"):
         (tmp_path / folder / "sub").mkdir(parents=True)
         (tmp_path / folder / "Dockerfile").write_text("FROM x\n")
@@ -257,7 +257,7 @@ def test_name_is_the_content(tmp_path: Path) -> None:
     (tmp_path / "c" / "sub" / "f").write_text("2")
     (tmp_path / "d" / "sub" / "f").chmod(0o755)
     (tmp_path / "e" / "sub" / "f").rename(tmp_path / "e" / "sub" / "g")
-    found = [build_name(tmp_path / folder) for folder in "abcde"]
-    assert found[0] == found[1]
-    assert len(set(found)) == 4
-    assert all(name.startswith(f"{BUILT}:") for name in found)
+    built_names = [build_name(tmp_path / folder) for folder in "abcde"]
+    assert built_names[0] == built_names[1]
+    assert len(set(built_names)) == 4
+    assert all(name.startswith(f"{BUILT}:") for name in built_names)
