@@ -1,4 +1,4 @@
-"""What is told of a session: turns by their ids, ledgers that add up, and its JSON."""
+"""The view of a session: turns classified by their ids, ledgers that add up, and its JSON."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from recording.view.synthetic import START, Script, encode, small, whole
+from recording.view.synthetic import START, Script, encode, small, view, whole
 from tugline.recording.file import read
 from tugline.recording.records import RecordedEvent
 from tugline.recording.view.session_view import (
@@ -14,7 +14,6 @@ from tugline.recording.view.session_view import (
     TraceView,
     TurnDetail,
     TurnView,
-    ViewedSession,
     encode_json,
     view_session,
 )
@@ -23,14 +22,9 @@ from tugline.traces.lineage import Continuation
 from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
 
 
-def view_of(path: Path, builder: str | None = None) -> ViewedSession:
-    """The story of a recording."""
-    return view_session(path, read(path), builder)
-
-
-def test_each_turn_says_how_it_goes_on(tmp_path: Path) -> None:
-    """First, exact and forked are told from the ids, with the reason that was recorded."""
-    turns = view_of(small(tmp_path)).view.turns
+def test_each_turn_has_its_continuation(tmp_path: Path) -> None:
+    """First, exact and forked follow from the ids; the reasons are those recorded."""
+    turns = view(small(tmp_path)).view.turns
     assert [(turn.continuation, turn.reasons) for turn in turns] == [
         (Continuation.FIRST, ()),
         (Continuation.EXACT, ()),
@@ -48,7 +42,7 @@ def test_each_turn_says_how_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
-    """Healed is said of ids that go on; a turn that leaves its parent is a fork in any case."""
+    """Only a turn that extends its parent's ids has echo changes; any other is a fork."""
     script = Script(tmp_path)
     first = script.call(encode("one two"), "three")
     script.call([*whole(first), *encode("four")], "five", echo_changes=(EchoChange.ARGUMENTS,))
@@ -59,7 +53,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     last = script.call(encode("one"), "two", parent=None)
     script.call([*whole(last), *encode("three")], "four", branch=Branch.NEW_THREAD)
     script.writer.close()
-    turns = view_of(script.path).view.turns
+    turns = view(script.path).view.turns
     assert [(turn.continuation, turn.reasons) for turn in turns[1:]] == [
         (Continuation.ECHO_CHANGED, ("arguments",)),
         (Continuation.BROKEN, ("ids_differ",)),
@@ -69,59 +63,58 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
         (Continuation.FIRST, ()),
         (Continuation.FORKED, ("new_thread",)),
     ]
-    assert turns[-1].shared == len(whole(last)), "it keeps the ids and is another thread's"
+    assert turns[-1].shared == len(whole(last)), "all ids are shared, in another thread"
 
 
 @pytest.mark.parametrize("builder", ["prefix_merging", "per_request"])
 def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
-    """Whatever the builder: each turn balances, and their sum is the session's."""
-    story = view_of(small(tmp_path), builder).view
-    assert all(turn.ledger.balanced for turn in story.turns)
-    assert sum_ledgers(turn.ledger for turn in story.turns) == story.ledger
-    assert story.turns[2].ledger.masked == {Reason.CLIENT_GONE: story.turns[2].sampled}
-    assert sum(view.trained for view in story.traces) == story.ledger.trained
-    assert story.builder == builder
+    """With either builder each turn balances, and the sum of the turns is the session's."""
+    session = view(small(tmp_path), builder).view
+    assert all(turn.ledger.balanced for turn in session.turns)
+    assert sum_ledgers(turn.ledger for turn in session.turns) == session.ledger
+    assert session.turns[2].ledger.masked == {Reason.CLIENT_GONE: session.turns[2].sampled}
+    assert sum(trace.trained for trace in session.traces) == session.ledger.trained
+    assert session.builder == builder
 
 
-def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
-    """Messages only of the turn that is asked for, as they are in the recording."""
-    session = view_of(small(tmp_path))
+def test_the_json_has_every_field(tmp_path: Path) -> None:
+    """It has the messages of the requested turn only, as they are in the recording."""
+    session = view(small(tmp_path))
     brief = msgspec.json.decode(encode_json(session, None))
     assert set(brief) == set(session.view.__struct_fields__)
     assert "detail" not in brief["turns"][0]
     assert [event["kind"] for event in brief["events"]] == ["weights", "engine_fault"]
     assert (brief["result"]["status"], brief["started"]) == ("completed", START)
     assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
-    one = msgspec.json.decode(encode_json(session, 3))
-    (turn,) = one["turns"]
+    (turn,) = msgspec.json.decode(encode_json(session, 3))["turns"]
     assert (turn["call"], turn["detail"]["answer"]["content"]) == (3, "A fork.")
-    said = [message["content"] for message in turn["detail"]["messages"]]
-    assert said == [message.content for message in session.calls[3].messages]
+    contents = [message["content"] for message in turn["detail"]["messages"]]
+    assert contents == [message.content for message in session.calls[3].messages]
 
 
-def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> None:
-    """A call without logprobs stops every builder, and not the one who looks for the reason."""
+def test_a_session_that_cannot_be_built_can_be_viewed(tmp_path: Path) -> None:
+    """A call without logprobs is an error of every builder; the view has the reason."""
     script = Script(tmp_path)
     script.call(encode("one"), "two", logprobs=np.empty(0, np.float32))
     script.writer.close()
-    story = view_of(script.path).view
-    assert "logprobs" in story.build_error
-    assert story.traces == ()
-    assert story.turns[0].mean_logprob is None
-    assert not story.ledger.balanced
+    session = view(script.path).view
+    assert "logprobs" in session.build_error
+    assert session.traces == ()
+    assert session.turns[0].mean_logprob is None
+    assert not session.ledger.balanced
 
 
-def test_a_recording_without_its_header_is_told(tmp_path: Path) -> None:
-    """A file whose first record is lost has calls to show."""
+def test_a_recording_without_its_header_can_be_viewed(tmp_path: Path) -> None:
+    """The calls of a file that has lost its first record are shown."""
     recording = read(small(tmp_path))
     recording.header = recording.result = None
-    story = view_session(tmp_path, recording).view
-    assert (story.header, story.result, story.builder) == (None, None, "prefix_merging")
-    assert len(story.turns) == 6
+    session = view_session(tmp_path, recording).view
+    assert (session.header, session.result, session.builder) == (None, None, "prefix_merging")
+    assert len(session.turns) == 6
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    """Whoever reads the object finds each of its keys in docs/view.md."""
+    """In docs/view.md."""
     page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
     shapes = (SessionView, TurnView, TurnDetail, RecordedEvent, TraceView)
     names = [name for shape in shapes for name in shape.__struct_fields__]
