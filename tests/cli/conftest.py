@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -97,6 +98,16 @@ async def end(process: asyncio.subprocess.Process, code: int = 0) -> tuple[str, 
     out, err = await asyncio.wait_for(process.communicate(), 300)
     assert process.returncode == code, err.decode()
     return out.decode(), err.decode()
+
+
+async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], object]) -> None:
+    """Kill a process, but not its children, as soon as `reached` is true."""
+    while not reached():
+        if process.returncode is not None:
+            pytest.fail(f"ended before it was killed: {(await process.communicate())[1].decode()}")
+        await asyncio.sleep(0.005)
+    process.kill()
+    await end(process, -signal.SIGKILL)
 
 
 @pytest.fixture

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from cli.conftest import Run, Shell
-from served import TOKENS
 from training_run import write_config
 
 PROGRAMS = Path(__file__).parent / "slurm"
@@ -103,7 +102,6 @@ async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
     (shell.folder / "queue").write_text("RUNNING|None|n[1-3]|9:59\n")
     run = shell.folder / "run"
     (run / "up").mkdir(parents=True)
-    (run / "server").mkdir()
     (run / "slurm-job").write_text("17\n")
     command = ("launch", "slurm", "run.yaml", "--run", "run", "--status")
 
@@ -113,8 +111,7 @@ async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
 
     assert "server" not in await read()
     (run / "up" / "address").write_text(f"{shell.house.url}\n")
-    (run / "server" / "server.json").write_bytes(msgspec.json.encode({"url": shell.house.url}))
-    (run / "server" / "tokens.json").write_bytes(msgspec.json.encode(TOKENS))
+    shutil.copytree(shell.folder / "tugline-data", run / "server")
     assert (await read())["overview"]["url"] == shell.house.url
     output = (await shell.run(*command)).stdout
     assert output.startswith(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def write_tasks(folder: Path) -> None:
     (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
 
 
+def run_set(run_here: Run, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Run a command with the set and the model; its JSON output."""
+    done = run_here(*arguments, "--model", "model", "--renderer", "qwen3", "--json")
+    assert done.returncode == code, done.stderr
+    return msgspec.json.decode(done.stdout, type=dict[str, Any])
+
+
 def test_run_writes_results_and_resumes(world: World) -> None:
     """Results as lines and trajectories; the same command with another task runs only that."""
     run = (*RUN, "--engine", world.engine())
@@ -72,13 +80,7 @@ def test_run_reports_that_no_session_completed(world: World) -> None:
 def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> None:
     """Three sessions of each of five tasks; a finished run is read, not repeated."""
     write_tasks(tmp_path)
-
-    def measure(*options: str) -> dict[str, Any]:
-        set_and_model = ("set.json", "--model", "model", "--renderer", "qwen3")
-        done = run_here("eval", *set_and_model, "--out", "first", "--k", "3", "--json", *options)
-        assert done.returncode == 0, done.stderr
-        return msgspec.json.decode(done.stdout, type=dict[str, Any])
-
+    measure = partial(run_set, run_here, "eval", "set.json", "--out", "first", "--k", "3")
     first = measure()
     evaluation = first["evaluation"]
     assert (evaluation["attempts"], evaluation["unrewarded"], first["change"]) == (15, 0, None)
@@ -99,13 +101,8 @@ def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> No
 def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path, run_here: Run) -> None:
     """Repeated with another condition, the command makes another set without a model call."""
     write_tasks(tmp_path)
-
-    def generate(*more: str, code: int = 0) -> dict[str, Any]:
-        options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
-        done = run_here("generate", "set.json", "--out", "run", "--json", *options, *more)
-        assert done.returncode == code, done.stderr
-        return msgspec.json.decode(done.stdout, type=dict[str, Any])
-
+    options = ("--out", "run", "--samples", "2", "--price-out", "2")
+    generate = partial(run_set, run_here, "generate", "set.json", *options)
     every = generate("--accept", "reward>=0")
     total, results = every["tags"]["all"], (tmp_path / "run" / RESULTS).read_bytes()
     assert (total["sessions"], total["accepted"], total["failed"]) == (10, 10, 0)

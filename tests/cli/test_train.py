@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from cli.conftest import Run, end, start
+from cli.conftest import Run, end, kill_when, start
 from commands import TUGLINE
 from trainers.test_sft import write_run
 from training_run import write_config
@@ -26,16 +25,6 @@ from tugline.types import Ledger
 TORCHRUN = (TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python")
 TRAIN = (TUGLINE, "train", "config.json", "--out", "run")
 SFT = (TUGLINE, "sft", "sft.json", "--out")
-
-
-async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], bool]) -> None:
-    """Kill a process, but not its children, as soon as `reached` holds."""
-    while not reached():
-        if process.returncode is not None:
-            pytest.fail(f"ended before it was killed: {(await process.communicate())[1].decode()}")
-        await asyncio.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    await end(process, -signal.SIGKILL)
 
 
 def has_metric(run: Path, key: str) -> Callable[[], bool]:

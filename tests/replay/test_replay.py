@@ -40,7 +40,7 @@ from tugline.replay.run import Options, RecordedSession, ReplayReport
 from tugline.replay.source import Live
 from tugline.sandbox.local import LocalRuntime
 from tugline.testing import ScriptedTurn, serve_scripted_model
-from tugline.types import Call, Limits, Message, PluginSpec, Reason, Role, ToolCall
+from tugline.types import Call, Limits, Message, PluginSpec, Reason, Reward, Role, ToolCall
 
 PI = PluginSpec("pi")
 Calls = Sequence[Call]
@@ -55,11 +55,6 @@ async def replay(path: Path, folder: Path, *options: Options) -> ReplayReport:
 async def fork(path: Path, folder: Path, live: Live) -> list[ReplayReport]:
     """Fork a recording."""
     return await replays.fork(RecordedSession.load(path), folder, live)
-
-
-def reward_of(report: ReplayReport) -> float | None:
-    """The reward of the replay."""
-    return report.reward.value if report.reward else None
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,7 @@ async def test_an_agent_repeats_its_requests(
     assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
     assert report.failure is None
     assert report.reward == report.recorded_reward
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
     again, header = read(Path(report.recording)), recording.header
     assert again.header is not None
     assert all(call.replayed for call in again.calls)
@@ -113,7 +108,7 @@ async def test_paths_in_recorded_answers_are_adapted(tmp_path: Path) -> None:
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.adapted) == (3, 1)
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
     assert not (where / "second.txt").exists()
 
 
@@ -241,7 +236,7 @@ async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
     for report in reports:
         assert report.as_recorded, report.differences
         assert (report.replayed, report.live, report.failure) == (1, 2, None)
-        assert reward_of(report) == 1.0
+        assert report.reward == Reward(1.0)
         path = Path(report.recording)
         forked = read(path)
         assert forked.header is not None
@@ -299,7 +294,7 @@ async def test_a_killed_session_is_continued(tmp_path: Path) -> None:
         assert len(model.engine.calls) == 1
     assert report.as_recorded, report.differences
     assert report.failure is None
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
 
 
 # --------------------------------------------------------------------------- errors and matching

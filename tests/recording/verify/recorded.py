@@ -20,7 +20,6 @@ from tugline.types import Call, Sampling
 from tugline.web.serve import serve
 
 LOOK = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
-WINDOW = 700
 DRAWN = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1)
 
 
@@ -101,7 +100,7 @@ class Modelled(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def modelled(
-    folder: Path, sampling: Sampling = DRAWN, window: int = WINDOW
+    folder: Path, sampling: Sampling = DRAWN, window: int = 700
 ) -> AsyncIterator[Modelled]:
     """Open a session and start its engine for the duration of the block."""
     async with (

@@ -1,5 +1,6 @@
 """The view of a session: turns classified by their ids, ledgers that add up, and its JSON."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -18,21 +19,19 @@ from tugline.recording.view.session_view import (
     view_session,
 )
 from tugline.traces.base import sum_ledgers
-from tugline.traces.lineage import Continuation
 from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
+
+
+def list_continuations(turns: Iterable[TurnView]) -> list[str]:
+    """Continuation and reasons of each turn."""
+    return [" ".join((turn.continuation, *turn.reasons)) for turn in turns]
 
 
 def test_each_turn_has_its_continuation(tmp_path: Path) -> None:
     """First, exact and forked follow from the ids; the reasons are those recorded."""
     turns = view(small(tmp_path)).view.turns
-    assert [(turn.continuation, turn.reasons) for turn in turns] == [
-        (Continuation.FIRST, ()),
-        (Continuation.EXACT, ()),
-        (Continuation.EXACT, ()),
-        (Continuation.FORKED, ("history_edited",)),
-        (Continuation.FIRST, ("new_thread",)),
-        (Continuation.EXACT, ()),
-    ]
+    expected = ["first", "exact", "exact", "forked history_edited", "first new_thread", "exact"]
+    assert list_continuations(turns) == expected
     first, second = turns[:2]
     assert second.shared == first.prompt + first.sampled
     assert turns[3].shared == first.prompt, "a fork has what the ids share"
@@ -54,14 +53,9 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     script.call([*whole(last), *encode("three")], "four", branch=Branch.NEW_THREAD)
     script.writer.close()
     turns = view(script.path).view.turns
-    assert [(turn.continuation, turn.reasons) for turn in turns[1:]] == [
-        (Continuation.ECHO_CHANGED, ("arguments",)),
-        (Continuation.BROKEN, ("ids_differ",)),
-        (Continuation.FIRST, ()),
-        (Continuation.FORKED, ("client_gone",)),
-        (Continuation.NO_TOKEN_IDS, ()),
-        (Continuation.FIRST, ()),
-        (Continuation.FORKED, ("new_thread",)),
+    assert list_continuations(turns) == [
+        *("first", "echo_changed arguments", "broken ids_differ", "first", "forked client_gone"),
+        *("no_token_ids", "first", "forked new_thread"),
     ]
     assert turns[-1].shared == len(whole(last)), "all ids are shared, in another thread"
 
