@@ -58,8 +58,7 @@ class Tab:
         await self.socket.send_json({"id": number, "method": method, "params": params})
         reply = await asyncio.wait_for(answer, 60)
         assert "error" not in reply, (method, reply)
-        result: dict[str, Any] = reply["result"]
-        return result
+        return reply["result"]
 
     async def js(self, code: str) -> Any:
         """The value of an expression, awaited if it is a promise."""

@@ -82,8 +82,7 @@ async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
     """Open a page, wait until `ready` is true, and return its text."""
     await tab.visit(rig.served.url + path)
     await tab.until(ready)
-    text: str = await tab.js("document.querySelector('main').innerText")
-    return text
+    return await tab.js("document.querySelector('main').innerText")
 
 
 DRAWN = "performance.getEntriesByName('tokens drawn').length"

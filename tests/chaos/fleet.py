@@ -66,7 +66,6 @@ class Program:
 
     def kill(self, back_in_s: float = 0.0) -> None:
         """SIGKILL; `Fleet.supervise` starts it again after `back_in_s`."""
-        assert self.process is not None
         self.back = time.time() + back_in_s
         self.process.kill()
         self.process.wait(10)
@@ -74,13 +73,11 @@ class Program:
 
     def freeze(self, for_s: float) -> None:
         """SIGSTOP; `Fleet.supervise` lets it continue after `for_s`."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         self.frozen = time.time() + for_s
 
     def thaw(self) -> None:
         """SIGCONT."""
-        assert self.process is not None
         self.frozen = None
         self.process.send_signal(signal.SIGCONT)
 

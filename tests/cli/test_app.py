@@ -121,20 +121,17 @@ def test_options_and_arguments_can_be_mixed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
-        (("--help",), OTHER_LIBRARIES),
-        (("--version",), OTHER_LIBRARIES),
-        (("status", "--help"), ENGINE_LIBRARIES),
-        (("logs", "--help"), ENGINE_LIBRARIES),
+        ("--help", OTHER_LIBRARIES),
+        ("--version", OTHER_LIBRARIES),
+        ("status --help", ENGINE_LIBRARIES),
+        ("logs --help", ENGINE_LIBRARIES),
     ],
-    ids=["help", "version", "status", "logs"],
 )
-def test_a_command_imports_only_what_it_needs(
-    arguments: tuple[str, ...], heavy: tuple[str, ...]
-) -> None:
+def test_a_command_imports_only_what_it_needs(arguments: str, heavy: tuple[str, ...]) -> None:
     """Help imports no command's libraries, and a client command none of the server's."""
     code = (
         "import sys\nfrom tugline.cli.app import main\n"
-        f"sys.argv = ['tugline', *{arguments!r}]\n"
+        f"sys.argv = 'tugline {arguments}'.split()\n"
         "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
         f"imported = sorted(set({heavy!r}) & sys.modules.keys())\n"
         "assert not imported, imported\n"

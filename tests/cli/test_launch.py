@@ -106,8 +106,7 @@ async def test_the_server_of_a_running_job_is_reported(shell: Shell) -> None:
     command = ("launch", "slurm", "run.yaml", "--run", "run", "--status")
 
     async def read() -> dict[str, Any]:
-        report: dict[str, Any] = json.loads((await shell.run(*command, "--json")).stdout)
-        return report
+        return json.loads((await shell.run(*command, "--json")).stdout)
 
     assert "server" not in await read()
     (run / "up" / "address").write_text(f"{shell.house.url}\n")

@@ -178,7 +178,6 @@ async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")
         following = await shell.start("logs", "-f", "a-0")
-        assert following.stdout is not None
         assert await following.stdout.readline() == b"one\n"
         await node.log("a-0", epoch, 4, b"two\n")
         assert await following.stdout.readline() == b"two\n"
@@ -202,7 +201,6 @@ async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
         os.close(terminal)
     assert text == "a\\x1b]0;owned\\x07b\\x9b2Jc\\u202ed\te \ufffd\r\n"
     piped = await shell.start("logs", "a-0")
-    assert piped.stdout is not None
     assert await piped.stdout.read() == logged
     assert (await shell.run("logs", "a-0", "--tail", "1")).stdout == "\n"
 

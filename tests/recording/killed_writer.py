@@ -18,10 +18,11 @@ import numpy as np
 from calls import make_call
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEvent, RecordedEventKind
-from tugline.types import Call, Ids, Message, Role
+from tugline.types import Call, Ids, Message, Role, Tool
 
 LONGEST_S = 0.02
 SAMPLED = 40
+TOOLS = (Tool("read", "reads", {"type": "object"}),)
 
 
 def conversation(seed: int) -> list[Call]:
@@ -37,7 +38,7 @@ def conversation(seed: int) -> list[Call]:
         parent = number - 1 if number else None
         question = (Message(Role.USER, f"{number} " * 20),)
         answer = Message(Role.ASSISTANT, "word " * len(sampled))
-        more = {"parent": parent, "messages": question, "answer": answer}
+        more = {"parent": parent, "messages": question, "answer": answer, "tools": TOOLS}
         calls.append(make_call(number, prompt, sampled, **more))
         dice = draw.random()
         if dice < 0.1:

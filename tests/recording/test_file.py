@@ -21,23 +21,11 @@ from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Recording, Writer, read
 from tugline.recording.records import SampledTokens
 from tugline.traces.base import PrefixMerging
-from tugline.types import Call, Message, Role, Tool, encode
+from tugline.types import encode
 
 TESTS = Path(__file__).parents[1]
 KILLED = 200
-
-
-def make_conversation(turns: int) -> list[Call]:
-    """Calls each of whose prompts extends the one before."""
-    calls, ids = [], list(range(500))
-    tools = (Tool("read", "reads", {"type": "object"}),)
-    for number in range(turns):
-        sampled = [number, number + 1, 7]
-        messages = (Message(Role.USER, f"hello {number}"),)
-        parent = number - 1 if number else None
-        calls.append(make_call(number, ids, sampled, parent=parent, messages=messages, tools=tools))
-        ids = [*ids, *sampled, 9, 9, number]
-    return calls
+CALLS = killed_writer.conversation(0)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +40,7 @@ def test_a_torn_tail_is_cut_and_nothing_before_it(folder: Path, data: st.DataObj
     """A file that ends at any byte yields complete calls only, and can be continued."""
     path = folder / "torn.rec"
     path.unlink(missing_ok=True)
-    calls = make_conversation(4)
+    calls = CALLS[:4]
     ends = write_calls(path, calls)
     cut = data.draw(st.integers(0, ends[-1]))
     path.write_bytes(path.read_bytes()[:cut])
@@ -68,7 +56,7 @@ def test_empty_blocks_after_a_power_cut_are_a_torn_tail(tmp_path: Path) -> None:
     """Zeros from the start of a sector to the end are a torn tail; other zeros are damage."""
     path = tmp_path / "a.rec"
     large = make_call(1, list(range(900, 0, -1)), list(os.urandom(3000)))
-    ends = write_calls(path, [*make_conversation(1), large])
+    ends = write_calls(path, [CALLS[0], large])
     whole = path.read_bytes()
     sector = len(whole) // 512 * 512 - 512
     for left, calls in ((whole + bytes(4096), 2), (whole[:sector] + bytes(len(whole) - sector), 1)):
@@ -86,7 +74,7 @@ def test_the_error_of_a_flipped_bit_has_file_and_offset(folder: Path, data: st.D
     """Damage is never silently fewer calls; the calls before it can be salvaged."""
     path = folder / "flip.rec"
     path.unlink(missing_ok=True)
-    starts = write_calls(path, make_conversation(3))[:-1]
+    starts = write_calls(path, CALLS[:3])[:-1]
     whole = bytearray(path.read_bytes())
     place = data.draw(st.integers(len(MAGIC), len(whole) - 1))
     whole[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -104,7 +92,7 @@ def test_the_error_of_a_flipped_bit_has_file_and_offset(folder: Path, data: st.D
 def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
     """A record of 4 GiB is damage and no torn tail, even if its head has a valid checksum."""
     path = tmp_path / "a.rec"
-    start = write_calls(path, make_conversation(3))[1]
+    start = write_calls(path, CALLS[:3])[1]
     data = bytearray(path.read_bytes())
     head = struct.pack("<II", 2**32 - 1, 0)
     data[start : start + 12] = head + struct.pack("<I", zlib.crc32(head))
@@ -117,7 +105,7 @@ def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_record_is_refused(tmp_path: Path) -> None:
     """The error of a complete record of an unknown type has its offset, too."""
     path = tmp_path / "a.rec"
-    end = write_calls(path, make_conversation(3))[-1]
+    end = write_calls(path, CALLS[:3])[-1]
     packed = zstandard.ZstdCompressor().compress(b"\x81\xa4type\xa3odd")
     head = struct.pack("<II", len(packed), zlib.crc32(packed))
     record = head + struct.pack("<I", zlib.crc32(head)) + packed
@@ -154,7 +142,7 @@ def test_the_error_of_a_missing_file_has_its_name(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_earlier_calls(tmp_path: Path) -> None:
     """A record that cannot be written is an error, and closes the file."""
     path = tmp_path / "a.rec"
-    first, second, third = make_conversation(3)
+    first, second, third = CALLS[:3]
     with Writer(path) as writer:
         writer.append(first)
         full = os.open("/dev/full", os.O_WRONLY)

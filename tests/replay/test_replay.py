@@ -83,7 +83,6 @@ async def test_an_agent_repeats_its_requests(
     assert report.reward == report.recorded_reward
     assert report.reward == Reward(1.0)
     again, header = read(Path(report.recording)), recording.header
-    assert again.header is not None
     assert all(call.replayed for call in again.calls)
     for old, new in zip(recording.calls, again.calls, strict=True):
         assert np.array_equal(old.sampled_ids, new.sampled_ids)
@@ -230,7 +229,6 @@ async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
     async with serve_scripted_model({INSTRUCTION: other}, {}) as model:
         live = Live(model.upstream, 1, samples=2, slots=2, first=3)
         reports = await fork(recording, tmp_path / "forks", live)
-        assert model.engine is not None
         assert len(model.engine.calls) == 4, "the recorded call was not sampled again"
     assert [report.session for report in reports] == ["s1-at1-3", "s1-at1-4"]
     for report in reports:
@@ -239,10 +237,8 @@ async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
         assert report.reward == Reward(1.0)
         path = Path(report.recording)
         forked = read(path)
-        assert forked.header is not None
         assert forked.header.forked_from == "s1@1"
         assert [call.replayed for call in forked.calls] == [True, False, False]
-        assert forked.result is not None
         ledger = forked.result.ledger
         recorded = len(read(recording).calls[0].sampled_ids)
         assert ledger.masked == {Reason.REPLAYED: recorded}
@@ -258,7 +254,6 @@ async def test_a_difference_before_a_fork_ends_it(recording: Path, tmp_path: Pat
     changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         (report,) = await fork(changed, tmp_path / "fork", Live(model.upstream, 2))
-        assert model.engine is not None
         assert not model.engine.calls
     assert [difference.request for difference in report.differences] == [1]
     assert report.live == 0
@@ -290,7 +285,6 @@ async def test_a_killed_session_is_continued(tmp_path: Path) -> None:
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         live = Live(model.upstream, len(killed.calls))
         (report,) = await fork(recording, tmp_path / "recovered", live)
-        assert model.engine is not None
         assert len(model.engine.calls) == 1
     assert report.as_recorded, report.differences
     assert report.failure is None

@@ -55,9 +55,7 @@ async def test_logprobs_agree_within_rounding(temperature: float, tmp_path: Path
     assert not found.failed, found.checks
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
     sums = summarize([found])
-    assert sums.max_dlogprob is not None
     assert sums.max_dlogprob < CLOSE
-    assert sums.kl is not None
     assert 0 <= sums.kl < CLOSE
 
 
@@ -67,9 +65,7 @@ async def test_a_wrong_context_fails(tmp_path: Path) -> None:
     change = one_changed(1, "prompt_ids", slice(-20, None), 65)
     found = await change_and_score(tmp_path, change, turns=2)
     first, second = found.turns
-    assert first.max_dlogprob is not None
     assert first.max_dlogprob < CLOSE
-    assert second.mean_dlogprob is not None
     assert second.mean_dlogprob > 0.1
     assert found.checks["engine"].verdict is VerifyVerdict.FAIL
     assert "call 1" in found.checks["engine"].detail
@@ -87,7 +83,6 @@ async def test_an_engine_of_another_version_is_unchecked(tmp_path: Path) -> None
     assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
     reason = "sampled under weights of version 0, the engine has 5"
     assert reason in found.checks["engine"].detail
-    assert found.turns[0].max_dlogprob is not None
     assert found.turns[0].max_dlogprob > 0.1
     assert both.checks["engine"].verdict is VerifyVerdict.PASS
     assert any(reason in note for note in both.notes)
