@@ -105,10 +105,9 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
         registration = NodeRegistration(name="old", slots=1, capacity=1)
         await shell.house.control.dispatcher.register(registration)
     async with shell.house.client() as client:
-        states = [load.node.state for load in (await Monitor(client).read()).nodes]
-        assert sorted(states) == [NodeState.GONE, NodeState.LIVE]
-        lost = next(load.node for load in (await Monitor(client).read()).nodes
-                    if load.node.state is NodeState.GONE)  # fmt: skip
+        nodes = [load.node for load in (await Monitor(client).read()).nodes]
+        lost, live = sorted(nodes, key=lambda node: node.state)
+        assert (lost.state, live.state) == (NodeState.GONE, NodeState.LIVE)
         later = await Monitor(client, clock=lambda: lost.deadline + 601).read()
         assert NodeState.GONE not in {load.node.state for load in later.nodes}
 

@@ -16,11 +16,10 @@ import torch
 from cli.conftest import Run, end, kill_when, start
 from commands import TUGLINE
 from trainers.test_sft import write_run
-from training_run import write_config
+from training_run import check_totals, write_config
 from tugline.inference.load import load
 from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.types import Ledger
 
 TORCHRUN = (TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python")
 TRAIN = (TUGLINE, "train", "config.json", "--out", "run")
@@ -58,13 +57,8 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
         await kill_when(process, reached)
     out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
     state = json.loads(out)["state"]
-    assert (state["step"], state["sessions"], state["failed"]) == (4, 16, 0)
-    ledger = msgspec.convert(state["ledger"], Ledger)
-    assert ledger.balanced
-    rows = [row for row in read_lines(run / METRICS) if "rollout/reward" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = check_totals(run, state, steps=4, sessions=16)
     assert [row["rollout/sessions"] for row in rows] == [4, 4, 4, 4]
-    assert sum(row["rollout/sampled"] for row in rows) == ledger.sampled
     assert [score["step"] for score in state["scores"]] == [0, 4]
     started = {path.name.rpartition("-")[0] for path in (run / "recordings").rglob("g*.rec")}
     assert len(started) == 8, f"a batch was chosen twice: {sorted(started)}"
@@ -87,8 +81,7 @@ async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) ->
     _, err = await end(process, 1)
     assert "exitcode: -9" in err
     out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
-    state = json.loads(out)["state"]
-    assert (state["step"], state["sessions"], state["failed"]) == (3, 12, 0)
+    check_totals(run, json.loads(out)["state"], steps=3, sessions=12)
     rows = [row for row in read_lines(run / METRICS) if "publish/version" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in rows)

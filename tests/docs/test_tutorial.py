@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from chaos.fleet import until
 from commands import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,11 +40,9 @@ def start_server(folder: Path) -> subprocess.Popen[bytes]:
         server = subprocess.Popen(
             ["tugline", "up", "--port", "0"], cwd=folder, env=environment(), stdout=log, stderr=log
         )
-    deadline = time.monotonic() + 90
-    while not (folder / "tugline-data" / "server.json").exists():
-        assert server.poll() is None, (folder / "up.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    address = folder / "tugline-data" / "server.json"
+    until(lambda: address.exists() or server.poll() is not None, "the server", 90)
+    assert server.poll() is None, (folder / "up.log").read_text()
     return server
 
 

@@ -7,27 +7,20 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from cli.conftest import end, kill_when, start
 from commands import TUGLINE
+from training_run import check_totals
 from tugline.launch.server import STORE
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
 from tugline.trainers.sinks import METRICS, read_lines
-from tugline.types import Ledger
 
 ROOT = Path(__file__).parents[2]
 OWN = f"{sys.executable} examples/agents/openai_loop.py"
-
-
-def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each step's sessions and update."""
-    return [row for row in read_lines(folder / METRICS) if "rollout/reward" in row]
 
 
 @pytest.mark.timeout(400)
@@ -50,7 +43,9 @@ async def test_an_agent_is_trained_across_a_crash(
     config.write_text("steps: 2\ntasks_per_step: 2\nsamples: 3\nheldout: 2\nslots: 2\n")
     demo = (TUGLINE, "demo", "--json", "--out", folder)
     process = await start(ROOT, *demo, "--config", config, *options)
-    await kill_when(process, lambda: read_steps(folder))
+    await kill_when(
+        process, lambda: any("rollout/reward" in row for row in read_lines(folder / METRICS))
+    )
     acknowledged = read_results(folder)
     assert acknowledged
     out, _ = await end(await start(ROOT, *demo, "--resume"))
@@ -62,17 +57,13 @@ async def test_an_agent_is_trained_across_a_crash(
     assert not [cwd for cwd in folders if cwd.is_relative_to(folder)], "programs left running"
     assert (summary["harness"], summary["harness_version"]) == (harness, version)
     state = summary["state"]
-    assert (state["step"], state["sessions"], state["updates"] > 0) == (2, 2 * 2 * 3, True)
+    rows = check_totals(folder, state, steps=2, sessions=2 * 2 * 3)
+    assert state["updates"] > 0
     assert [score["evaluation"]["attempts"] for score in state["scores"]] == [2, 2]
-    assert state["failed"] == 0
-    assert msgspec.convert(state["ledger"], Ledger).balanced
     trained = state["ledger"]["trained"]
     assert trained > 0
-    rows = read_steps(folder)
-    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["update/ledger/sampled"] == row["rollout/sampled"] for row in rows)
     assert sum(row["update/ledger/trained"] for row in rows) == trained
-    assert sum(row["rollout/sampled"] for row in rows) == state["ledger"]["sampled"]
     assert summary["replay_max_abs_dlogprob"] <= 1e-4
     assert set(summary) >= {"before", "after", "cpu_seconds", "seed"}
     for name in ("training.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
