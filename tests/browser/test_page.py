@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from browser.chromium import Tab, chromium
-from recording.view.synthetic import HOSTILE, LAST_WORD, Script, long, small, tokenizer, view
+from recording.view.synthetic import HOSTILE, LAST_WORD, START, Script, long, small, tokenizer, view
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.recording.view.html_page import render_page
 from tugline.recording.view.session_view import TokenText, ViewedSession
 
@@ -168,7 +169,9 @@ async def test_traces_are_rebuilt_from_their_parents(tab: Tab, session: ViewedSe
 
 async def test_a_session_without_calls_has_a_page(tab: Tab, tmp_path: Path) -> None:
     """As of a harness that made no request."""
-    file, _ = write_page(Script(tmp_path).end())
+    script = Script(tmp_path)
+    script.writer.append_record(RecordedEvent(RecordedEventKind.PAUSED, START))
+    file, _ = write_page(script.end())
     await tab.open(file)
     assert "no calls" in await tab.js("document.getElementById('conversation').innerText")
     await asyncio.sleep(0.2)  # size observers run late; `tab` collects their errors
