@@ -38,6 +38,13 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+def test_init_writes_a_valid_task(tmp_path: Path) -> None:
+    """To the given path; test_examples.py has the default path."""
+    assert tugline("init", "mine.yaml", cwd=tmp_path).returncode == 0
+    done = tugline("check", "mine.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
+
+
 def test_each_mistake_is_reported_on_its_own_line(tmp_path: Path) -> None:
     """Wrong types first; unknown plug-ins and senseless values once the types are right."""
     text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
