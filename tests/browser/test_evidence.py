@@ -186,8 +186,8 @@ async def test_an_agents_text_is_never_markup(tab: Tab, rig: Rig) -> None:
     name = (await commit_group(rig))[0].session.id
     for tab_name in ("conversation", "patch", "tests", "log"):
         path = f"/sessions/{name}?turn=1&tab={tab_name}"
-        seen = "document.querySelector('.body').textContent.includes('<img src=x')"
-        await open_page(tab, rig, path, f"{DRAWN} && {seen}")
+        has_text = "document.querySelector('.body').textContent.includes('<img src=x')"
+        await open_page(tab, rig, path, f"{DRAWN} && {has_text}")
         assert await tab.js("document.images.length") == 0
         assert await tab.js("document.scripts.length") == 1
     for path in ("/groups/mend", "/sessions/mend-2"):

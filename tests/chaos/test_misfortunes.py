@@ -78,16 +78,16 @@ def test_a_hanging_engine_fails_no_session(
 
         def is_over() -> bool:
             events = fleet.api().get("/v1/events?limit=1000")
-            requeued = [one for one in events if one["kind"] == "session.requeued"]
+            requeued = [event for event in events if event["kind"] == "session.requeued"]
             return time.time() > thaw and (noticed or len(requeued) >= 4)
 
         until(is_over, "more than the agents' time to pass", DONE)
         assert ("replica ejected" in (fleet.folder / "node0.log").read_text()) is noticed
         fleet.programs["engine"].thaw()
         results = wait_for_results(fleet)
-    ends = [(one["status"], one["attempt"], one["reward"]) for one in results]
+    ends = [(result["status"], result["attempt"], result["reward"]) for result in results]
     assert ends == [("completed", 0, 1.0)] * 4, "all rewarded, and no attempt is used up"
-    assert all(one["trained"] == one["sampled"] > 0 for one in results)
+    assert all(result["trained"] == result["sampled"] > 0 for result in results)
 
 
 def test_a_full_disk_refuses_tasks_and_loses_none(small_disk: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_full_disk_refuses_tasks_and_loses_none(small_disk: Path, tmp_path: Pa
         ballast.unlink()
         api.post("/v1/tasks", late)
         results = wait_for_results(fleet)
-    assert len({one["session"] for one in results}) == len(results) == 9 * 4
-    assert {one["status"] for one in results} == {"completed"}
+    assert len({result["session"] for result in results}) == len(results) == 9 * 4
+    assert {result["status"] for result in results} == {"completed"}
     assert not fleet.unexpected_exits
 
 
@@ -130,7 +130,7 @@ def test_a_restored_store_mixes_no_two_runs(tmp_path: Path) -> None:
             Path(f"{live}{suffix}").unlink(missing_ok=True)
         backup.replace(live)
         fleet.start_server(time.time())
-        assert [one["status"] for one in wait_for_results(fleet)] == ["completed"] * 4
+        assert [result["status"] for result in wait_for_results(fleet)] == ["completed"] * 4
         late = fleet.api().get(f"/v1/results?after={position}")["items"]
         assert len(late) == 4, "consumers at an old position get new results"
         folder = fleet.folder / "node0" / "nodes" / "node0" / "recordings"

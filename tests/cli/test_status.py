@@ -53,11 +53,11 @@ async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
     assert "\x1b" not in whole.stdout
     for line in ("finished  2 completed", "tasks     1 open", "weights 0", "b     open"):
         assert line in whole.stdout, whole.stdout
-    seen: dict[str, Any] = json.loads((await shell.run("status", "--json")).stdout)
-    assert seen["counts"]["sessions"] == {"queued": 1, "completed": 2}
-    seen = json.loads((await shell.run("status", "a", "--json")).stdout)
-    assert seen["task"]["state"] == "released"
-    assert [session["id"] for session in seen["sessions"]] == ["a-0", "a-1"]
+    output: dict[str, Any] = json.loads((await shell.run("status", "--json")).stdout)
+    assert output["counts"]["sessions"] == {"queued": 1, "completed": 2}
+    output = json.loads((await shell.run("status", "a", "--json")).stdout)
+    assert output["task"]["state"] == "released"
+    assert [session["id"] for session in output["sessions"]] == ["a-0", "a-1"]
     session = (await shell.run("status", "a-0")).stdout
     assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
@@ -78,22 +78,24 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
         await rig.control.submit([task("long", SLOW, samples=9, tenant="other")])
         await until(lambda: rig.node.pools.by_stage[Status.RUN].busy == 2)
         monitor = Monitor(client)
-        first = seen = await monitor.read()
+        first = overview = await monitor.read()
         async with asyncio.timeout(20):  # the node reports with its next lease, after its sessions
-            while not 0 < seen.nodes[0].node.running == sum(seen.nodes[0].stages.values()):
-                seen = await monitor.read()
+            while not 0 < overview.nodes[0].node.running == sum(overview.nodes[0].stages.values()):
+                overview = await monitor.read()
         console = Console(width=140, color_system=None)
         with console.capture() as screen:
-            console.print(render(seen))
-    assert first.sessions_per_minute == seen.sessions_per_minute == 3, "nothing is counted twice"
-    assert seen.queue["other"] > 0
-    assert [view.id for view in seen.open] == ["g", "long"]
-    assert seen.open[0].counts["completed"] == 2
-    assert [failure.session for failure in seen.failures] == ["bad-0", "bad-0"]
-    assert seen.failures[0].reason.startswith("failed harness: ")
-    assert seen.failures[1].reason.startswith("requeued: harness: ")
-    assert seen.tokens_per_second > 0
-    (load,) = seen.nodes
+            console.print(render(overview))
+    assert first.sessions_per_minute == overview.sessions_per_minute == 3, (
+        "nothing is counted twice"
+    )
+    assert overview.queue["other"] > 0
+    assert [view.id for view in overview.open] == ["g", "long"]
+    assert overview.open[0].counts["completed"] == 2
+    assert [failure.session for failure in overview.failures] == ["bad-0", "bad-0"]
+    assert overview.failures[0].reason.startswith("failed harness: ")
+    assert overview.failures[1].reason.startswith("requeued: harness: ")
+    assert overview.tokens_per_second > 0
+    (load,) = overview.nodes
     assert 0 < load.lease_s <= 30
     for cell in (url, "here", "other", "bad-0", "2/3", "sessions/min"):
         assert cell in screen.get()
@@ -115,23 +117,23 @@ async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
 async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> None:
     """Changes are drawn; Ctrl-C ends it with exit code 0."""
     async with served(tmp_path) as (rig, url):
-        ours, theirs = pty.openpty()
+        terminal, terminal_side = pty.openpty()
         program = await asyncio.create_subprocess_exec(
             TUGLINE,
             *("status", "--watch", "--every", "0.2", "--server", url, "--token", TOKENS.read),
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal_side,
+            stdout=terminal_side,
+            stderr=terminal_side,
         )
-        os.close(theirs)
-        os.set_blocking(ours, False)
+        os.close(terminal_side)
+        os.set_blocking(terminal, False)
         output = b""
 
         def has(text: bytes) -> bool:
             nonlocal output
             with contextlib.suppress(BlockingIOError):
-                output += os.read(ours, 1 << 16)
+                output += os.read(terminal, 1 << 16)
             return text in output
 
         try:
@@ -144,7 +146,7 @@ async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> N
             if program.returncode is None:
                 program.kill()
                 await program.wait()
-            os.close(ours)
+            os.close(terminal)
 
 
 async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:

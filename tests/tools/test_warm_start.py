@@ -197,8 +197,8 @@ def test_shell_commands_make_the_scripted_change(tools: Tools, tmp_path: Path) -
         for edit in (problem.solution, *problem.wrong):
             module.write_text(problem.files[problem.module])
             read, change = tools.read(problem), tools.edit(problem, edit)
-            (seen,), (command,) = (json.loads(turn.arguments).values() for turn in (read, change))
-            done = subprocess.run(seen, shell=True, cwd=tmp_path, capture_output=True, check=True)  # noqa: S602
+            (cat,), (command,) = (json.loads(turn.arguments).values() for turn in (read, change))
+            done = subprocess.run(cat, shell=True, cwd=tmp_path, capture_output=True, check=True)  # noqa: S602
             assert done.stdout.decode().rstrip() in read.result
             subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602
             expected = problem.files[problem.module].replace(edit.old, edit.new)

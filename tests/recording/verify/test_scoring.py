@@ -50,11 +50,11 @@ async def test_logprobs_agree_within_rounding(temperature: float, tmp_path: Path
     sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=1)
     async with modelled(tmp_path, sampling) as it:
         await it.talk(3)
-        found = await score(tmp_path, it)
-    assert found.checks["engine"].verdict is VerifyVerdict.PASS
-    assert not found.failed, found.checks
-    assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
-    sums = summarize([found])
+        report = await score(tmp_path, it)
+    assert report.checks["engine"].verdict is VerifyVerdict.PASS
+    assert not report.failed, report.checks
+    assert [turn.scored for turn in report.turns] == [turn.sampled for turn in report.turns]
+    sums = summarize([report])
     assert sums.max_dlogprob < CLOSE
     assert 0 <= sums.kl < CLOSE
 
@@ -63,12 +63,12 @@ async def test_logprobs_agree_within_rounding(temperature: float, tmp_path: Path
 async def test_a_wrong_context_fails(tmp_path: Path) -> None:
     """With some changed prompt ids the logprobs of that turn, and of no other, differ."""
     change = one_changed(1, "prompt_ids", slice(-20, None), 65)
-    found = await change_and_score(tmp_path, change, turns=2)
-    first, second = found.turns
+    report = await change_and_score(tmp_path, change, turns=2)
+    first, second = report.turns
     assert first.max_dlogprob < CLOSE
     assert second.mean_dlogprob > 0.1
-    assert found.checks["engine"].verdict is VerifyVerdict.FAIL
-    assert "call 1" in found.checks["engine"].detail
+    assert report.checks["engine"].verdict is VerifyVerdict.FAIL
+    assert "call 1" in report.checks["engine"].detail
 
 
 @pytest.mark.engine
@@ -77,13 +77,13 @@ async def test_an_engine_of_another_version_is_unchecked(tmp_path: Path) -> None
     async with modelled(tmp_path) as it:
         await it.talk(1)
         await it.engine.swap(tiny(7).state_dict(), 5)
-        found = await score(tmp_path, it)
+        report = await score(tmp_path, it)
         await it.talk(1)
         both = await score(tmp_path, it)
-    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
+    assert report.checks["engine"].verdict is VerifyVerdict.UNCHECKED
     reason = "sampled under weights of version 0, the engine has 5"
-    assert reason in found.checks["engine"].detail
-    assert found.turns[0].max_dlogprob > 0.1
+    assert reason in report.checks["engine"].detail
+    assert report.turns[0].max_dlogprob > 0.1
     assert both.checks["engine"].verdict is VerifyVerdict.PASS
     assert any(reason in note for note in both.notes)
 
@@ -127,11 +127,11 @@ async def test_tokens_beyond_the_window_are_not_scored(tmp_path: Path) -> None:
     """An answer that fills the window is scored except for its last token."""
     async with modelled(tmp_path, window=530) as it:
         await it.rig.ask([{"role": "user", "content": "x" * 20}], max_tokens=400)
-        found = await score(tmp_path, it)
-    (turn,) = found.turns
+        report = await score(tmp_path, it)
+    (turn,) = report.turns
     assert turn.prompt + turn.sampled == 530
     assert turn.scored == turn.sampled - 1
-    assert found.checks["engine"].verdict is VerifyVerdict.PASS
+    assert report.checks["engine"].verdict is VerifyVerdict.PASS
 
 
 async def test_an_engine_that_cannot_score_is_an_error(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ async def test_an_engine_that_cannot_score_is_an_error(tmp_path: Path) -> None:
     async with rig(tmp_path, says("Hi.")) as it:
         await it.ask()
         path, recording = read_in(tmp_path)
-        found = verify_session(path, recording, TextVerifier())
+        report = verify_session(path, recording, TextVerifier())
         url = it.gateway._upstream.replicas[0].url
         async with connect_scorer(url) as scorer:
             with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
-                await verify_logprobs(found, recording, scorer)
+                await verify_logprobs(report, recording, scorer)
     with pytest.raises(EngineError, match="no usable engine at"):
         async with connect_scorer("http://127.0.0.1:9"):
             pass

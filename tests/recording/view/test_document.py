@@ -61,5 +61,5 @@ def test_a_large_image_is_left_out(tmp_path: Path) -> None:
     block = gzip.decompress(base64.b64decode(packed[1]))
     size = int.from_bytes(block[:4], "little")
     turn = msgspec.json.decode(block[4 : 4 + size])["session"]["turns"][0]
-    shown = [image["url"] for image in turn["detail"]["messages"][0]["images"]]
-    assert shown == [urls[0], "left out: data:image/png, 400,022 characters"]
+    urls_in_page = [image["url"] for image in turn["detail"]["messages"][0]["images"]]
+    assert urls_in_page == [urls[0], "left out: data:image/png, 400,022 characters"]
