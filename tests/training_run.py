@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 from transformers import PreTrainedTokenizerFast
 
 from random_models import qwen3
 from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
+from tugline.trainers.sinks import METRICS, read_lines
+from tugline.types import Ledger
 
 AGENT = """
 import http.client, json, os
@@ -82,3 +85,14 @@ def write_config(folder: Path, **sections: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
+
+
+def check_totals(run: Path, state: dict[str, Any], steps: int, sessions: int) -> list[Any]:
+    """Check that a finished run counted each step and token once; the metrics of its steps."""
+    assert (state["step"], state["sessions"], state["failed"]) == (steps, sessions, 0)
+    rows = [row for row in read_lines(run / METRICS) if "rollout/reward" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    ledger = msgspec.convert(state["ledger"], Ledger)
+    assert ledger.balanced
+    assert sum(row["rollout/sampled"] for row in rows) == ledger.sampled
+    return rows

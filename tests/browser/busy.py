@@ -1,4 +1,4 @@
-"""A server in the middle of its work: sessions that ended well and badly, run, and wait."""
+"""Fill a server with sessions that have completed, have failed, run, and wait."""
 
 import io
 
@@ -20,7 +20,7 @@ from tugline.types import (
 )
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>{@html 3}\u202e"
-"""What an agent may write: in the page it is text."""
+"""Text of an agent that must not become markup."""
 _FAILURES = (
     Failure(Boundary.AGENT, "the agent ran for 600 s", Cause.AGENT_TIMEOUT),
     Failure(Boundary.ENGINE, f"the engine refused the request: {HOSTILE}", Cause.ENGINE),
@@ -31,21 +31,21 @@ _STAGES = (Status.RUN, Status.RUN, Status.EVAL, Status.RUN, Status.INIT, Status.
 
 
 async def commit(served: Served, node: NodeRegistered, trajectory: Trajectory, epoch: int) -> None:
-    """Hand in the trajectory of a session."""
+    """Commit the trajectory of a session."""
     data = io.BytesIO(zstandard.compress(encode(trajectory)))
     response = await served.commit(node, trajectory.session, epoch, data)
     assert response.json == {"outcome": "committed"}, response
 
 
 async def append_log(served: Served, node: NodeRegistered, work: Work, text: str) -> None:
-    """Write the beginning of an agent's log."""
+    """Write the start of a session's log."""
     path = f"/v1/sessions/{work.session.id}/log?epoch={work.session.epoch}&offset=0"
     response = await served.ask("POST", path, node.token, data=text.encode())
     assert response.status == 200, response
 
 
 def make_result(work: Work, n: int) -> Trajectory:
-    """The end of a session; every seventh one fails."""
+    """The result of a session; every seventh one fails."""
     failure = _FAILURES[n // 7 % len(_FAILURES)] if n % 7 == 6 else None
     late = failure is not None and failure.cause is Cause.AGENT_TIMEOUT
     sampled = 900 + 613 * n % 2900

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its own debugging protocol; no library is needed for that."""
+"""A headless Chromium, driven over its debugging protocol without a library."""
 
 import asyncio
 import base64
@@ -21,13 +21,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Tab:
-    """One page: asks it things, and remembers what it complained about and asked the network."""
+    """One page; collects its errors, warnings and network requests."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.socket = socket
         self.numbers = itertools.count(1)
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self.requests: list[str] = []
         self.reader = asyncio.create_task(self._read())
 
@@ -42,24 +42,23 @@ class Tab:
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
-            self.complaints.append(details.get("exception", {}).get("description", str(details)))
+            self.errors.append(details.get("exception", {}).get("description", str(details)))
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning"}:
-            self.complaints.append(str([arg.get("value") for arg in params["args"]]))
+            self.errors.append(str([arg.get("value") for arg in params["args"]]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
             entry = params["entry"]
-            self.complaints.append(f"{entry['text']} {entry.get('url', '')}".strip())
+            self.errors.append(f"{entry['text']} {entry.get('url', '')}".strip())
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
     async def send(self, method: str, **params: object) -> dict[str, Any]:
-        """One command and its result."""
+        """Send a command; its result."""
         number = next(self.numbers)
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         await self.socket.send_json({"id": number, "method": method, "params": params})
         reply = await asyncio.wait_for(answer, 60)
         assert "error" not in reply, (method, reply)
-        result: dict[str, Any] = reply["result"]
-        return result
+        return reply["result"]
 
     async def js(self, code: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
@@ -70,23 +69,23 @@ class Tab:
         return reply["result"].get("value")
 
     async def open(self, path: Path) -> None:
-        """Go to a file and wait until the page has been put together."""
+        """Open the file of a session's page and wait until it is ready."""
         await self.send("Page.navigate", url=path.as_uri())
         await self.until("window.tugline !== undefined")
 
     async def visit(self, url: str) -> None:
-        """Go to a page of the console and wait until it is there."""
+        """Open a page of the console and wait until it is ready."""
         await self.send("Page.navigate", url=url)
         await self.until("document.querySelector('h1')")
 
-    async def choose_file(self, what: str, path: Path) -> None:
-        """Give a file to the input that a selector finds."""
+    async def choose_file(self, selector: str, path: Path) -> None:
+        """Choose a file in a file input."""
         root = (await self.send("DOM.getDocument"))["root"]["nodeId"]
-        found = await self.send("DOM.querySelector", nodeId=root, selector=what)
-        await self.send("DOM.setFileInputFiles", nodeId=found["nodeId"], files=[str(path)])
+        node = await self.send("DOM.querySelector", nodeId=root, selector=selector)
+        await self.send("DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(path)])
 
     async def picture(self) -> bytes:
-        """What can be seen, as a PNG."""
+        """A screenshot as PNG."""
         return base64.b64decode((await self.send("Page.captureScreenshot"))["data"])
 
     async def until(self, condition: str, seconds: float = 30) -> None:
@@ -96,25 +95,25 @@ class Tab:
                 await asyncio.sleep(0.05)
 
     async def key(self, name: str) -> None:
-        """Press and release a key, by its name or as the character that it writes."""
+        """Press and release a key, given by its name or its character."""
         text = {"text": name} if len(name) == 1 else {"text": "\r"} if name == "Enter" else {}
         await self.send("Input.dispatchKeyEvent", type="keyDown", key=name, **text)
         await self.send("Input.dispatchKeyEvent", type="keyUp", key=name)
 
-    async def click(self, what: str) -> None:
-        """Click in the middle of the first element that a selector finds, with a real mouse."""
-        sandbox = await self.js(
-            f"(() => {{ const b = document.querySelector({what!r}).getBoundingClientRect();"
+    async def click(self, selector: str) -> None:
+        """Click in the middle of the first element that matches, with mouse events."""
+        x, y = await self.js(
+            f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
             " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        at = {"x": sandbox[0], "y": sandbox[1], "button": "left", "clickCount": 1}
+        at = {"x": x, "y": y, "button": "left", "clickCount": 1}
         await self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
         await self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
 
 
 @contextlib.asynccontextmanager
 async def chromium(profile: Path) -> AsyncIterator[Tab]:
-    """A fresh browser with one empty tab."""
+    """Start a browser with one empty tab."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     assert program, "there is no Chromium: apt-get install chromium"
     command = [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
@@ -124,14 +123,14 @@ async def chromium(profile: Path) -> AsyncIterator[Tab]:
         port = await asyncio.to_thread(_port, profile / "DevToolsActivePort")
         async with aiohttp.ClientSession() as http:
             async with http.get(f"http://127.0.0.1:{port}/json/list") as reply:
-                tabs = [one for one in await reply.json() if one["type"] == "page"]
+                tabs = [each for each in await reply.json() if each["type"] == "page"]
             url = tabs[0]["webSocketDebuggerUrl"]
             async with http.ws_connect(url, max_msg_size=0) as socket:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await tab.send(f"{domain}.enable")
                 yield tab
-                await tab.send("Browser.close")  # with its children, which a signal leaves behind
+                await tab.send("Browser.close")  # with its child processes
                 await tab.reader
         await asyncio.wait_for(process.wait(), 30)
     finally:
@@ -141,9 +140,9 @@ async def chromium(profile: Path) -> AsyncIterator[Tab]:
 
 
 def _port(file: Path) -> int:
-    """The port that the browser writes there once it listens."""
-    late = time.monotonic() + 60
-    while time.monotonic() < late:
+    """Wait for the port, which the browser writes to a file."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         if file.exists() and (text := file.read_text()):
             return int(text.split()[0])
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The console in a real Chromium, on a real server, and what its tests do on every page."""
+"""The console in a real Chromium on a real server, and helpers of its tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,34 +14,34 @@ AXE = Path(__file__).resolve().parents[2] / "console/node_modules/axe-core/axe.m
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    """A server with nothing in it."""
-    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as one:
-        yield one
+    """An empty server."""
+    async with serve(f"sqlite:{tmp_path / 'server.db'}", tmp_path) as served:
+        yield served
 
 
 @pytest.fixture
 async def tab(tmp_path: Path, served: Served) -> AsyncIterator[Tab]:
-    """The console, with the token of its link; it neither complains nor asks another host."""
-    async with chromium(tmp_path / "profile") as one:
-        await one.visit(f"{served.url}/#token={TOKENS.read}")
-        yield one
-        assert one.complaints == []
-        assert [url for url in one.requests if not url.startswith(served.url + "/")] == []
+    """The console, opened with its link; no errors, and no requests to other hosts."""
+    async with chromium(tmp_path / "profile") as tab:
+        await tab.visit(f"{served.url}/#token={TOKENS.read}")
+        yield tab
+        assert tab.errors == []
+        assert [url for url in tab.requests if not url.startswith(served.url + "/")] == []
 
 
-async def check_accessibility(tab: Tab, what: str, options: str = "{}") -> None:
-    """No fault is found by axe, and nothing is wider than the window."""
+async def check_accessibility(tab: Tab, path: str, options: str = "{}") -> None:
+    """Check that axe reports no violation, and that nothing is wider than the window."""
     await tab.js(f"{await asyncio.to_thread(AXE.read_text)}; 0")
-    found = await tab.js(
-        f"axe.run(document, {options}).then(found => found.violations.map("
-        "one => [one.id, one.nodes.map(node => node.html)]))"
+    violations = await tab.js(
+        f"axe.run(document, {options}).then(result => result.violations.map("
+        "each => [each.id, each.nodes.map(node => node.html)]))"
     )
-    assert found == [], (what, found)
-    assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), what
+    assert violations == [], (path, violations)
+    assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), path
 
 
 async def enter_token(tab: Tab, token: str) -> None:
-    """Give the console the token that it asks for, once it asks."""
+    """Enter a token once the console asks for one."""
     await tab.until("document.querySelector('form')")
     await tab.js("document.querySelector('form input').focus()")
     await tab.send("Input.insertText", text=token)
@@ -49,12 +49,12 @@ async def enter_token(tab: Tab, token: str) -> None:
 
 
 async def act_as_client(tab: Tab, act: Callable[[], Awaitable[None]]) -> None:
-    """Act with the read token, which is refused, and again with the one that is asked for.
+    """Act with the read token, which is refused, and again with a client token.
 
-    `act` waits for what it clicks on: the page comes back when it has a token.
+    `act` must wait for what it clicks on, since the page is drawn again with the new token.
     """
     await act()
     await tab.until("document.querySelector('form')?.innerText.includes('a read token')")
     await enter_token(tab, TOKENS.client)
     await act()
-    tab.complaints.clear()  # Chromium notes the answer of 403
+    tab.errors.clear()  # Chromium logs the status 403

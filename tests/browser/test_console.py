@@ -1,6 +1,6 @@
-"""The browser console in a real Chromium, on a real server with real sessions.
+"""The console in a real Chromium, on a real server with sessions.
 
-``make test-browser`` runs these. The committed files must be what the source builds.
+``make test-browser`` runs these. The committed files must equal a build of the source.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ ROWS = "[...document.querySelectorAll('tbody tr:not(.gap)')]"
 
 @pytest.fixture
 async def served(served: Served) -> Served:
-    """A server in the middle of its work."""
+    """A server with sessions in every state."""
     await fill(served)
     return served
 
 
 async def open_page(tab: Tab, served: Served, path: str) -> None:
-    """Go to a page, in a new document, and wait until it shows rows of a table or bars."""
+    """Load a page and wait until it has table rows or a node."""
     await tab.visit(served.url + path)
     await tab.until("document.querySelector('tbody tr, .node')")
 
 
-async def test_the_link_keeps_its_token_to_itself(tab: Tab, served: Served) -> None:
-    """It leaves the address bar at once and stays in the tab."""
+async def test_the_token_of_the_link_is_not_sent(tab: Tab, served: Served) -> None:
+    """It is removed from the address and kept in the tab."""
     await tab.until("document.querySelector('tbody tr')")
     assert await tab.js("location.href") == f"{served.url}/"
     await open_page(tab, served, "/sessions")
@@ -54,18 +54,18 @@ async def test_the_link_keeps_its_token_to_itself(tab: Tab, served: Served) -> N
 
 
 async def test_without_a_token_the_console_asks_for_one(tab: Tab, served: Served) -> None:
-    """A wrong one is refused in the server's words, a right one opens the page."""
+    """A wrong token shows the server's error, a valid one opens the page."""
     await tab.js("sessionStorage.clear()")
     await tab.visit(f"{served.url}/sessions#token=wrong")
     await tab.until("document.querySelector('form')?.innerText.includes('token is unknown')")
     await enter_token(tab, TOKENS.read)
     await tab.until("document.querySelector('tbody tr') && !document.querySelector('form')")
-    tab.complaints.clear()  # Chromium notes each answer of 401
+    tab.errors.clear()  # Chromium logs each status 401
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_can_be_used_by_everybody(tab: Tab, served: Served, theme: str) -> None:
-    """In either theme, by the rules of WCAG 2.2."""
+async def test_every_page_is_accessible(tab: Tab, served: Served, theme: str) -> None:
+    """By the rules of WCAG 2.2, in either theme."""
     await tab.until("document.querySelector('nav button')")
     if theme == "dark":
         await tab.js("[...document.querySelectorAll('nav button')].at(-2).click()")
@@ -77,8 +77,8 @@ async def test_every_page_can_be_used_by_everybody(tab: Tab, served: Served, the
         await check_accessibility(tab, path, _WCAG)
 
 
-async def test_a_narrow_window_has_no_headings_over_each_other(tab: Tab, served: Served) -> None:
-    """What a narrow window has no room for is left out; what is left has its whole heading."""
+async def test_headings_do_not_overlap_in_narrow_windows(tab: Tab, served: Served) -> None:
+    """A narrow window omits columns; the others have their whole heading."""
     over = "[...document.querySelectorAll('th')].filter(th => th.scrollWidth > th.clientWidth + 1)"
     for width in (1400, 1000, 800, 600):
         size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
@@ -90,8 +90,8 @@ async def test_a_narrow_window_has_no_headings_over_each_other(tab: Tab, served:
             assert await tab.js("document.documentElement.scrollWidth <= innerWidth"), (width, path)
 
 
-async def test_what_is_solved_of_each_problem_over_time(tab: Tab, served: Served) -> None:
-    """Submissions of one problem are one row, the hardest first; the line has a point for each."""
+async def test_pass_rates_of_each_problem_over_time(tab: Tab, served: Served) -> None:
+    """Submissions of a problem are one row, the hardest first; its line has a point for each."""
     node = await served.join("gamma")
     for step, rewards in enumerate(([0.0, 0.0], [1.0, 0.0], [1.0, 1.0])):
         for name, values in (("learned", rewards), ("hopeless", [0.0, 0.0])):
@@ -116,8 +116,8 @@ async def test_what_is_solved_of_each_problem_over_time(tab: Tab, served: Served
     await tab.until(f"{ROWS}.length === 3 && {ROWS}[0].innerText.includes('2-learned')")
 
 
-async def test_the_overview_shows_what_happened_last(tab: Tab, served: Served) -> None:
-    """A session that waits is not among the latest; one that began is, until another one ends."""
+async def test_the_overview_has_the_latest_sessions(tab: Tab, served: Served) -> None:
+    """Running and finished sessions by their last change, without queued ones."""
     await tab.until(f"{ROWS}.length === 20")
     assert not await tab.js(f"{ROWS}.some(row => row.innerText.includes('queued'))")
     await served.submit(id="new")
@@ -127,8 +127,8 @@ async def test_the_overview_shows_what_happened_last(tab: Tab, served: Served) -
     await tab.until(f"{ROWS}[0].innerText.includes('new-0')", seconds=15)
 
 
-async def test_what_happens_is_shown_at_once(tab: Tab, served: Served) -> None:
-    """A new session slides in at the top; it waits behind a button while somebody reads below."""
+async def test_the_list_is_updated_live(tab: Tab, served: Served) -> None:
+    """A new session appears at the top, or behind a button if the list is scrolled."""
     await open_page(tab, served, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
     await served.submit(id="new")
@@ -143,7 +143,7 @@ async def test_what_happens_is_shown_at_once(tab: Tab, served: Served) -> None:
 
 
 async def test_a_long_list_has_few_elements(tab: Tab, served: Served) -> None:
-    """Ten times a page: rows come when they are scrolled to, and only those are elements."""
+    """Rows of ten pages are loaded while scrolling, and only visible ones are elements."""
     await served.submit(id="many", samples=1000)
     await open_page(tab, served, "/sessions?status=queued")
     for _ in range(20):
@@ -160,7 +160,7 @@ async def test_a_long_list_has_few_elements(tab: Tab, served: Served) -> None:
 
 
 async def test_filters_are_in_the_address(tab: Tab, served: Served) -> None:
-    """Chips, the search on the page and the way back."""
+    """Chips, the search of the page and the back button."""
     await open_page(tab, served, "/sessions")
     await tab.click("a[href='/sessions?status=failed']")
     await tab.until(f"{ROWS}.length === 2 && {ROWS}.every(row => row.innerText.includes('failed'))")
@@ -172,8 +172,8 @@ async def test_filters_are_in_the_address(tab: Tab, served: Served) -> None:
     assert "lru-cache-3" in await tab.js(f"{ROWS}[0].innerText")
 
 
-async def test_the_keyboard_leads_everywhere(tab: Tab) -> None:
-    """`g f`, `j`, `Enter`, `?` and Ctrl-K, without a mouse."""
+async def test_the_console_can_be_used_by_keyboard(tab: Tab) -> None:
+    """`g s`, `j`, `k`, `?`, Ctrl-K and Enter."""
     await tab.until("document.querySelector('tbody tr')")
     for key in ("g", "s"):
         await tab.key(key)
@@ -191,8 +191,8 @@ async def test_the_keyboard_leads_everywhere(tab: Tab) -> None:
     await tab.until("location.pathname === '/sessions/fix-add-3'")
 
 
-async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, served: Served) -> None:
-    """Markup in an error, in a log and in a filter is shown; marks of direction are spelled out."""
+async def test_an_agents_text_is_never_markup(tab: Tab, served: Served) -> None:
+    """In errors, logs and filters markup is shown as text; direction marks are spelled out."""
     await open_page(tab, served, "/failures?cause=engine")
     await tab.until("document.querySelector('pre')?.innerText.includes('2 failed')")
     for place in ("pre", "section p"):
@@ -201,13 +201,13 @@ async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, served: Se
     assert await tab.js("document.querySelector('pre').innerText.startsWith('$ pytest')")
     await tab.visit(f"{served.url}/sessions?task=%3Cimg%20src=x%20onerror=alert(1)%3E")
     await tab.until("document.querySelector('.notice')")
-    tab.complaints.clear()  # Chromium notes the answer of 422
+    tab.errors.clear()  # Chromium logs the status 422
     await open_page(tab, served, "/")
     assert await tab.js("document.images.length + document.scripts.length") == 1
 
 
 async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -> None:
-    """Confirmed first; the read token is refused, and the console asks for the other."""
+    """After a confirmation; with a read token the console asks for a client token."""
 
     async def drain() -> None:
         await tab.until("!document.querySelector('form')")
@@ -220,7 +220,7 @@ async def test_a_node_is_drained_with_a_client_token(tab: Tab, served: Served) -
 
 
 async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, served: Served) -> None:
-    """Confirmed first; the same task under a fresh id, and the page goes to its session."""
+    """After a confirmation the same task is submitted with a new id, and its session is opened."""
 
     async def run_again() -> None:
         await tab.until("document.querySelector('button.chip')")
@@ -243,7 +243,7 @@ async def test_a_failed_session_is_run_again_with_a_client_token(tab: Tab, serve
 
 
 async def test_sessions_are_found_by_text(tab: Tab, served: Served) -> None:
-    """On the page and by Ctrl-K; a row says where the words stand."""
+    """On the page and by Ctrl-K; a row says where the text was matched."""
     await served.submit(id="words", instruction="Repair the flux capacitor", samples=2)
     await open_page(tab, served, "/sessions")
     await tab.key("/")
@@ -255,12 +255,12 @@ async def test_sessions_are_found_by_text(tab: Tab, served: Served) -> None:
     await tab.send("Input.dispatchKeyEvent", type="keyDown", key="k", modifiers=2)
     await tab.send("Input.insertText", text="capacitor")
     await tab.until("document.querySelectorAll('dialog li a').length === 3")
-    found = await tab.js("document.querySelector('dialog ul').innerText")
-    assert found.count("in its task") == 2
+    matches = await tab.js("document.querySelector('dialog ul').innerText")
+    assert matches.count("in its task") == 2
 
 
 async def test_a_note_is_written_with_a_client_token(tab: Tab, served: Served) -> None:
-    """A read token has no editor; open pages follow, markup is text, and empty is no note."""
+    """With a read token there is no editor; open pages are updated, and an empty note is none."""
     edit, editor = ".note button", "document.querySelector('dialog[aria-label=Note]')"
     await tab.visit(f"{served.url}/sessions/fix-add-0")
     await tab.until(f"document.querySelector('{edit}')")
@@ -298,7 +298,7 @@ async def test_a_note_is_written_with_a_client_token(tab: Tab, served: Served) -
 
 
 async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Served) -> None:
-    """The page alone has the frame, in the colours of the theme; the script replaces it."""
+    """The page has a skeleton, which the script replaces."""
     page = (await served.ask("GET", "/", None)).body.decode()
     assert 'class="skeleton"' in page
     await tab.until("document.querySelector('tbody tr')")
@@ -306,18 +306,18 @@ async def test_the_frame_is_painted_before_the_script_runs(tab: Tab, served: Ser
     assert await tab.js("document.querySelectorAll('nav').length") == 1
 
 
-async def test_a_server_that_leaves_is_missed(tab: Tab, served: Served) -> None:
-    """The dot says so, and what was read stays on the page."""
+async def test_a_lost_connection_is_visible(tab: Tab, served: Served) -> None:
+    """By the dot, while the page keeps its rows."""
     await open_page(tab, served, "/sessions")
     await tab.until("document.querySelector('.connection .live')")
     served.app.waits.stop()
     await tab.until("document.querySelector('.connection .lost')")
     assert await tab.js(f"{ROWS}.length") > 20
-    tab.complaints.clear()  # Chromium notes the answers of 503
+    tab.errors.clear()  # Chromium logs each status 503
 
 
-def test_the_committed_files_are_what_the_source_builds(tmp_path: Path) -> None:
-    """`make console` would change nothing, and all of it is small."""
+def test_the_committed_files_are_up_to_date(tmp_path: Path) -> None:
+    """`make console` changes nothing, and the files are small."""
     npm = shutil.which("npm")
     assert npm, "the console is built with npm"
     if not (SOURCE / "node_modules").exists():

@@ -1,6 +1,6 @@
-"""The console's pages of one session, a group, two sessions and a training run, in a real Chromium.
+"""The console's pages of a session, a group, a comparison and training, in a real Chromium.
 
-The sessions are real recordings, rebuilt to trajectories and committed like those of a node.
+The sessions are recordings that are rebuilt to trajectories and committed as by a node.
 """
 
 import asyncio
@@ -20,17 +20,7 @@ from served import TOKENS, Served
 from tugline.protocol import NodeRegistered, Work
 from tugline.recording.file import read
 from tugline.recording.trajectories import rebuild
-from tugline.types import (
-    Boundary,
-    Cause,
-    Failure,
-    Ledger,
-    Message,
-    Reward,
-    Role,
-    Status,
-    Trajectory,
-)
+from tugline.types import Boundary, Cause, Failure, Message, Reward, Role, Status, Trajectory
 
 pytestmark = pytest.mark.browser
 DIFF = f"--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-pass\n+{HOSTILE}\n"
@@ -38,7 +28,7 @@ REPORT = {"diff": DIFF, "passed": 1, "total": 2, "output": f"FAILED {HOSTILE}\n1
 
 
 class Rig:
-    """A server, and the node that a test plays."""
+    """A server, and a node that is played by the test."""
 
     def __init__(self, served: Served, node: NodeRegistered, folder: Path) -> None:
         self.served, self.node = served, node
@@ -46,38 +36,38 @@ class Rig:
         self.recordings.mkdir(parents=True)
 
     async def lease(self, task: str, samples: int) -> list[Work]:
-        """Submit a task and take all its sessions."""
+        """Submit a task and lease all its sessions."""
         await self.served.submit(id=task, samples=samples, instruction=HOSTILE)
         orders = await self.served.lease(self.node, 0, 0.0)
         done = orders.control.generation
         work = await self.served.lease(self.node, samples, applied=done)
-        return sorted(work.work, key=lambda one: one.session.sample)
+        return sorted(work.work, key=lambda each: each.session.sample)
 
-    def keep(self, work: Work, recording: Path) -> None:
-        """Have a recording where the server's own node has that of this session."""
+    def store_recording(self, work: Work, recording: Path) -> None:
+        """Move a recording to where the server's own node has that of a session."""
         session = work.session
         recording.rename(self.recordings / f"{session.id}.{session.epoch}.rec")
 
     async def commit(self, work: Work, trajectory: Trajectory, **changes: object) -> None:
-        """Hand in a trajectory as that of this session."""
-        one = work.session
-        own = {"session": one.id, "task": one.task, "sample": one.sample, **changes}
-        await commit(self.served, self.node, msgspec.structs.replace(trajectory, **own), one.epoch)
+        """Commit a trajectory for a session."""
+        of = work.session
+        own = {"session": of.id, "task": of.task, "sample": of.sample, **changes}
+        await commit(self.served, self.node, msgspec.structs.replace(trajectory, **own), of.epoch)
 
 
 @pytest.fixture
 async def rig(tmp_path: Path, served: Served) -> Rig:
-    """A server with nothing in it, and a node."""
+    """An empty server, and a node."""
     return Rig(served, await served.join(), tmp_path)
 
 
-async def mend(rig: Rig) -> list[Work]:
-    """A group: one passes, with everything that there is to see; one half, one is out of time."""
+async def commit_group(rig: Rig) -> list[Work]:
+    """Commit a group `mend`: one sample passes, one passes by half, one is timed out."""
     work = await rig.lease("mend", 3)
     recording = small(rig.recordings)
     trajectory = rebuild(read(recording))
     seconds = {"init": 1.2, "ready": 0.4, "run": 11.0, "build": 0.1, "eval": 2.5}
-    rig.keep(work[0], recording)
+    rig.store_recording(work[0], recording)
     await append_log(rig.served, rig.node, work[0], f"\x1b[32mworking\x1b[0m\n{HOSTILE}\n")
     reward = Reward(1.0, {"tests": 1.0, "style": 0.5})
     await rig.commit(work[0], trajectory, reward=reward, report=REPORT, seconds=seconds)
@@ -89,19 +79,18 @@ async def mend(rig: Rig) -> list[Work]:
 
 
 async def open_page(tab: Tab, rig: Rig, path: str, ready: str) -> str:
-    """Visit a page, wait until an expression is true, and return what it says."""
+    """Open a page, wait until `ready` is true, and return its text."""
     await tab.visit(rig.served.url + path)
     await tab.until(ready)
-    text: str = await tab.js("document.querySelector('main').innerText")
-    return text
+    return await tab.js("document.querySelector('main').innerText")
 
 
 DRAWN = "performance.getEntriesByName('tokens drawn').length"
 
 
-async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: Rig) -> None:
-    """Outcome, parts, ledger, turns with their words, and each tab."""
-    work = await mend(rig)
+async def test_a_session_has_turns_ledger_and_tabs(tab: Tab, rig: Rig) -> None:
+    """And outcome, reward, colours and messages."""
+    work = await commit_group(rig)
     name = work[0].session.id
     text = await open_page(
         tab, rig, f"/sessions/{name}", f"{DRAWN} && document.querySelector('.answer')"
@@ -120,43 +109,42 @@ async def test_a_session_shows_what_happened_and_what_is_trained(tab: Tab, rig: 
     await tab.until("document.querySelector('.legend').innerText.includes('p ≥ 0.99')")
     await tab.key("t")
     await tab.until("document.querySelector('.legend').innerText.includes('≤ 0.02 nats')")
-    said = {
+    contents = {
         "patch": "+++ b/a.py",
         "tests": "1 failed",
         "log": "working",
         "timings": "waiting for a slot",
         "json": '"sampled"',
     }
-    for i, (name, expected) in enumerate(said.items()):
+    for i, (name, content) in enumerate(contents.items()):
         await tab.click(f".tabs button:nth-child({i + 2})")
         await tab.until(f"location.search.includes('tab={name}')")
-        found = f"document.querySelector('.body').innerText.includes({json.dumps(expected)})"
-        await tab.until(found)
+        has_text = f"document.querySelector('.body').innerText.includes({json.dumps(content)})"
+        await tab.until(has_text)
     await tab.js("document.querySelector('.box').focus()")
     await tab.key("Home")
     await tab.until("document.querySelector('.facts').innerText.includes('position 0')")
 
 
 def test_entropy_is_the_mean_surprise_around_a_token() -> None:
-    """Of the eight on either side in the same answer; context has no class."""
+    """The mean of up to eight tokens on either side in the same answer; context has no class."""
     colours = Path(__file__).resolve().parents[2] / "console" / "src" / "lib" / "colours.ts"
     script = Path(__file__).with_name("entropy.mjs")
     node = Path(sys.executable).with_name("node")
     done = run_program(node, script, colours, check=True)
     classes, labels = json.loads(done.stdout)
     bounds = [0.02, 0.1, 0.25, 0.5, 1, 2]
-    wanted = [0.0] * 2 + [1.8 * k / (8 + 1 + min(8, 1 + k)) for k in range(1, 9)]  # from its start
-    found = [sum(mean > bound for bound in bounds) + 1 for mean in wanted]
+    means = [0.0] * 2 + [1.8 * k / (8 + 1 + min(8, 1 + k)) for k in range(1, 9)]  # from its start
     assert classes[0] == classes[21] == 0
-    assert classes[1:11] == found
+    assert classes[1:11] == [sum(mean > bound for bound in bounds) + 1 for mean in means]
     assert classes[11:21] == [5, *[6] * 9]
     assert classes[22:] == [7, 7]  # both have the mean of both, 2.65
     assert labels == ["context", *(f"≤ {bound} nats" for bound in bounds), "> 2 nats"]
 
 
-async def test_turns_are_found_by_what_was_said(tab: Tab, rig: Rig) -> None:
-    """Only those with the text in a message or an answer are listed; the address has it."""
-    name = (await mend(rig))[0].session.id
+async def test_turns_are_found_by_their_text(tab: Tab, rig: Rig) -> None:
+    """Only turns with the text in a message or an answer are listed; the address has the query."""
+    name = (await commit_group(rig))[0].session.id
     await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns input')")
     await tab.key("/")
     for letter in LAST_WORD:
@@ -167,9 +155,9 @@ async def test_turns_are_found_by_what_was_said(tab: Tab, rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_every_page_can_be_used_by_everybody(tab: Tab, rig: Rig, theme: str) -> None:
-    """In either theme, by every rule of axe."""
-    await mend(rig)
+async def test_every_page_is_accessible(tab: Tab, rig: Rig, theme: str) -> None:
+    """By every rule of axe, in either theme."""
+    await commit_group(rig)
     await tab.js(f"localStorage.setItem('theme', '{theme}')")
     for path in (
         "/sessions/mend-0?turn=1",
@@ -184,8 +172,8 @@ async def test_every_page_can_be_used_by_everybody(tab: Tab, rig: Rig, theme: st
 
 
 async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> None:
-    """What the trajectory has is shown; what it has not is said."""
-    work = await mend(rig)
+    """From the trajectory; the page says what is missing."""
+    work = await commit_group(rig)
     text = await open_page(tab, rig, f"/sessions/{work[2].session.id}", DRAWN)
     assert "agent: agent timeout" in text
     assert "Counts for the policy." in text
@@ -193,13 +181,13 @@ async def test_a_session_without_its_recording_shows_ids(tab: Tab, rig: Rig) -> 
     assert f"tugline view {work[2].session.id}" in text
 
 
-async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, rig: Rig) -> None:
-    """An end of script, an image with a handler: shown in every tab and page, obeyed in none."""
-    name = (await mend(rig))[0].session.id
+async def test_an_agents_text_is_never_markup(tab: Tab, rig: Rig) -> None:
+    """An end of script and an image with a handler are shown as text in every tab and page."""
+    name = (await commit_group(rig))[0].session.id
     for tab_name in ("conversation", "patch", "tests", "log"):
         path = f"/sessions/{name}?turn=1&tab={tab_name}"
-        seen = "document.querySelector('.body').textContent.includes('<img src=x')"
-        await open_page(tab, rig, path, f"{DRAWN} && {seen}")
+        has_text = "document.querySelector('.body').textContent.includes('<img src=x')"
+        await open_page(tab, rig, path, f"{DRAWN} && {has_text}")
         assert await tab.js("document.images.length") == 0
         assert await tab.js("document.scripts.length") == 1
     for path in ("/groups/mend", "/sessions/mend-2"):
@@ -209,23 +197,23 @@ async def test_what_an_agent_wrote_is_text_and_nothing_else(tab: Tab, rig: Rig) 
         assert await tab.js("document.images.length") == 0
 
 
-async def test_a_running_session_is_followed(tab: Tab, rig: Rig) -> None:
-    """Its state, its calls so far, and then its result, without a reload."""
+async def test_a_running_session_is_updated_live(tab: Tab, rig: Rig) -> None:
+    """Its calls so far, and then its result, without a reload."""
     (work,) = await rig.lease("live", 1)
     recording = small(rig.recordings)
     trajectory = rebuild(read(recording))
     name = work.session.id
     await open_page(tab, rig, f"/sessions/{name}", "document.querySelector('.turns')")
     assert await tab.js("document.querySelectorAll('.turns button').length") == 0
-    rig.keep(work, recording)
+    rig.store_recording(work, recording)
     await tab.until("document.querySelectorAll('.turns button').length === 6")
     await rig.commit(work, trajectory, reward=Reward(0.25))
     await tab.until("document.querySelector('main').innerText.includes('reward 0.25')")
 
 
-async def test_a_group_shows_its_samples_side_by_side(tab: Tab, rig: Rig) -> None:
-    """Rewards on one axis, advantages, the pass rate with its interval; two can be compared."""
-    await mend(rig)
+async def test_a_group_compares_its_samples(tab: Tab, rig: Rig) -> None:
+    """Rewards on one axis, advantages, the pass rate with its interval, a link to compare two."""
+    await commit_group(rig)
     ready = "document.querySelectorAll('.maps canvas').length === 3"
     text = await open_page(tab, rig, "/groups/mend", ready)
     assert "1 of 3 pass" in text
@@ -243,23 +231,23 @@ async def test_a_group_shows_its_samples_side_by_side(tab: Tab, rig: Rig) -> Non
 
 
 def answer(script: Script, ids: list[int], text: str) -> list[int]:
-    """Ask once, and return all ids after it."""
+    """Make a call; all ids after it."""
     return whole(script.call(ids, text, messages=(Message(Role.USER, "Go on."),)))
 
 
-async def test_the_first_divergence_is_found(tab: Tab, rig: Rig) -> None:
-    """Two sessions with the same first answer; the second one differs from its third token on."""
+async def test_a_comparison_has_the_first_divergence(tab: Tab, rig: Rig) -> None:
+    """Two sessions with the same first answer, whose second answers differ after one word."""
     work = await rig.lease("pair", 2)
     prompt, shared = encode("You mend code."), "I read the file."
     seconds = ("now the agent writes with care", "now the tests fail because the agent reads")
     traces = []
-    for one, second in zip(work, seconds, strict=True):
-        script = Script(rig.recordings, name=one.session.id)
+    for each, second in zip(work, seconds, strict=True):
+        script = Script(rig.recordings, name=each.session.id)
         ids = answer(script, prompt, shared)
         traces.append(answer(script, ids, second))
-        recording = script.end(Ledger())
-        await rig.commit(one, rebuild(read(recording)), ledger=rebuild(read(recording)).ledger)
-        rig.keep(one, recording)
+        recording = script.end()
+        await rig.commit(each, rebuild(read(recording)))
+        rig.store_recording(each, recording)
     expected = next(k for k, (a, b) in enumerate(zip(*traces, strict=False)) if a != b)
     path = f"/compare/{work[0].session.id}/{work[1].session.id}"
     text = await open_page(tab, rig, path, "document.querySelector('#divergence')")
@@ -279,7 +267,7 @@ _POINT = """(() => {{
   const at = {{clientX: box.x + 44 + (box.width - 52) * {share}, clientY: box.y + 50}};
   chart.dispatchEvent(new MouseEvent("mousemove", {{bubbles: true, ...at}}));
 }})()"""
-"""Points at a place of the first chart, a share of its width from the left."""
+"""Move the mouse over the first chart, at a share of its width from the left."""
 
 
 _SERVES = """fetch("/v1/weights", {{headers: {{authorization: "Bearer {token}"}}}})
@@ -296,14 +284,14 @@ async def report(
 
 
 async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: Path) -> None:
-    """Pass rates with Wilson's intervals by version, groups below, and a run's own figures."""
+    """Pass rates with Wilson's intervals by version, groups, and the metrics of a run."""
     trajectory = rebuild(read(small(tmp_path)))
     for version, rewards in enumerate([(0.0, 0.0, 1.0), (1.0, 1.0, 0.5)]):
-        # Answered once the node has put it in place, which it says when it asks for work.
+        # Ends once the node has loaded the version, which it reports with its lease.
         announcing = asyncio.create_task(rig.served.control.announce(version))
         await tab.until(_SERVES.format(version=version, token=TOKENS.read))
-        for one, reward in zip(await rig.lease(f"step{version}", 3), rewards, strict=True):
-            await rig.commit(one, trajectory, reward=Reward(reward))
+        for work, reward in zip(await rig.lease(f"step{version}", 3), rewards, strict=True):
+            await rig.commit(work, trajectory, reward=Reward(reward))
         await announcing
     text = await open_page(
         tab, rig, "/training", "document.querySelectorAll('figure').length === 4"
@@ -338,24 +326,24 @@ async def test_training_shows_results_by_version(tab: Tab, rig: Rig, tmp_path: P
     assert "alarm entropy" in await tab.js("document.querySelector('main').innerText")
 
 
-async def test_a_long_session_is_drawn_at_once(
+async def test_a_long_session_is_drawn_quickly(
     tab: Tab, rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """250,000 tokens: few elements, and the last token is reached."""
+    """With 250,000 tokens the page has few elements, and End goes to the last token."""
     (work,) = await rig.lease("long", 1)
-    trajectory = rebuild(read(long(tmp_path, words=300)))
+    trajectory = rebuild(read(long(tmp_path, length=300)))
     last = len(trajectory.traces[0].ids) - 1
     assert last > 250_000
     await rig.commit(work, trajectory)
     await open_page(tab, rig, f"/sessions/{work.session.id}?colour=logprob", DRAWN)
     drawn = "performance.getEntriesByName('tokens drawn')[0].startTime"
-    loaded = "performance.getEntriesByType('resource')"
-    came = f"{loaded}.find(one => one.name.endsWith('/trajectory')).responseEnd"
-    after, total = await tab.js(f"{drawn} - {came}"), await tab.js(drawn)
+    resources = "performance.getEntriesByType('resource')"
+    loaded = f"{resources}.find(each => each.name.endsWith('/trajectory')).responseEnd"
+    after, total = await tab.js(f"{drawn} - {loaded}"), await tab.js(drawn)
     with capsys.disabled():
         sys.stdout.write(
-            f"\n{last + 1:,} tokens are drawn {after:.0f} ms after they came (budget 400 ms), "
-            f"{total:.0f} ms after the page was asked for\n"
+            f"\n{last + 1:,} tokens are drawn {after:.0f} ms after loading (budget 400 ms), "
+            f"{total:.0f} ms after the navigation\n"
         )
     assert await tab.js("document.getElementsByTagName('*').length") < 4000
     await tab.js("document.querySelector('.box').focus()")

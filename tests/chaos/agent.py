@@ -1,7 +1,7 @@
 """A fake agent that makes real model calls: a conversation of a few turns, then a file.
 
-Standard library only, so that hundreds of it start quickly. The instruction is JSON: `turns`,
-`pause_s` between them. It asks again as an SDK does when an answer does not come.
+Standard library only, so that hundreds of them start quickly. The instruction is JSON: `turns`, and
+`pause_s` between them. Failed requests are repeated, as by an SDK.
 """
 
 import http.client
@@ -16,7 +16,7 @@ TRIES = 8
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's answer to the conversation so far."""
+    """Request the model's answer to a conversation."""
     base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     url = urlsplit(base)
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages})
@@ -44,7 +44,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """The conversation, and what it leaves."""
+    """Hold the conversation, then write its last answer to a file."""
     plan = json.loads(os.environ["TUGLINE_INSTRUCTION"])
     messages: list[dict[str, str]] = []
     for turn in range(plan["turns"]):

@@ -1,6 +1,6 @@
-"""What must be true when the storm is over, read from the outside: API, files, books.
+"""Checks after a storm, from outside: API, files, and the logs of receiver and trainer.
 
-Each check is a row: what was looked at, what was found, what it must be.
+Each check is a row: its name, the measured value, and the required one.
 """
 
 import os
@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from chaos.fleet import Fleet
-from chaos.storm import Story, Strike
-from chaos.wire import Api, Book
+from chaos.storm import StormLog, Strike
+from chaos.wire import Api, JsonLog
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
 from tugline.recording.trajectories import unpack
@@ -22,22 +22,21 @@ RECOVERY_S = 2.0
 REQUEUE_S = 1.0
 """Beyond the lease."""
 HUNG_S = 10.0
-"""What is asked of wall time is printed; only what is this far beyond it fails, for a machine that
-does other work is slower."""
+"""Only times above this fail, since other work slows the machine; the goals are printed."""
 
 
 class Row(NamedTuple):
     """One check."""
 
-    what: str
-    found: str
-    must: str
-    good: bool
+    name: str
+    measured: str
+    required: str
+    passed: bool
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the server tells in the end, and what others wrote down."""
+    """All of the server's final state, and what receiver and trainer logged."""
 
     tasks: Sequence[Mapping[str, Any]]
     results: Sequence[Mapping[str, Any]]
@@ -52,15 +51,15 @@ def gather(fleet: Fleet) -> Evidence:
     """Read everything."""
     api = fleet.api()
     results = list(list_all(api, "/v1/results", "position", "items"))
-    ran = (one["session"] for one in results if one["bytes"])
-    bodies = {one: api.bytes("GET", f"/v1/sessions/{one}/trajectory") for one in ran}
+    ran = (result["session"] for result in results if result["bytes"])
+    bodies = {name: api.bytes("GET", f"/v1/sessions/{name}/trajectory") for name in ran}
     return Evidence(
         tasks=list(_pages(api, "/v1/tasks?", "tasks")),
         results=results,
         events=list(list_all(api, "/v1/events", "position")),
-        trajectories={one: unpack(data) for one, data in bodies.items()},
-        trained=Book.read(fleet.folder / "trained.jsonl"),
-        delivered=Book.read(fleet.folder / "delivered.jsonl"),
+        trajectories={name: unpack(data) for name, data in bodies.items()},
+        trained=JsonLog.read(fleet.folder / "trained.jsonl"),
+        delivered=JsonLog.read(fleet.folder / "delivered.jsonl"),
         deliveries=list(list_all(api, "/v1/deliveries", "id")),
     )
 
@@ -74,7 +73,7 @@ def _pages(api: Api, path: str, key: str) -> Iterator[Mapping[str, Any]]:
 
 
 def list_all(api: Api, path: str, key: str, field: str = "") -> Iterator[Mapping[str, Any]]:
-    """What is listed at `path` (in that `field`), page by page; each stands after its `key`."""
+    """Yield what `path` lists (in `field`), page by page; `key` is the cursor of each item."""
     items: Any = [{key: 0}]
     while items:
         page = api.get(f"{path}?after={items[-1][key]}&limit=200")
@@ -83,106 +82,109 @@ def list_all(api: Api, path: str, key: str, field: str = "") -> Iterator[Mapping
 
 
 # --------------------------------------------------------------------------- checks
-def audit(fleet: Fleet, story: Story, told: Evidence) -> list[Row]:
-    """Every check."""
+def audit(fleet: Fleet, log: StormLog, evidence: Evidence) -> list[Row]:
+    """Run every check."""
     return [
-        *_tasks(story, told),
-        *_commits(told),
-        *_trainer(told),
-        *_callbacks(story, told),
-        *_ledgers(fleet, told),
-        *_times(fleet, story, told),
-        Row("programs that ended by themselves", "; ".join(fleet.deserters) or "none", "none",
-            not fleet.deserters),
-    ]  # fmt: skip
+        *_check_tasks(log, evidence),
+        *_check_commits(evidence),
+        *_check_trainer(evidence),
+        *_check_callbacks(log, evidence),
+        *_check_ledgers(fleet, evidence),
+        *_check_times(fleet, log, evidence),
+        _none("programs that ended by themselves", fleet.unexpected_exits),
+    ]
 
 
-def _tasks(story: Story, told: Evidence) -> Iterator[Row]:
-    known = {one["id"]: one for one in told.tasks}
-    lost = story.accepted.keys() - known.keys()
+def _check_tasks(log: StormLog, evidence: Evidence) -> Iterator[Row]:
+    known = {task["id"]: task for task in evidence.tasks}
+    lost = log.accepted.keys() - known.keys()
     yield _none("accepted tasks that are lost", lost)
-    open_ = [name for name in story.accepted if known.get(name, {}).get("state") != "released"]
+    open_ = [name for name in log.accepted if known.get(name, {}).get("state") != "released"]
     yield _none("accepted tasks that have not ended", open_)
-    sessions = {one for each in story.accepted.values() for one in each}
-    yield _none("sessions without a result", sessions - {one["session"] for one in told.results})
+    sessions = {name for names in log.accepted.values() for name in names}
+    with_result = {result["session"] for result in evidence.results}
+    yield _none("sessions without a result", sessions - with_result)
 
 
-def _commits(told: Evidence) -> Iterator[Row]:
-    times = Counter(one["session"] for one in told.results)
-    times_said = Counter(one["session"] for one in told.events if one["kind"] == "session.result")
-    twice = {name for count in (times, times_said) for name, n in count.items() if n > 1}
-    yield _none("sessions committed twice", twice)
+def _check_commits(evidence: Evidence) -> Iterator[Row]:
+    committed = [event for event in evidence.events if event["kind"] == "session.result"]
+    counts = (Counter(each["session"] for each in list_) for list_ in (evidence.results, committed))
+    yield _none(
+        "sessions committed twice", {s for each in counts for s, n in each.items() if n > 1}
+    )
 
 
-def _trainer(told: Evidence) -> Iterator[Row]:
-    kept = [line["result"] for line in told.trained if "result" in line]
-    acked = max((line["acked"] for line in told.trained if "acked" in line), default=0)
-    truth = {one["position"]: one for one in told.results}
-    mine = {one["position"]: one for one in kept}
-    yield _none("acknowledged results that are lost", [p for p in mine if p not in truth])
-    yield _none("results that the trainer never got", truth.keys() - mine.keys())
-    yield _none("results that changed after they were read",
-                [p for p in mine.keys() & truth.keys() if mine[p] != truth[p]])  # fmt: skip
+def _check_trainer(evidence: Evidence) -> Iterator[Row]:
+    acked = max((line["acked"] for line in evidence.trained if "acked" in line), default=0)
+    stored = {result["position"]: result for result in evidence.results}
+    lines = [line["result"] for line in evidence.trained if "result" in line]
+    received = {result["position"]: result for result in lines}
+    yield _none("acknowledged results that are lost", [p for p in received if p not in stored])
+    yield _none("results that the trainer never got", stored.keys() - received.keys())
+    changed = [p for p in received.keys() & stored.keys() if received[p] != stored[p]]
+    yield _none("results that changed after they were read", changed)
     floor, again = 0, []
-    for line in told.trained:
+    for line in evidence.trained:
         floor = max(floor, line.get("acked", 0))
         if line.get("result", {}).get("position", floor + 1) <= floor:
             again.append(line["result"]["position"])
-    yield _none("results told again after they were acknowledged", again)
-    last = max(truth, default=0)
+    yield _none("results sent again after they were acknowledged", again)
+    last = max(stored, default=0)
     yield Row("the trainer's last acknowledgement", str(acked), f">= {last}", acked >= last)
 
 
-def _callbacks(story: Story, told: Evidence) -> Iterator[Row]:
-    wanted = {one["session"] for one in told.results if one["task"] in story.called_back}
-    wanted |= story.called_back  # and of their release
+def _check_callbacks(log: StormLog, evidence: Evidence) -> Iterator[Row]:
+    expected = {
+        result["session"] for result in evidence.results if result["task"] in log.with_callback
+    }
+    expected |= log.with_callback  # and of their release
     subjects: dict[str, set[str]] = defaultdict(set)
-    for one in told.delivered:
-        subjects[one["id"]].add(_subject(one["body"]))
-    heard = {name for each in subjects.values() for name in each}
-    yield _none("results and releases without their callback", wanted - heard)
-    yield _none("callback ids that stand for two things",
-                [name for name, each in subjects.items() if len(each) > 1])  # fmt: skip
+    for delivery in evidence.delivered:
+        subjects[delivery["id"]].add(_subject(delivery["body"]))
     ids = Counter(name for each in subjects.values() for name in each)
-    yield _none("things told under two ids", [name for name, n in ids.items() if n > 1])
-    undone = [one["id"] for one in told.deliveries if one["state"] != "delivered"]
-    yield _none("callbacks not delivered", undone)
-    repeated = len(told.delivered) - len(subjects)
+    yield _none("results and releases without their callback", expected - ids.keys())
+    ambiguous = [name for name, each in subjects.items() if len(each) > 1]
+    yield _none("callback ids with two subjects", ambiguous)
+    yield _none("subjects with two callback ids", [name for name, n in ids.items() if n > 1])
+    pending = [each["id"] for each in evidence.deliveries if each["state"] != "delivered"]
+    yield _none("callbacks not delivered", pending)
+    repeated = len(evidence.delivered) - len(subjects)
     yield Row("callbacks delivered", f"{len(subjects)} and {repeated} again", ">= 1 each", True)
 
 
 def _subject(body: Mapping[str, Any]) -> str:
-    """The session whose result a callback is about, or the task that is over."""
+    """The session or task of a callback."""
     return str(body["result"]["session"] if body["kind"] == "session.result" else body["task"])
 
 
-def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
-    views = {one["session"]: one for one in told.results}
+def _check_ledgers(fleet: Fleet, evidence: Evidence) -> Iterator[Row]:
+    views = {result["session"]: result for result in evidence.results}
     off = [
         name
-        for name, one in told.trajectories.items()
-        if not one.ledger.balanced
-        or (one.ledger.sampled, one.ledger.trained)
+        for name, trajectory in evidence.trajectories.items()
+        if not trajectory.ledger.balanced
+        or (trajectory.ledger.sampled, trajectory.ledger.trained)
         != (views[name]["sampled"], views[name]["trained"])
-        or sum(int(trace.mask.sum()) for trace in one.traces) != one.ledger.trained
+        or sum(int(trace.mask.sum()) for trace in trajectory.traces) != trajectory.ledger.trained
     ]
     yield _none("sessions whose tokens do not add up", off)
     files = [file for node in fleet.nodes for file in list_recordings(fleet.folder / node.name)]
     recorded = {file.stem: recordings.read(file) for file in files}
-    calls = sum(len(one.calls) for one in recorded.values())
+    calls = sum(len(recording.calls) for recording in recorded.values())
     yield Row("recordings read, model calls in them", f"{len(files)}, {calls}", "> 0", calls > 0)
-    epochs = {one["session"]: one["detail"]["epoch"] for one in told.events
-              if one["kind"] == "session.leased"}  # fmt: skip
+    epochs = {event["session"]: event["detail"]["epoch"] for event in evidence.events
+              if event["kind"] == "session.leased"}  # fmt: skip
     foreign = [
         name
-        for name, one in told.trajectories.items()
-        if one.status is Status.COMPLETED and not _same(one, recorded.get(f"{name}.{epochs[name]}"))
+        for name, result in evidence.trajectories.items()
+        if result.status is Status.COMPLETED
+        and not _is_result_of(result, recorded.get(f"{name}.{epochs[name]}"))
     ]
     yield _none("results that are not of their session's last lease", foreign)
 
 
-def _same(result: Trajectory, recording: recordings.Recording | None) -> bool:
-    """Whether a result is of the run that was recorded there: no two take the same time."""
+def _is_result_of(result: Trajectory, recording: recordings.Recording | None) -> bool:
+    """Whether a result is of a recorded run; no two runs take the same time."""
     sampled = sum(len(call.sampled_ids) for call in recording.calls) if recording else -1
     run = recording.result if recording else None
     return run is not None and (run.seconds.get("run"), sampled) == (
@@ -191,37 +193,37 @@ def _same(result: Trajectory, recording: recordings.Recording | None) -> bool:
     )
 
 
-def _times(fleet: Fleet, story: Story, told: Evidence) -> Iterator[Row]:
-    starts = [one for one in fleet.outages if one.ready]  # others were killed before
-    slow = max(one.recovery_s for one in starts)
-    usual = median(one.recovery_s for one in starts)
-    yield Row(f"slowest recovery of the server, of {len(starts)}",
+def _check_times(fleet: Fleet, log: StormLog, evidence: Evidence) -> Iterator[Row]:
+    recoveries = [outage.recovery_s for outage in fleet.outages if outage.ready]
+    slow, usual = max(recoveries), median(recoveries)
+    yield Row(f"slowest recovery of the server, of {len(recoveries)}",
               f"{slow:.2f} s (median {usual:.2f})",
-              f"<= {HUNG_S} s, asked {RECOVERY_S} s", slow <= HUNG_S)  # fmt: skip
-    late = sorted(_requeues(fleet, story.strikes, told.events))
-    must = fleet.lease_s + HUNG_S
-    asked = fleet.lease_s + REQUEUE_S
-    found = f"{late[-1]:.2f} s" if late else "never seen"
-    what = f"slowest requeue after a node's death, of {len(late)}"
-    yield Row(what, found, f"<= {must} s, asked {asked} s", bool(late) and late[-1] <= must)
-    strikes = (f"{one.victim} {one.how}" for one in story.strikes)
-    for what, names in (("strikes", strikes), ("results", (one["status"] for one in told.results))):
-        counts = sorted(Counter(names).items())
-        yield Row(what, ", ".join(f"{name} {count}" for name, count in counts), "-", True)
-    said = f"{story.ended_s:.0f} s, {len(told.results) / story.ended_s:.1f} sessions/s, "
-    said += f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} in the last five minutes"
-    yield Row("time", said, "-", True)
+              f"<= {HUNG_S} s, goal {RECOVERY_S} s", slow <= HUNG_S)  # fmt: skip
+    requeues = sorted(_measure_requeues(fleet, log.strikes, evidence.events))
+    limit = fleet.lease_s + HUNG_S
+    yield Row(f"slowest requeue after a node's death, of {len(requeues)}",
+              f"{requeues[-1]:.2f} s" if requeues else "none",
+              f"<= {limit} s, goal {fleet.lease_s + REQUEUE_S} s",
+              bool(requeues) and requeues[-1] <= limit)  # fmt: skip
+    strikes = (f"{strike.victim} {strike.how}" for strike in log.strikes)
+    statuses = (result["status"] for result in evidence.results)
+    for name, values in (("strikes", strikes), ("results", statuses)):
+        counts = sorted(Counter(values).items())
+        yield Row(name, ", ".join(f"{value} {count}" for value, count in counts), "-", True)
+    time = f"{log.ended_s:.0f} s, {len(evidence.results) / log.ended_s:.1f} sessions/s, "
+    time += f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} in the last five minutes"
+    yield Row("time", time, "-", True)
 
 
-def _requeues(
+def _measure_requeues(
     fleet: Fleet, strikes: Iterable[Strike], events: Sequence[Mapping[str, Any]]
 ) -> Iterator[float]:
-    """Seconds from the death of a node to the requeue of what it held, while a server was up."""
-    for strike in (one for one in strikes if one.victim.startswith("node")):
+    """Seconds from the death of a node to the requeue of each session it held."""
+    for strike in (each for each in strikes if each.victim.startswith("node")):
         until = strike.at + fleet.lease_s + REQUEUE_S
-        if any(one.down < until and (one.ready or until) > strike.at - 1 for one in fleet.outages):
-            continue  # a server that was away gives every node a whole lease again
-        node, held = _held(strike, events)
+        if any(o.down < until and (o.ready or until) > strike.at - 1 for o in fleet.outages):
+            continue  # a restarted server gives every node a new lease
+        node, held = _list_held(strike, events)
         for event in events:
             if event["kind"] == "session.requeued" and event["session"] in held and (
                 event["created"] > strike.at and event.get("node") == node
@@ -230,10 +232,10 @@ def _requeues(
                 yield event["created"] - strike.at
 
 
-def _held(strike: Strike, events: Sequence[Mapping[str, Any]]) -> tuple[str | None, set[str]]:
-    """The id of the node that was struck, and what it had then."""
+def _list_held(strike: Strike, events: Sequence[Mapping[str, Any]]) -> tuple[str | None, set[str]]:
+    """The id of a node that was struck, and the sessions it held then."""
     node, held = None, set()
-    for event in (one for one in events if one["created"] <= strike.at):
+    for event in (each for each in events if each["created"] <= strike.at):
         if event["kind"] == "node.joined" and event["detail"].get("name") == strike.victim:
             node, held = event["node"], set()
         elif event.get("node") == node and event["kind"] == "session.leased":
@@ -243,16 +245,18 @@ def _held(strike: Strike, events: Sequence[Mapping[str, Any]]) -> tuple[str | No
     return node, held
 
 
-def _none(what: str, found: Iterable[object]) -> Row:
-    some = sorted(map(str, found))
-    shown = f"{len(some)}: {', '.join(some[:5])}" if some else "0"
-    return Row(what, shown, "0", not some)
+def _none(name: str, exceptions: Iterable[object]) -> Row:
+    """A row that passes if there are no exceptions."""
+    some = sorted(map(str, exceptions))
+    measured = f"{len(some)}: {', '.join(some[:5])}" if some else "0"
+    return Row(name, measured, "0", not some)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """For people."""
-    width = max(len(row.what) for row in rows)
+def format_table(rows: Sequence[Row]) -> str:
+    """Align the rows as a table."""
+    width = max(len(row.name) for row in rows)
     return "\n".join(
-        f"{'ok ' if row.good else 'BAD'} {row.what:<{width}}  {row.found}  (must be {row.must})"
+        f"{'ok ' if row.passed else 'BAD'} {row.name:<{width}}  {row.measured}  "
+        f"(must be {row.required})"
         for row in rows
     )

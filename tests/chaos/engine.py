@@ -1,7 +1,7 @@
 """An engine without a model in its own process: ``engine.py PORT TOKENIZER``.
 
-Its answer depends on the prompt alone, so it is the same after every restart, and is continued if
-the prompt ends within an answer.
+Its answers depend on the prompt alone, so they are the same after every restart, and an answer
+that the prompt has a part of is continued.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ async def main(port: int, tokenizer: Tokenizer) -> None:
 
     def reply(prompt: Ids, _request: str) -> Reply:
         starts = (prompt == opening[0]).nonzero()[0]
-        if not len(starts):  # a probe of the engine: no chat
+        if not len(starts):  # a probe of the engine is no chat
             return Reply([*prompt[:4].tolist(), *end])
         begun = int(starts[-1]) + len(opening)
         dice = zlib.crc32(prompt[:begun].tobytes())

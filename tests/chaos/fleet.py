@@ -1,7 +1,6 @@
-"""Everything that takes part in a run, as processes that can be killed and started again.
+"""All programs of a run, as processes that can be killed and are started again.
 
-Nothing here waits for a process to end well: whoever dies is started again at once, as a
-supervisor would, and a death that nobody ordered is written down.
+A program that ends is started again at once, as by a supervisor; unexpected exits are collected.
 """
 
 import contextlib
@@ -26,6 +25,7 @@ from chaos.wire import Api
 from tiny import tokenizer
 
 HERE = Path(__file__).parent
+GROUP = 4
 TUGLINE = str(Path(sys.executable).with_name("tugline"))
 READY_S = 60.0
 LEASE_S = 3.0
@@ -33,7 +33,7 @@ LEASE_S = 3.0
 
 @dataclass
 class Program:
-    """One process, and how it is started."""
+    """A process and its command."""
 
     name: str
     argv: tuple[str, ...]
@@ -41,12 +41,12 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     back: float | None = None
-    """When it is to be started again; None while it runs."""
+    """Time of the next start; None while it runs."""
     frozen: float | None = None
-    """Until when it is stopped."""
+    """Time until which it is stopped."""
 
     def start(self) -> None:
-        """Start it; what it says goes to a file beside the others'."""
+        """Start the process; its output is appended to a file in its folder."""
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 self.argv,
@@ -61,26 +61,23 @@ class Program:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, stopped or not."""
+        """Whether the process exists, stopped or not."""
         return self.process is not None and self.process.poll() is None
 
     def kill(self, back_in_s: float = 0.0) -> None:
-        """SIGKILL; `Fleet.tend` starts it again after so many seconds."""
-        assert self.process is not None
+        """SIGKILL; `Fleet.supervise` starts it again after `back_in_s`."""
         self.back = time.time() + back_in_s
         self.process.kill()
         self.process.wait(10)
         self.frozen = None
 
     def freeze(self, for_s: float) -> None:
-        """SIGSTOP; `Fleet.tend` lets it go on after so many seconds."""
-        assert self.process is not None
+        """SIGSTOP; `Fleet.supervise` lets it continue after `for_s`."""
         self.process.send_signal(signal.SIGSTOP)
         self.frozen = time.time() + for_s
 
     def thaw(self) -> None:
         """SIGCONT."""
-        assert self.process is not None
         self.frozen = None
         self.process.send_signal(signal.SIGCONT)
 
@@ -95,7 +92,7 @@ class Outage:
 
     @property
     def recovery_s(self) -> float:
-        """From the start of the process to the first good answer."""
+        """Seconds from the start of the process to its first successful response."""
         return self.ready - self.started
 
 
@@ -115,8 +112,8 @@ class Fleet:
     ) -> None:
         """`store` is the URL of another store than the server's own.
 
-        `engine` are further settings of it, `cli` begins the server's command line, and `up` are
-        options of it.
+        `engine` has further engine settings; the server's command line begins with `cli` and has
+        the options `up`.
         """
         self.folder, self.lease_s, self.cli, self.up = folder, lease_s, cli, up
         self.ports = dict(zip(("server", "engine", "receiver"), free_ports(3), strict=True))
@@ -124,8 +121,7 @@ class Fleet:
         self.callback = f"http://127.0.0.1:{self.ports['receiver']}/done"
         self.programs: dict[str, Program] = {}
         self.outages: list[Outage] = []
-        self.deserters: list[str] = []
-        """Who died without being killed."""
+        self.unexpected_exits: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
         server = {
@@ -145,14 +141,14 @@ class Fleet:
         (self.folder / name).write_text(json.dumps(values), encoding="utf-8")
 
     def add(self, name: str, *argv: str, **env: str) -> Program:
-        """A program of this run; it is not started yet."""
-        if name != "server":  # which has a machine of its own in life, and a time to keep here
+        """Add a program to this run without starting it."""
+        if name != "server":  # whose recovery is measured
             argv = ("nice", "-n", "10", *argv)
         self.programs[name] = Program(name, argv, self.folder, env)
         return self.programs[name]
 
     def launch(self, nodes: int = 2) -> None:
-        """Start all, in their order."""
+        """Start all programs in order."""
         python = (sys.executable,)
         self.add("engine", *python, str(HERE / "engine.py"), str(self.ports["engine"]),
                  "tokenizer.json").start()  # fmt: skip
@@ -165,14 +161,14 @@ class Fleet:
                  "trained.jsonl").start()  # fmt: skip
 
     def launch_server(self) -> None:
-        """Start it for the first time."""
+        """Start the server for the first time."""
         self.add("server", *self.cli, "up", *self.up, "--config", "server.yaml",
                  "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
         self.start_server(time.time())
         until(lambda: bool(self.outages[0].ready), "the server to answer")
 
     def add_node(self, name: str) -> Program:
-        """A node with this name; it is not started yet."""
+        """Add a node without starting it."""
         engine = f"http://127.0.0.1:{self.ports['engine']}"
         return self.add(name, TUGLINE, "node", "--server", self.url, "--config", "node.yaml",
                         "--dir", name, "--name", name, "--engine", engine,
@@ -180,26 +176,26 @@ class Fleet:
 
     @property
     def tokens(self) -> dict[str, str]:
-        """Those that the server made when it was started first."""
+        """The server's tokens."""
         return json.loads((self.folder / "server" / "tokens.json").read_text())
 
     @property
     def nodes(self) -> list[Program]:
-        """The nodes."""
-        return [one for name, one in self.programs.items() if name.startswith("node")]
+        """The programs that are nodes."""
+        return [each for name, each in self.programs.items() if name.startswith("node")]
 
     def api(self, within_s: float = 60.0) -> Api:
-        """The server, as a client."""
+        """A client of the server."""
         return Api(self.url, self.tokens["client"], within_s=within_s)
 
     def start_server(self, down: float) -> None:
-        """Start the server and take the time until it answers."""
+        """Start the server and measure the time until it responds."""
         outage = Outage(down, time.time())
         self.outages.append(outage)
         self.programs["server"].start()
-        threading.Thread(target=self._time, args=(outage,), daemon=True).start()
+        threading.Thread(target=self._measure, args=(outage,), daemon=True).start()
 
-    def _time(self, outage: Outage) -> None:
+    def _measure(self, outage: Outage) -> None:
         until = time.time() + READY_S
         while time.time() < until and self.outages[-1] is outage:
             try:
@@ -213,53 +209,51 @@ class Fleet:
                 return
             time.sleep(0.01)
 
-    def tend(self) -> None:
-        """Start again who is due, let go on who was stopped long enough."""
+    def supervise(self) -> None:
+        """Start programs that are due again, and continue those that were stopped long enough."""
         now = time.time()
-        for name, one in self.programs.items():
-            if one.back is None and not one.alive:
-                code = one.process.returncode if one.process else None
-                self.deserters.append(f"{name} ended by itself with code {code}")
-                one.back = now
-            if one.back is not None and one.back <= now:
+        for name, program in self.programs.items():
+            if program.back is None and not program.alive:
+                code = program.process.returncode if program.process else None
+                self.unexpected_exits.append(f"{name} ended by itself with code {code}")
+                program.back = now
+            if program.back is not None and program.back <= now:
                 if name == "server":
-                    self.start_server(one.back)
+                    self.start_server(program.back)
                 else:
-                    one.start()
-            if one.frozen is not None and one.frozen <= now:
-                one.thaw()
+                    program.start()
+            if program.frozen is not None and program.frozen <= now:
+                program.thaw()
 
     def agents(self) -> list[int]:
         """Processes of the fake agents that work in this run's folders."""
         return [
-            one.pid
-            for one in psutil.process_iter(["cmdline", "cwd"])
-            if any(word.endswith("agent.py") for word in one.info["cmdline"] or ())
-            and self.folder in Path(one.info["cwd"] or "/").parents
+            process.pid
+            for process in psutil.process_iter(["cmdline", "cwd"])
+            if any(argument.endswith("agent.py") for argument in process.info["cmdline"] or ())
+            and self.folder in Path(process.info["cwd"] or "/").parents
         ]
 
     def close(self) -> None:
         """End everything, agents included."""
-        for one in self.programs.values():
-            if one.alive:
-                one.kill()
+        for program in self.programs.values():
+            if program.alive:
+                program.kill()
         for pid in self.agents():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 def free_ports(count: int) -> list[int]:
-    """So many that nobody listens at."""
+    """Ports on which no program listens."""
     with contextlib.ExitStack() as stack:
         local = ("127.0.0.1", 0)
         sockets = [stack.enter_context(socket.create_server(local)) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def make_task(name: str, turns: int, pause_s: float) -> dict[str, Any]:
-    """A group of four agents of so many turns, shut in, whom nobody judges."""
+    """A group of agents with `turns` model calls each, in sandboxes, without tests."""
     return {
         "id": name,
         "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
@@ -267,13 +261,13 @@ def make_task(name: str, turns: int, pause_s: float) -> dict[str, Any]:
         "evaluator": {"name": "session_completed"},
         "runtime": {"name": "bubblewrap"},
         "files": {"agent.py": (HERE / "agent.py").read_text()},
-        "samples": 4,
+        "samples": GROUP,
         "group": {"attempts": 10},
     }
 
 
 def until(done: Callable[[], object], what: str, within_s: float = READY_S) -> None:
-    """Wait for it, or raise `TimeoutError` that says for what."""
+    """Wait until `done` is true, or raise `TimeoutError` with `what`."""
     deadline = time.monotonic() + within_s
     while not done():
         if time.monotonic() > deadline:

@@ -5,10 +5,10 @@ from tugline.types import Reward
 
 
 class Answer(Evaluator):
-    """1 for an agent that left its answer, 0 for one that did not."""
+    """Reward 1 for an agent that wrote its answer, else 0."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Looks at the changed files only."""
+        """Look at the changed files only."""
         change = outcome.patch.files.get("answer.txt")
         left = (change.text or "") if change else ""
         return Verdict(Reward(float(bool(left))), {"characters": len(left)})

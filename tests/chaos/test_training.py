@@ -1,4 +1,4 @@
-"""``tugline train`` on a server, a node and an engine of their own, each killed again and again."""
+"""``tugline train`` with its own server, node and engine, each of which is killed repeatedly."""
 
 import contextlib
 import json
@@ -14,14 +14,13 @@ import httpx
 import pytest
 
 from chaos.fleet import HERE, TUGLINE, Fleet
-from training_run import write_config
+from training_run import check_totals, write_config
 from tugline.trainers.config import CHECKPOINTS
-from tugline.trainers.sinks import METRICS, read_lines
 
 KINDS = ("trainer", "engine", "server", "node0")
 STEPS, TASKS, SAMPLES = 10, 2, 2
 PATIENCE_S = 200.0
-"""For one thing to happen, on a machine that does ten others."""
+"""Time limit of one step of the test, on a busy machine."""
 AGENT = f"""
 import os, re, sys, time
 sys.path.insert(0, {str(HERE)!r})
@@ -36,7 +35,7 @@ for turn in range(turns):
     while step and int(open("GATE").read()) < int(step[1]) // {TASKS} + 1:
         time.sleep(0.05)
 """
-"""As many calls as its task says; held after the first one until the gate is at its step."""
+"""An agent that waits after its first call until the gate is at its step."""
 
 
 class Training:
@@ -47,8 +46,8 @@ class Training:
         rows = [{"id": f"train{i}", "question": str(1 + 5 * (i % 3 == 0))} for i in range(20)]
         plan = {"steps": STEPS, "tasks_per_step": TASKS, "samples": SAMPLES, "staleness": 1}
         path = write_config(folder, schedule=plan, heldout={"every": 5})
-        for name, kept in (("train", rows), ("test", [row | {"id": "t"} for row in rows[:1]])):
-            lines = "".join(json.dumps(row) + "\n" for row in kept)
+        for name, part in (("train", rows), ("test", [row | {"id": "t"} for row in rows[:1]])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
             (folder / f"{name}.jsonl").write_text(lines)
         self.fleet = fleet = Fleet(folder, lease_s=20.0, slots=10)
         self.run, self.gate = folder / "run", folder / "gate"
@@ -78,22 +77,22 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Whether the trainer has ended well."""
+        """Whether the trainer has ended with success."""
         process = self.fleet.programs["trainer"].process
         return process is not None and process.poll() == 0
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Wait for it, while those that were killed are started again."""
+        """Wait until `done` is true, while killed programs are started again."""
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             if not self.over:
-                self.fleet.tend()
-            if self.fleet.deserters or time.monotonic() > deadline:
-                pytest.fail(f"waited for {what}: {self.fleet.deserters} {self._read_logs()}")
+                self.fleet.supervise()
+            if self.fleet.unexpected_exits or time.monotonic() > deadline:
+                pytest.fail(f"waited for {what}: {self.fleet.unexpected_exits} {self._read_logs()}")
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int) -> None:
-        """Wait until a step has been learned and is about to be published."""
+        """Wait for the checkpoint of a step, after which it is published."""
         folder, name = self.run / CHECKPOINTS, f"*step-{step:06d}*"
         self.wait(lambda: any(folder.glob(name)), f"the checkpoint of step {step}")
 
@@ -101,8 +100,8 @@ class Training:
         tails = [path.read_text()[-1500:] for path in sorted(self.fleet.folder.glob("*.log"))]
         return "\n".join(tails)
 
-    def stands(self) -> bool:
-        """Whether everybody is back from the last strike, and the engine has its weights back."""
+    def has_recovered(self) -> bool:
+        """Whether all programs run after the last strike, the engine with the latest weights."""
         if self.over:
             return True
         back = {"trainer": "weights.resumed", "node0": "node.joined"}.get(self._last)
@@ -110,13 +109,13 @@ class Training:
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
             loaded = httpx.get(f"{self.engine}/weight_info").json()["weight_version"]
             weights, events = api.get("/v1/weights"), api.get("/v1/events?limit=1000")
-            later = {one["kind"] for one in events if one["created"] > self._struck_at}
+            later = {event["kind"] for event in events if event["created"] > self._struck_at}
             known = back is None or back in later
             return loaded == str(weights["version"]) and weights["paused"] is None and known
         return False
 
     def strike(self, name: str) -> None:
-        """Kill it; it is started again at once."""
+        """Kill a program, which is started again at once."""
         self._struck_at, self._last = time.time(), name
         self.fleet.programs[name].kill()
         self.strikes[name] += 1
@@ -124,16 +123,16 @@ class Training:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_kill_9_of_anybody_costs_training_nothing(tmp_path: Path) -> None:
-    """Twenty strikes, two in each step: while it is sampled, and while it is learned."""
+def test_kill_9_of_any_program_loses_no_training(tmp_path: Path) -> None:
+    """Two strikes in each of ten steps: while it is sampled, and after its update."""
     training = Training(tmp_path / "fleet")
     with contextlib.closing(training.fleet):
         training.launch()
         for step in range(1, STEPS + 1):
-            training.wait(training.stands, f"all to stand before step {step}")
+            training.wait(training.has_recovered, f"recovery before step {step}")
             training.wait(lambda: bool(training.fleet.agents()), f"agents of step {step}")
             training.strike(KINDS[(step - 1) % 4])
-            training.wait(training.stands, f"all to stand in step {step}")
+            training.wait(training.has_recovered, f"recovery in step {step}")
             training.gate.write_text(str(step))
             training.wait_for_checkpoint(step)
             training.strike(KINDS[(step + 1) % 4])
@@ -143,36 +142,29 @@ def test_kill_9_of_anybody_costs_training_nothing(tmp_path: Path) -> None:
 
 
 def check(training: Training) -> None:
-    """Every prompt was trained on once, in its step, and all tokens are accounted for."""
+    """Every prompt was trained on once, in its step, and the ledgers add up."""
     state = json.loads((training.run / "summary.json").read_text())["state"]
-    assert (state["step"], state["failed"]) == (STEPS, 0)
-    assert state["sessions"] == STEPS * TASKS * SAMPLES
-    ledger = state["ledger"]
-    lost = [*ledger["masked"].values(), *ledger["dropped"].values()]
-    assert ledger["sampled"] == ledger["trained"] + sum(lost)
+    rows = check_totals(training.run, state, STEPS, STEPS * TASKS * SAMPLES)
     assert [score["step"] for score in state["scores"]] == [0, 5, 10]
-    rows = [row for row in read_lines(training.run / METRICS) if "rollout/sampled" in row]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_reports(training, rows)
     items = training.fleet.api().get("/v1/results?limit=1000")["items"]
-    results = [one for one in items if ".g" in one["task"]]  # those of training sessions
+    results = [item for item in items if ".g" in item["task"]]  # those of training sessions
     assert len(results) == STEPS * TASKS * SAMPLES
-    assert all(one["status"] == "completed" for one in results)
-    instances = Counter(one["task"].rpartition("-")[2] for one in results)
+    assert all(result["status"] == "completed" for result in results)
+    instances = Counter(result["task"].rpartition("-")[2] for result in results)
     assert instances == {f"train{i}": SAMPLES for i in range(STEPS * TASKS)}
     sampled: Counter[int] = Counter()
-    for one in results:
-        number = int(one["task"].partition(".g")[2].partition("-")[0])
-        sampled[number // TASKS + 1] += one["sampled"]
-    assert [row["rollout/sampled"] for row in rows] == [sampled[row["step"]] for row in rows]
-    assert sum(sampled.values()) == ledger["sampled"]
+    for result in results:
+        number = int(result["task"].partition(".g")[2].partition("-")[0])
+        sampled[number // TASKS + 1] += result["sampled"]
+    assert {row["step"]: row["rollout/sampled"] for row in rows} == sampled
 
 
 def check_reports(training: Training, rows: list[dict[str, Any]]) -> None:
-    """The server knows the figures of every step as the run's own file has them."""
+    """The server has the same figures of every step as the run's own file."""
     api = training.fleet.api()
     (run,) = api.get("/v1/runs")
     assert (run["name"].startswith(training.run.name), run["step"]) == (True, STEPS)
-    known = {one["step"]: one["figures"] for one in api.get(f"/v1/runs/{run['name']}/steps")}
+    known = {step["step"]: step["figures"] for step in api.get(f"/v1/runs/{run['name']}/steps")}
     for row in rows:
         assert known[row["step"]].items() >= {**row, "step": None}.items() - {("step", None)}

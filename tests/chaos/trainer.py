@@ -1,26 +1,26 @@
-"""A trainer that only reads: ``trainer.py URL TOKEN FILE``.
+"""A trainer that only reads results: ``trainer.py URL TOKEN FILE``.
 
-Results are on its disk before they are acknowledged, so what it acknowledged it has.
+Results are written to disk before they are acknowledged.
 """
 
 import sys
 from pathlib import Path
 
-from wire import Api, Book
+from wire import Api, JsonLog
 
 
 def main() -> None:
-    """For ever: ask, keep, acknowledge."""
+    """Read, write down and acknowledge results until killed."""
     url, token, file = sys.argv[1:]
-    api, book = Api(url, token, within_s=3600), Book(Path(file))
-    book.write({"began": True})
+    api, log = Api(url, token, within_s=3600), JsonLog(Path(file))
+    log.write({"began": True})
     while True:
-        told = api.get("/v1/results?consumer=trainer&limit=16&wait_s=5")
-        if not told["items"]:
+        page = api.get("/v1/results?consumer=trainer&limit=16&wait_s=5")
+        if not page["items"]:
             continue
-        book.write(*({"result": item} for item in told["items"]))
-        api.post("/v1/results/ack?consumer=trainer", {"cursor": told["cursor"]})
-        book.write({"acked": told["cursor"]})
+        log.write(*({"result": item} for item in page["items"]))
+        api.post("/v1/results/ack?consumer=trainer", {"cursor": page["cursor"]})
+        log.write({"acked": page["cursor"]})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The API as a stranger speaks it: standard library only, so it checks our client's work, too."""
+"""A client of the server's API with the standard library only, independent of Tugline's own."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from urllib.parse import urlsplit
 
 
 class Api:
-    """A client of `url`; every call asks again until it has an answer or `within_s` are over."""
+    """A client of `url`; failed requests are repeated for `within_s` seconds."""
 
     def __init__(self, url: str, token: str = "", *, within_s: float = 60.0) -> None:
         self._address, self._token, self._within_s = urlsplit(url).netloc, token, within_s
 
     def get(self, path: str) -> Any:
-        """What is at `path`, out of its JSON."""
+        """Decoded JSON of a GET request."""
         return json.loads(self.bytes("GET", path))
 
     def post(self, path: str, body: object) -> Any:
-        """The answer to `body`."""
+        """Decoded JSON of the response to a POST request."""
         return json.loads(self.bytes("POST", path, json.dumps(body).encode()))
 
     def bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """The answer. Raises `RuntimeError` for a 4xx, `TimeoutError` when there is none."""
+        """Body of the response. Raises `RuntimeError` for a 4xx, `TimeoutError` without one."""
         until = time.monotonic() + self._within_s
         while True:
             try:
@@ -47,7 +47,7 @@ class Api:
     def once(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = 30.0
     ) -> tuple[int, bytes]:
-        """One try: status and body."""
+        """Status and body of a single request."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         try:
@@ -58,7 +58,7 @@ class Api:
             connection.close()
 
 
-class Book:
+class JsonLog:
     """Lines of JSON that are on the disk when `write` returns; a torn last line is dropped."""
 
     def __init__(self, path: Path) -> None:
@@ -72,6 +72,6 @@ class Book:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """What a book holds, whoever has it open."""
+        """Complete lines of a file, which may be open elsewhere."""
         whole = path.read_bytes() if path.exists() else b""
         return [json.loads(line) for line in whole[: whole.rfind(b"\n") + 1].splitlines()]

@@ -1,38 +1,35 @@
-"""The commands as people start them, beside a server that is up."""
+"""Run ``tugline`` commands, in this process or in others, beside a running server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
 import structlog
 
 from commands import TUGLINE, run_command
-from house import House
+from house import House, leased
 from served import TOKENS
 from tugline import log
 from tugline.cli.app import main
 from tugline.client.nodes import NodeClient
-from tugline.protocol import LeaseRequest, NodeRegistration, Work
+from tugline.protocol import Work
 from tugline.types import Task
 
-
-class Done(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
+TESTS = Path(__file__).parents[1]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Shell:
-    """A folder to work in, in which ``tugline up`` seems to have been started."""
+    """A working folder in which ``tugline up`` seems to have been started."""
 
     def __init__(self, folder: Path, house: House) -> None:
         self.folder, self.house = folder, house
@@ -44,40 +41,30 @@ class Shell:
     @contextlib.asynccontextmanager
     async def lease(
         self, *tasks: Task, slots: int = 1
-    ) -> AsyncIterator[tuple[NodeClient, tuple[Work, ...]]]:
-        """Submit tasks, and play a node that holds what is queued."""
+    ) -> AsyncIterator[tuple[NodeClient, list[Work]]]:
+        """Submit tasks, then lease queued sessions as a node."""
         await self.house.control.submit(tasks)
-        async with NodeClient(self.house.url, TOKENS.join) as node:
-            welcome = await node.register(NodeRegistration(name="n", slots=slots, capacity=slots))
-            applied = welcome.control.generation
-            ask = LeaseRequest(capacity=slots, applied=applied, wait_s=20.0)
-            yield node, (await node.lease(welcome.node, ask)).work
+        async with leased(self.house.url, slots, 20.0) as (node, _, *work):
+            yield node, work
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        """A command that goes on."""
-        return await asyncio.create_subprocess_exec(
-            TUGLINE,
-            *arguments,
-            cwd=self.folder,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        """Start a command and leave it running."""
+        return await start(self.folder, TUGLINE, *arguments)
 
-    async def run(self, *arguments: str) -> Done:
-        """A command, to its end."""
-        done = await asyncio.to_thread(run_command, *arguments, cwd=self.folder, timeout=40)
-        return Done(done.returncode, done.stdout, done.stderr)
+    async def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return await asyncio.to_thread(run_command, *arguments, cwd=self.folder, timeout=40)
 
 
 @pytest.fixture
 def run_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
-    """Run a command in `tmp_path`, in this process: another one would import torch again."""
+) -> Run:
+    """Run a command in `tmp_path` in this process; another process would import torch again."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["tugline", *words])
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["tugline", *arguments])
         code = None
         try:
             main()
@@ -89,18 +76,41 @@ def run_here(
             log.configure()
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
-        return Done(int(code or 0), printed.out, printed.err)
+        return subprocess.CompletedProcess(arguments, int(code or 0), printed.out, printed.err)
 
     return run
 
 
-async def end(process: asyncio.subprocess.Process) -> Done:
-    """Wait for a command to end."""
-    out, err = await asyncio.wait_for(process.communicate(), 40)
-    return Done(process.returncode or 0, out.decode(), err.decode())
+async def start(folder: Path, *argv: str | Path) -> asyncio.subprocess.Process:
+    """Start a program in its own process group; it can import what the tests can."""
+    return await asyncio.create_subprocess_exec(
+        *argv,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+async def end(process: asyncio.subprocess.Process, code: int = 0) -> tuple[str, str]:
+    """Wait for a command that must exit with `code`; its stdout and stderr."""
+    out, err = await asyncio.wait_for(process.communicate(), 300)
+    assert process.returncode == code, err.decode()
+    return out.decode(), err.decode()
+
+
+async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], object]) -> None:
+    """Kill a process, but not its children, as soon as `reached` is true."""
+    while not reached():
+        if process.returncode is not None:
+            pytest.fail(f"ended before it was killed: {(await process.communicate())[1].decode()}")
+        await asyncio.sleep(0.005)
+    process.kill()
+    await end(process, -signal.SIGKILL)
 
 
 @pytest.fixture
 def shell(tmp_path: Path, house: House) -> Shell:
-    """Where commands are typed."""
+    """A shell beside a running server."""
     return Shell(tmp_path / "work", house)

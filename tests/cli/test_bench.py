@@ -1,14 +1,13 @@
-"""``tugline bench`` and ``plan``: where benchmarks are, and what machines a run needs."""
+"""``tugline bench`` and ``tugline plan``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.conftest import Done
+from cli.conftest import Run
 from commands import TUGLINE, run_program
 from tugline.cli import bench
 
@@ -20,25 +19,25 @@ PI = ("--harness", "pi")
 
 
 def test_an_option_of_another_benchmark_is_refused() -> None:
-    """By the benchmark itself; what it says is passed on."""
+    """The benchmark's own error is passed on."""
     done = run_program(TUGLINE, "bench", "gateway", "--sessions", "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("arguments: --sessions runs\n")
 
 
 def test_an_installation_has_no_benchmarks(
-    run_here: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names the file that is not there."""
+    """The error names the missing file."""
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib/src/tugline/cli/bench.py"))
     done = run_here("bench", "gateway")
-    assert (done.code, "run this in a checkout" in done.err) == (2, True)
-    assert str(tmp_path / "lib" / "benchmarks" / "gateway" / "run.py") in done.err
+    assert (done.returncode, "run this in a checkout" in done.stderr) == (2, True)
+    assert str(tmp_path / "lib" / "benchmarks" / "gateway" / "run.py") in done.stderr
 
 
-def test_a_plan_is_what_the_constants_say(run_here: Callable[..., Done]) -> None:
-    """Four sessions of 1,000 tokens a second, each of 31.14 s: computed by hand."""
-    plan = json.loads(run_here(*PLAN, *PI, "--json").out)
+def test_a_plan_follows_from_the_constants(run_here: Run) -> None:
+    """The figures of four sessions of 1,000 tokens per second, computed by hand."""
+    plan = json.loads(run_here(*PLAN, *PI, "--json").stdout)
     assert plan["sessions_per_hour"] == pytest.approx(4 * 3600)
     assert plan["session_s"] == pytest.approx(0.8 + 10 * 0.034 + 10 * 1.0 + 10 * 1 + 10)
     assert plan["open_sessions"] == 125
@@ -53,22 +52,20 @@ def test_a_plan_is_what_the_constants_say(run_here: Callable[..., Done]) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "narrowest"),
+    ("options", "limit"),
     [("--harness pi --cores 8", "processors"), ("--harness qwen_code --memory-gb 16", "memory")],
 )
-def test_the_narrowest_part_decides(
-    words: str, narrowest: str, run_here: Callable[..., Done]
-) -> None:
-    """Nodes are as many as the limit asks for that is met first; slots follow."""
-    command = [*PLAN, *words.split()]
-    plan = json.loads(run_here(*command, "--json").out)
+def test_the_scarcest_resource_decides(options: str, limit: str, run_here: Run) -> None:
+    """The number of nodes follows from the limit that is reached first, the slots from it."""
+    command = [*PLAN, *options.split()]
+    plan = json.loads(run_here(*command, "--json").stdout)
     most = max(plan["nodes_for"], key=plan["nodes_for"].get)
-    assert (most, plan["nodes"]) == (narrowest, plan["nodes_for"][narrowest])
+    assert (most, plan["nodes"]) == (limit, plan["nodes_for"][limit])
     assert plan["slots"] * plan["nodes"] >= plan["open_sessions"]
-    assert f"{narrowest} decide" in run_here(*command).out
+    assert f"{limit} decide" in run_here(*command).stdout
 
 
-def test_a_step_with_too_few_sessions_is_said(run_here: Callable[..., Done]) -> None:
+def test_a_step_with_too_few_sessions_is_reported(run_here: Run) -> None:
     """25 of 125 sessions keep a fifth of the engines busy."""
-    out = run_here(*PLAN, *PI, "--sessions", "25").out
+    out = run_here(*PLAN, *PI, "--sessions", "25").stdout
     assert "25 sessions a step keep 20% of the engines busy" in out

@@ -1,4 +1,4 @@
-"""``tugline export`` and ``rebuild``: filters, splits, builders and summaries from a shell."""
+"""``tugline export`` and ``tugline rebuild``: filters, splits, builders and summaries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from recording.view.synthetic import small
 from tugline.recording.trajectories import read_folder
 
 
-def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
-    """Every filter is named on the command line; the counts add up."""
+def test_the_summary_counts_every_filter(tmp_path: Path) -> None:
+    """As text and as JSON; exported and excluded sessions add up."""
     for i in range(8):
         tags = {"level": "hard" if i < 6 else "easy"}
         record(tmp_path / "in", f"s{i}", task=f"t{i // 2}", sample=i % 2, reward=i % 2, tags=tags)
@@ -26,18 +26,18 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
     output = json.loads(done.stdout)
     assert output["exported"] + sum(output["left_out"].values()) == output["recordings"] == 8
     assert output["left_out"] == {"low_reward": 3, "tag": 2}
-    sessions = {name: one["sessions"] for name, one in output["files"].items()}
+    sessions = {name: file["sessions"] for name, file in output["files"].items()}
     assert sessions == {"train": 2, "test": 1}
     assert (tmp_path / "out" / "test.jsonl").read_text().count("\n") == 1
 
-    words = ("parquet", "in", "--out", "p", "--builder", "per_request")
-    done = run_command("export", *words, cwd=tmp_path)
+    options = ("parquet", "in", "--out", "p", "--builder", "per_request")
+    done = run_command("export", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "8 of 8 sessions; left out: -" in done.stdout
 
 
 def test_without_pyarrow_the_extra_is_named() -> None:
-    """Chat needs nothing more than the core; a table says what to install."""
+    """Chat exports need only the core; the error of table exports says what to install."""
     done = run_python(
         "import sys; sys.modules['pyarrow'] = None\n"
         "from tugline.plugins import find\n"
@@ -47,22 +47,22 @@ def test_without_pyarrow_the_extra_is_named() -> None:
 
 
 def test_a_folder_is_rebuilt_with_another_builder_and_its_options(tmp_path: Path) -> None:
-    """The index is told as JSON, and a trainer can load what it names."""
+    """The index is printed as JSON, and a trainer can load its files."""
     small(tmp_path / "in")
-    words = "rebuild in --builder per_request --option max_length=300 --out out --json"
-    done = run_command(*words.split(), cwd=tmp_path)
+    command = "rebuild in --builder per_request --option max_length=300 --out out --json"
+    done = run_command(*command.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     index = json.loads(done.stdout)
     assert index["builder"] == {"name": "per_request", "options": {"max_length": 300}}
     (entry,) = index["entries"]
-    (one,) = read_folder(tmp_path / "out")
+    (trajectory,) = read_folder(tmp_path / "out")
     assert (entry["session"], entry["file"]) == ("s-1", "s-1.traj")
-    assert entry["traces"] == len(one.traces) == 6
-    assert max(len(trace.ids) for trace in one.traces) == 300
+    assert entry["traces"] == len(trajectory.traces) == 6
+    assert max(len(trace.ids) for trace in trajectory.traces) == 300
 
 
-def test_a_damaged_recording_is_named_and_exit_code_1(tmp_path: Path) -> None:
-    """The others are built all the same."""
+def test_a_damaged_recording_is_named_with_exit_code_1(tmp_path: Path) -> None:
+    """The others are rebuilt."""
     small(tmp_path / "in")
     (tmp_path / "in" / "b.0.rec").write_bytes(b"not a recording")
     done = run_command("rebuild", "in", "--out", "out", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""``tugline harness``: what it lists, and its mistakes at the door."""
+"""``tugline harness``: the list of harnesses and damaged installations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ tugline = partial(run_command, "harness")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is installed."""
+    """An empty installation folder."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
 
 
 def test_every_harness_is_listed_with_its_version() -> None:
-    """Names, pinned versions, and the dialects that are checked."""
+    """Names, pinned versions and tested API dialects."""
     done = tugline("list")
     assert done.returncode == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:] if line.strip()}
@@ -31,8 +31,8 @@ def test_every_harness_is_listed_with_its_version() -> None:
     assert "openai_responses" in rows["codex"]
 
 
-async def test_a_damaged_program_is_told() -> None:
-    """What is installed is read again: a changed file makes it unsound, and the exit code 1."""
+async def test_a_damaged_installation_is_reported() -> None:
+    """Installed files are checked: a changed one is exit code 1 and must be removed by hand."""
 
     async def fill(fresh: Path) -> None:
         (fresh / "program").write_text("right")
@@ -42,8 +42,8 @@ async def test_a_damaged_program_is_told() -> None:
     (install_dir() / "pi-0.90.0" / "program").write_text("wrong")
     done = tugline("list", "--json")
     assert done.returncode == 1
-    report = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]
-    assert [(one["version"], one["pinned"], one["sound"]) for one in report] == [
+    report = [row for row in json.loads(done.stdout)["harnesses"] if row["name"] == "pi"]
+    assert [(row["version"], row["pinned"], row["sound"]) for row in report] == [
         ("0.87.1", True, True),
         ("0.90.0", False, False),
     ]

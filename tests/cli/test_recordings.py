@@ -1,4 +1,4 @@
-"""Sessions of a running server by their ids, for the commands that read recordings."""
+"""Commands that read recordings, given ids of sessions of a running server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNKNOWN = "tugline: there is no recording 'nobody', and no session of that id be
 
 
 async def run_session(shell: Shell) -> None:
-    """Session `s-1`, recorded in the server's folder, and `s-0`, recorded elsewhere."""
+    """Finish session `s-1`, recorded in the server's folder, and `s-0`, recorded elsewhere."""
     folder = shell.house.folder / "nodes" / "n" / "recordings"
     folder.mkdir(parents=True)
     async with shell.lease(task("s", samples=2), slots=2) as (node, held):
@@ -24,44 +24,44 @@ async def run_session(shell: Shell) -> None:
 
 
 async def test_a_session_of_the_server_is_read_by_its_id(shell: Shell) -> None:
-    """Its recording and its tokenizer; nothing of them stays."""
+    """Each command downloads the recording and its tokenizer."""
     await run_session(shell)
     output = await shell.run("view", "s-1")
-    assert output.code == 0, output.err
-    assert "I read it." in output.out
-    verified = json.loads((await shell.run("verify", "s-1", "--json")).out)
+    assert output.returncode == 0, output.stderr
+    assert "I read it." in output.stdout
+    verified = json.loads((await shell.run("verify", "s-1", "--json")).stdout)
     assert verified["sessions"][0]["session"] == "s-1"
     assert verified["sessions"][0]["checks"]["text"]["verdict"] != "unchecked"
     built = await shell.run("rebuild", "s-1", "--out", "built")
-    assert built.code == 0, built.err
+    assert built.returncode == 0, built.stderr
     written = await shell.run("export", "sft", "s-1", "--out", "chat.jsonl", "--json")
-    assert json.loads(written.out)["exported"] == 1, written.err
+    assert json.loads(written.stdout)["exported"] == 1, written.stderr
     played = await shell.run("replay", "s-1")
-    assert "there is no recording" not in played.err
+    assert "there is no recording" not in played.stderr
 
 
-async def test_a_session_that_nobody_has_names_both_places(shell: Shell) -> None:
-    """The folder, and the server or why none was asked; a node's own recording is on that node."""
+async def test_the_error_of_an_unknown_session_names_both_places(shell: Shell) -> None:
+    """The folder, and the server or why there is none; a remote node keeps its recordings."""
     await run_session(shell)
     asked = await shell.run("verify", "nobody")
-    assert (asked.code, asked.out) == (2, "")
-    assert asked.err.startswith(UNKNOWN)
-    assert "nobody" in asked.err.removeprefix(UNKNOWN)
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert asked.stderr.startswith(UNKNOWN)
+    assert "nobody" in asked.stderr.removeprefix(UNKNOWN)
     elsewhere = await shell.run("view", "s-0")
-    assert f"{shell.house.url} has no recording of s-0: look on the node" in elsewhere.err
+    assert f"{shell.house.url} has no recording of s-0: look on the node" in elsewhere.stderr
     alone = await shell.run("verify", "nobody", "--dir", "nowhere")
-    assert alone.err.startswith(f"{UNKNOWN}no server: nowhere/server.json does not exist")
+    assert alone.stderr.startswith(f"{UNKNOWN}no server: nowhere/server.json does not exist")
 
 
 async def test_saved_results_with_recordings_can_be_exported(shell: Shell) -> None:
-    """Without the server, too; a recording that is elsewhere is told, and its result is saved."""
+    """Also without the server; a result whose recording is elsewhere is saved with a warning."""
     await run_session(shell)
     saved = await shell.run("results", "--out", "kept", "--recordings", "--task", "s")
-    assert saved.code == 0, saved.err
-    assert "has no recording of s-0" in saved.err
-    assert "2 new, 2 in all" in saved.err
-    found = (shell.folder / "kept/recordings").glob("s-*")
-    assert [path.name.split(".")[0] for path in found] == ["s-1"]
+    assert saved.returncode == 0, saved.stderr
+    assert "has no recording of s-0" in saved.stderr
+    assert "2 new, 2 in all" in saved.stderr
+    copies = (shell.folder / "kept/recordings").glob("s-*")
+    assert [path.name.split(".")[0] for path in copies] == ["s-1"]
     await shell.house.stop()
     written = await shell.run("export", "sft", "kept", "--out", "chat.jsonl", "--json")
-    assert json.loads(written.out)["exported"] == 1, written.err
+    assert json.loads(written.stdout)["exported"] == 1, written.stderr

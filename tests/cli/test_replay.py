@@ -1,4 +1,4 @@
-"""``tugline replay``: what it says of a session, and its mistakes at the door."""
+"""``tugline replay``: reports, exit codes and the recordings that it writes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from replay.played import TURNS, observed, record, see_wallaby, tampered
 
 
 def tugline(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """``tugline replay``, to its end."""
-    tests = str(Path(__file__).parents[1])  # where the judge of these sessions is
+    """Run ``tugline replay`` to its end."""
+    tests = str(Path(__file__).parents[1])  # where the evaluator of these sessions is
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     return run_command("replay", *options, cwd=cwd, env={"PATH": path, "PYTHONPATH": tests})
 
@@ -29,8 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_session_is_found_by_its_id_and_told_in_a_line(run: Path) -> None:
-    """As recorded: exit code 0, and nothing is left behind."""
+def test_a_session_is_replayed_by_its_id(run: Path) -> None:
+    """Requests as recorded: exit code 0, and no recording is left behind."""
     before = sorted(run.rglob("*.rec"))
     done = tugline("s1", cwd=run)
     assert done.returncode == 0, done.stderr
@@ -40,8 +40,8 @@ def test_a_session_is_found_by_its_id_and_told_in_a_line(run: Path) -> None:
     assert sorted(run.rglob("*.rec")) == before
 
 
-def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path) -> None:
-    """Exit code 1, where it is, and both texts; the run is kept if asked for."""
+def test_a_difference_is_reported(run: Path, tmp_path: Path) -> None:
+    """As text with its place and both versions, and as JSON; exit code 1, kept with --keep."""
     recording = run / "runs" / "one" / "recordings" / "s1.0.rec"
     changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     done = tugline(changed)
@@ -61,7 +61,7 @@ def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path
 
 
 async def test_a_fork_is_kept_below_runs(run: Path) -> None:
-    """The engine format is probed, each sample has its recording, the next has another name."""
+    """The engine format is probed; each fork has a folder and a recording of its own."""
     async with observed(TURNS) as model:
         options = ("s1", "--fork-at", "2", "--engine", model.upstream.replicas[0].url)
         done = await asyncio.to_thread(tugline, *options, cwd=run)

@@ -1,10 +1,10 @@
-"""``tugline run``, ``eval`` and ``generate``: sessions in a folder, rates of them, sets of them."""
+"""``tugline run``, ``tugline eval`` and ``tugline generate``."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cli.conftest import Done
+from cli.conftest import Run
 from commands import run_command
-from launch.processes import World, task, write
+from launch.processes import World, task, world, write
 from training_run import write_config
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.recording.trajectories import RESULTS, read_folder
 from tugline.trainers.sft import read_set
 from tugline.web.serve import serve
+
+__all__ = ["world"]
 
 SECRET, VARIABLE = "sk-3f9d27c1a8", "KEY_OF_THE_API"
 API = ("--messages-only", "--model", "strong", "--api-key-env", VARIABLE)
@@ -31,23 +33,22 @@ USAGE = {"prompt_tokens": 40, "completion_tokens": 5, "total_tokens": 45}
 
 
 def write_tasks(folder: Path) -> None:
-    """Five tasks with a tag, an agent that makes one call, and a reward by chance."""
+    """Write a set of five tasks with a tag, an agent of one call and a random reward."""
     config = msgspec.json.decode(write_config(folder).read_bytes())
     template = config["template"] | {"tags": {"kind": "say"}}
     tasks = {"taskset": config["tasks"]["taskset"], "template": template}
     (folder / "set.json").write_bytes(msgspec.json.encode(tasks))
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """A folder, and whatever is started in it."""
-    made = World(tmp_path)
-    yield made
-    made.close()
+def run_set(run_here: Run, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """Run a command with the set and the model; its JSON output."""
+    done = run_here(*arguments, "--model", "model", "--renderer", "qwen3", "--json")
+    assert done.returncode == code, done.stderr
+    return msgspec.json.decode(done.stdout, type=dict[str, Any])
 
 
-def test_run_leaves_files_and_goes_on(world: World) -> None:
-    """Results as lines and trajectories; the same command with one more task runs only that."""
+def test_run_writes_results_and_resumes(world: World) -> None:
+    """Results as lines and trajectories; the same command with another task runs only that."""
     run = (*RUN, "--engine", world.engine())
     write(world.folder / "tasks.jsonl", [task("a")])
     (first,) = world.ask(*run)
@@ -57,15 +58,15 @@ def test_run_leaves_files_and_goes_on(world: World) -> None:
     assert second["sessions"] == 3
     lines = (world.folder / "o/results.jsonl").read_text().splitlines()
     assert [json.loads(line)["session"] for line in lines][2] == "b-0"
-    kept = list(read_folder(world.folder / "o/trajectories"))
-    assert sorted(one.session for one in kept) == ["a-0", "a-1", "b-0"]
+    trajectories = read_folder(world.folder / "o/trajectories")
+    assert sorted(each.session for each in trajectories) == ["a-0", "a-1", "b-0"]
     write(world.folder / "tasks.jsonl", [task("a", samples=5)])
     refused = world.call(*run)
     assert (refused.returncode, "'a'" in refused.stderr) == (2, True), refused.stderr
 
 
-def test_run_says_that_nothing_got_through(world: World) -> None:
-    """Exit code 1, and the agent's last words."""
+def test_run_reports_that_no_session_completed(world: World) -> None:
+    """Exit code 1, and the end of the agent's output."""
     broken = task("a")
     broken["harness"]["options"] = {"command": "echo oh no; exit 3"}
     write(world.folder / "tasks.jsonl", [broken])
@@ -76,45 +77,32 @@ def test_run_says_that_nothing_got_through(world: World) -> None:
 
 
 @pytest.mark.engine
-def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Callable[..., Done]) -> None:
-    """Three sessions of each of five tasks; a finished run is only read again."""
+def test_two_runs_are_compared_task_by_task(tmp_path: Path, run_here: Run) -> None:
+    """Three sessions of each of five tasks; a finished run is read, not repeated."""
     write_tasks(tmp_path)
-
-    def measure(*words: str) -> dict[str, Any]:
-        set_and_model = ("set.json", "--model", "model", "--renderer", "qwen3")
-        done = run_here("eval", *set_and_model, "--out", "first", "--k", "3", "--json", *words)
-        assert done.code == 0, done.err
-        return msgspec.json.decode(done.out, type=dict[str, Any])
-
+    measure = partial(run_set, run_here, "eval", "set.json", "--out", "first", "--k", "3")
     first = measure()
-    found = first["evaluation"]
-    assert (found["attempts"], found["unrewarded"], first["change"]) == (15, 0, None)
-    assert sorted(found["pass_at"]) == ["1", "2", "3"]
-    rates = [found["pass_at"][k]["value"] for k in "123"]
+    evaluation = first["evaluation"]
+    assert (evaluation["attempts"], evaluation["unrewarded"], first["change"]) == (15, 0, None)
+    assert sorted(evaluation["pass_at"]) == ["1", "2", "3"]
+    rates = [evaluation["pass_at"][k]["value"] for k in "123"]
     assert rates == sorted(rates)
-    assert rates[0] == pytest.approx(found["reward"])
+    assert rates[0] == pytest.approx(evaluation["reward"])
     before = (tmp_path / "first" / RESULTS).read_bytes()
     again = measure("--compare", "first")
     assert (tmp_path / "first" / RESULTS).read_bytes() == before
-    assert again["evaluation"] == found
+    assert again["evaluation"] == evaluation
     change = again["change"]
     assert (change["better"], change["worse"], change["difference"]["tasks"]) == (0, 0, 5)
     assert change["difference"]["low"] < 0 < change["difference"]["high"]
 
 
 @pytest.mark.engine
-def test_accepted_sessions_become_a_set_with_exact_ids(
-    tmp_path: Path, run_here: Callable[..., Done]
-) -> None:
-    """The command resumes; another condition gives another set without a model call."""
+def test_accepted_sessions_become_a_set_with_exact_ids(tmp_path: Path, run_here: Run) -> None:
+    """Repeated with another condition, the command makes another set without a model call."""
     write_tasks(tmp_path)
-
-    def generate(*words: str, code: int = 0) -> dict[str, Any]:
-        options = ("--model", "model", "--renderer", "qwen3", "--samples", "2", "--price-out", "2")
-        done = run_here("generate", "set.json", "--out", "run", "--json", *options, *words)
-        assert done.code == code, done.err
-        return msgspec.json.decode(done.out, type=dict[str, Any])
-
+    options = ("--out", "run", "--samples", "2", "--price-out", "2")
+    generate = partial(run_set, run_here, "generate", "set.json", *options)
     every = generate("--accept", "reward>=0")
     total, results = every["tags"]["all"], (tmp_path / "run" / RESULTS).read_bytes()
     assert (total["sessions"], total["accepted"], total["failed"]) == (10, 10, 0)
@@ -137,14 +125,14 @@ def test_accepted_sessions_become_a_set_with_exact_ids(
 
 
 def find_files(folder: Path, text: bytes) -> set[Path]:
-    """Files below `folder` that have `text` in them."""
+    """Files below `folder` that contain `text`."""
     return {path for path in folder.rglob("*") if path.is_file() and text in path.read_bytes()}
 
 
 def make_api(*, lists_freely: bool = False) -> Starlette:
-    """A chat API as any provider has it: it wants a key, has text and usage, and no token ids.
+    """A provider's chat API: it requires a key and returns text and usage, but no token ids.
 
-    `lists_freely` is whether it lists its models without the key. It repeats a key that is wrong.
+    With `lists_freely` it lists its models without the key. Its errors repeat a wrong key.
     """
 
     async def answer(request: Request) -> Response:
@@ -171,9 +159,9 @@ def make_api(*, lists_freely: bool = False) -> Starlette:
 
 
 async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
-    """Prompt and answer are priced by the API's own counts; a set without ids is rendered.
+    """Prices follow from the API's token counts; the set has text and is tokenized when read.
 
-    The key is in no file, though the log and the agents' own keys are.
+    The API's key is in no file.
     """
     write_tasks(tmp_path)
     async with serve(make_api()) as url:
@@ -196,8 +184,8 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
     assert {json.loads(line)["messages"][-1]["content"] for line in lines} == {"Two words."}
     tokenizer = Tokenizer.load(tmp_path / "model")
     samples, _ = read_set([tmp_path / "run"], tokenizer, lambda: Rendering(tokenizer, "qwen3"), 512)
-    said = samples[0].input_ids[samples[0].loss_mask].tolist()
-    assert tokenizer.decode(said).endswith("Two words.<|im_end|>")
+    answer = samples[0].input_ids[samples[0].loss_mask].tolist()
+    assert tokenizer.decode(answer).endswith("Two words.<|im_end|>")
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
@@ -212,7 +200,7 @@ async def test_an_api_with_a_key_and_without_token_ids(tmp_path: Path) -> None:
 async def test_a_missing_or_wrong_key_is_named(
     tmp_path: Path, command: str, key: str, message: str, *, lists_freely: bool
 ) -> None:
-    """At once, before a session is run; a key that the API repeats is not shown."""
+    """Before a session is run; a wrong key that the API repeats is not printed."""
     write_tasks(tmp_path)
     async with serve(make_api(lists_freely=lists_freely)) as url:
         done = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""``tugline status``, ``results``, ``logs`` and ``cancel``: once or for longer."""
+"""``tugline status``, ``results``, ``logs`` and ``cancel``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tugline.types import Status
 
 SLOW = f"{CALL}\nimport time; time.sleep(30)"
 STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sleep(0.1)\n"
-"""The third sample of the group never ends."""
+"""An agent that never ends for the third sample of the group."""
 
 
 @contextlib.asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
-    """Server and node, with the API at an address."""
+    """Serve the API of a server with one node; yield its URL."""
     async with observed(folder) as rig:
         app = Api(rig.control, TOKENS, rig.pages)
         async with serve_api(app) as url:
@@ -45,28 +45,29 @@ async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
 
 
 async def test_a_server_a_task_and_a_session(shell: Shell) -> None:
-    """As tables for people, and as JSON; with --watch, but no terminal, it ends as well."""
+    """Printed as tables and as JSON; without a terminal --watch prints once."""
     await shell.house.control.submit([a_task("a", samples=2), a_task("b")])
     await shell.house.finish(limit=2)
     whole = await shell.run("status", "--watch")
-    assert (whole.code, whole.err) == (0, "")
-    assert "\x1b" not in whole.out
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert "\x1b" not in whole.stdout
     for line in ("finished  2 completed", "tasks     1 open", "weights 0", "b     open"):
-        assert line in whole.out, whole.out
-    seen: dict[str, Any] = json.loads((await shell.run("status", "--json")).out)
-    assert seen["counts"]["sessions"] == {"queued": 1, "completed": 2}
-    seen = json.loads((await shell.run("status", "a", "--json")).out)
-    assert seen["task"]["state"] == "released"
-    assert [session["id"] for session in seen["sessions"]] == ["a-0", "a-1"]
-    session = (await shell.run("status", "a-0")).out
+        assert line in whole.stdout, whole.stdout
+    output: dict[str, Any] = json.loads((await shell.run("status", "--json")).stdout)
+    assert output["counts"]["sessions"] == {"queued": 1, "completed": 2}
+    output = json.loads((await shell.run("status", "a", "--json")).stdout)
+    assert output["task"]["state"] == "released"
+    assert [session["id"] for session in output["sessions"]] == ["a-0", "a-1"]
+    session = (await shell.run("status", "a-0")).stdout
     assert ("completed" in session, "reward: 1; " in session) == (True, True)
     done = await shell.run("status", "x")
-    assert done.code == 2
-    assert done.err == f"tugline: there is neither a task nor a session 'x' at {shell.house.url}\n"
+    assert done.returncode == 2
+    error = f"tugline: there is neither a task nor a session 'x' at {shell.house.url}\n"
+    assert done.stderr == error
 
 
 async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -> None:
-    """Of a real server with a real node; a read token is enough, and a wrong one an error."""
+    """Read from a real server with a real node; a read token suffices, a wrong one is an error."""
     async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
         async with Client(url, "wrong") as stranger:
             with pytest.raises(ServerError):
@@ -77,61 +78,62 @@ async def test_an_overview_has_queue_stages_tasks_and_failures(tmp_path: Path) -
         await rig.control.submit([task("long", SLOW, samples=9, tenant="other")])
         await until(lambda: rig.node.pools.by_stage[Status.RUN].busy == 2)
         monitor = Monitor(client)
-        first = seen = await monitor.read()
+        first = overview = await monitor.read()
         async with asyncio.timeout(20):  # the node reports with its next lease, after its sessions
-            while not 0 < seen.nodes[0].node.running == sum(seen.nodes[0].stages.values()):
-                seen = await monitor.read()
+            while not 0 < overview.nodes[0].node.running == sum(overview.nodes[0].stages.values()):
+                overview = await monitor.read()
         console = Console(width=140, color_system=None)
         with console.capture() as screen:
-            console.print(render(seen))
-    assert first.sessions_per_minute == seen.sessions_per_minute == 3, "nothing is counted twice"
-    assert seen.queue["other"] > 0
-    assert [view.id for view in seen.open] == ["g", "long"]
-    assert seen.open[0].counts["completed"] == 2
-    assert [failure.session for failure in seen.failures] == ["bad-0", "bad-0"]
-    assert seen.failures[0].reason.startswith("failed harness: ")
-    assert seen.failures[1].reason.startswith("requeued: harness: ")
-    assert seen.tokens_per_second > 0
-    (load,) = seen.nodes
+            console.print(render(overview))
+    assert first.sessions_per_minute == overview.sessions_per_minute == 3, (
+        "nothing is counted twice"
+    )
+    assert overview.queue["other"] > 0
+    assert [view.id for view in overview.open] == ["g", "long"]
+    assert overview.open[0].counts["completed"] == 2
+    assert [failure.session for failure in overview.failures] == ["bad-0", "bad-0"]
+    assert overview.failures[0].reason.startswith("failed harness: ")
+    assert overview.failures[1].reason.startswith("requeued: harness: ")
+    assert overview.tokens_per_second > 0
+    (load,) = overview.nodes
     assert 0 < load.lease_s <= 30
     for cell in (url, "here", "other", "bad-0", "2/3", "sessions/min"):
         assert cell in screen.get()
 
 
 async def test_a_lost_node_is_listed_for_ten_minutes(shell: Shell) -> None:
-    """It is marked; those that were lost longer ago are left out."""
+    """It is marked as gone; nodes that were lost earlier are left out."""
     for _ in range(2):
         registration = NodeRegistration(name="old", slots=1, capacity=1)
         await shell.house.control.dispatcher.register(registration)
     async with shell.house.client() as client:
-        states = [load.node.state for load in (await Monitor(client).read()).nodes]
-        assert sorted(states) == [NodeState.GONE, NodeState.LIVE]
-        lost = next(load.node for load in (await Monitor(client).read()).nodes
-                    if load.node.state is NodeState.GONE)  # fmt: skip
+        nodes = [load.node for load in (await Monitor(client).read()).nodes]
+        lost, live = sorted(nodes, key=lambda node: node.state)
+        assert (lost.state, live.state) == (NodeState.GONE, NodeState.LIVE)
         later = await Monitor(client, clock=lambda: lost.deadline + 601).read()
         assert NodeState.GONE not in {load.node.state for load in later.nodes}
 
 
-async def test_on_a_terminal_it_refreshes_until_interrupted(tmp_path: Path) -> None:
-    """It shows what changes, and Ctrl-C is how it is left."""
+async def test_watch_refreshes_a_terminal_until_interrupted(tmp_path: Path) -> None:
+    """Changes are drawn; Ctrl-C ends it with exit code 0."""
     async with served(tmp_path) as (rig, url):
-        ours, theirs = pty.openpty()
+        terminal, terminal_side = pty.openpty()
         program = await asyncio.create_subprocess_exec(
             TUGLINE,
             *("status", "--watch", "--every", "0.2", "--server", url, "--token", TOKENS.read),
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal_side,
+            stdout=terminal_side,
+            stderr=terminal_side,
         )
-        os.close(theirs)
-        os.set_blocking(ours, False)
+        os.close(terminal_side)
+        os.set_blocking(terminal, False)
         output = b""
 
         def has(text: bytes) -> bool:
             nonlocal output
             with contextlib.suppress(BlockingIOError):
-                output += os.read(ours, 1 << 16)
+                output += os.read(terminal, 1 << 16)
             return text in output
 
         try:
@@ -144,52 +146,51 @@ async def test_on_a_terminal_it_refreshes_until_interrupted(tmp_path: Path) -> N
             if program.returncode is None:
                 program.kill()
                 await program.wait()
-            os.close(ours)
+            os.close(terminal)
 
 
-async def test_a_consumer_goes_on_where_it_left_off(shell: Shell) -> None:
-    """What was told is not told again."""
+async def test_a_consumer_continues_where_it_stopped(shell: Shell) -> None:
+    """Each result is printed once."""
     await shell.house.control.submit([a_task("a", samples=2)])
     await shell.house.finish()
     first = await shell.run("results", "--consumer", "me", "--json")
-    assert [json.loads(line)["session"] for line in first.out.splitlines()] == ["a-0", "a-1"]
+    assert [json.loads(line)["session"] for line in first.stdout.splitlines()] == ["a-0", "a-1"]
     again = await shell.run("results", "--consumer", "me")
-    assert (again.code, again.out, again.err) == (0, "", "nothing new\n")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "nothing new\n")
 
 
 async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) -> None:
-    """A second call adds what is new."""
+    """A second call adds new results."""
     for name in ("a", "b"):
         await shell.house.control.submit([a_task(name)])
         await shell.house.finish()
         done = await shell.run("results", "--out", "kept")
-        assert [line.split()[1] for line in done.out.splitlines()] == [f"{name}-0"]
-    assert "saved in kept: 1 new, 2 in all" in done.err
+        assert [line.split()[1] for line in done.stdout.splitlines()] == [f"{name}-0"]
+    assert "saved in kept: 1 new, 2 in all" in done.stderr
     kept = shell.folder / "kept"
     lines = (kept / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["session"] for line in lines] == ["a-0", "b-0"]
-    assert [one.session for one in read_folder(kept / "trajectories")] == ["a-0", "b-0"]
+    assert [each.session for each in read_folder(kept / "trajectories")] == ["a-0", "b-0"]
 
 
 async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
-    """Bytes as they are; ``-f`` ends with the session."""
+    """Printed unchanged; ``-f`` ends with the session."""
     async with shell.lease(a_task("a")) as (node, [work]):
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")
         following = await shell.start("logs", "-f", "a-0")
-        assert following.stdout is not None
         assert await following.stdout.readline() == b"one\n"
         await node.log("a-0", epoch, 4, b"two\n")
         assert await following.stdout.readline() == b"two\n"
         await commit(node, work)
-        assert (await end(following)).code == 0
+        await end(following)
 
 
 async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
-    """An agent cannot set the title, move the cursor or hide text; a file gets its bytes."""
-    said = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
+    """An agent cannot set the title, move the cursor or hide text; a pipe gets the raw bytes."""
+    logged = b"a\x1b]0;owned\x07b\xc2\x9b2Jc\xe2\x80\xaed\te \xff\n"
     async with shell.lease(a_task("a")) as (node, [work]):
-        await node.log("a-0", work.session.epoch, 0, said)
+        await node.log("a-0", work.session.epoch, 0, logged)
     terminal, side = os.openpty()
     try:
         command = (TUGLINE, "logs", "a-0")
@@ -201,19 +202,18 @@ async def test_a_terminal_gets_no_escape_sequences(shell: Shell) -> None:
         os.close(terminal)
     assert text == "a\\x1b]0;owned\\x07b\\x9b2Jc\\u202ed\te \ufffd\r\n"
     piped = await shell.start("logs", "a-0")
-    assert piped.stdout is not None
-    assert await piped.stdout.read() == said
-    assert (await shell.run("logs", "a-0", "--tail", "1")).out == "\n"
+    assert await piped.stdout.read() == logged
+    assert (await shell.run("logs", "a-0", "--tail", "1")).stdout == "\n"
 
 
 async def test_tasks_and_sessions_are_cancelled(shell: Shell) -> None:
-    """It says what it met; an unknown name is exit code 2."""
+    """The sessions that ended are printed; with an unknown name nothing is cancelled."""
     await shell.house.control.submit([a_task("a", samples=3), a_task("b")])
     done = await shell.run("cancel", "a-1", "b", "--json")
-    ended = {name: one["ended"] for name, one in json.loads(done.out).items()}
+    ended = {name: report["ended"] for name, report in json.loads(done.stdout).items()}
     assert ended == {"a-1": ["a-1"], "b": ["b-0"]}
-    assert (await shell.run("cancel", "a")).out == "a: 2 ended, 1 final before\n"
+    assert (await shell.run("cancel", "a")).stdout == "a: 2 ended, 1 final before\n"
     await shell.house.control.submit([a_task("d")])
     unknown = await shell.run("cancel", "d", "c")
-    assert (unknown.code, "neither a task nor a session 'c'" in unknown.err) == (2, True)
-    assert (await shell.run("cancel", "d")).out == "d: 1 ended\n", "nothing was cancelled before"
+    assert (unknown.returncode, "neither a task nor a session 'c'" in unknown.stderr) == (2, True)
+    assert (await shell.run("cancel", "d")).stdout == "d: 1 ended\n", "nothing was cancelled before"

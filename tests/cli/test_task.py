@@ -1,4 +1,4 @@
-"""``tugline task``: task files, sets of them, and which of their tasks are any good."""
+"""``tugline task``: check, validate, list and prefetch tasks and task sets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["podman"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
 TASKS = Path(__file__).parent / "tasks"
-"""A task set and tasks; FOLDER stands for the folder they are in."""
+"""A task set and tasks; FOLDER stands for their folder."""
 tugline = partial(run_command, "task", timeout=110)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a task-set file, its rows and a task file, for sandboxes that this machine has."""
+    """A copy of the task set and its tasks; they need bubblewrap."""
     reason = find("runtime", "bubblewrap")().check_available()
     if reason is not None:
         pytest.skip(reason)
@@ -38,15 +38,15 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
-    """It passes the check."""
+def test_init_writes_a_valid_task(tmp_path: Path) -> None:
+    """To the given path; test_examples.py has the default path."""
     assert tugline("init", "mine.yaml", cwd=tmp_path).returncode == 0
     done = tugline("check", "mine.yaml", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
 
 
-def test_every_mistake_has_its_line(tmp_path: Path) -> None:
-    """Those of the types first; of plug-ins and sense once the types are right."""
+def test_each_mistake_is_reported_on_its_own_line(tmp_path: Path) -> None:
+    """Wrong types first; unknown plug-ins and senseless values once the types are right."""
     text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
     (tmp_path / "t.yaml").write_text(text + "sampels: 4\npriority: x\nlimits: {agent_s: 0}")
     done = tugline("check", "t.yaml", cwd=tmp_path)
@@ -70,8 +70,8 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
-    """Each state has its reason, whatever is wrong with others; the exit code says that some is."""
+def test_validation_reports_the_state_of_each_task(folder: Path) -> None:
+    """Bad tasks have a reason and do not stop the others; any bad task is exit code 1."""
     out = folder / "out.jsonl"
     done = tugline("validate", folder / "set.yaml", folder / "task.yaml", "--json", "--out", out)
     lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -85,8 +85,8 @@ def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
     assert "fine: fine" in done.stderr
 
 
-def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
-    """But for what is not fine, a changed task, and a line that was cut short."""
+def test_validated_tasks_are_not_validated_again(folder: Path) -> None:
+    """Except for errors, missing lines, changed tasks, and a line that was cut short."""
     out = folder / "out.jsonl"
     first = tugline("validate", folder / "set.yaml", "--json", "--out", out)
     kept = out.read_text().splitlines()
@@ -95,8 +95,8 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     text = (folder / "set.yaml").read_text()
     (folder / "set.yaml").write_text(text + "select: {exclude: [solved]}\n")
     again = tugline("validate", folder / "set.yaml", "--out", out)
-    tried = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
-    assert sorted(tried) == ["broken", "error", "validated before"]
+    validated = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
+    assert sorted(validated) == ["broken", "error", "validated before"]
     assert "fine: 1, broken: 1, error: 1" in again.stdout
     assert len(out.read_text().splitlines()) == 5
     text = text.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
@@ -106,8 +106,8 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     assert changed.stderr.endswith("fine: fine\n")
 
 
-def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None:
-    """A solution is no part of the task, and neither is the text of its tests."""
+def test_a_changed_solution_or_test_is_validated_again(folder: Path) -> None:
+    """Neither the solution nor the text of the tests is a part of the task itself."""
     out = folder / "out.jsonl"
     with (folder / "set.yaml").open("a") as file:
         file.write("select: {include: [fine]}\n")
@@ -125,7 +125,7 @@ def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None
 
 
 def test_a_set_is_listed(folder: Path) -> None:
-    """With tags and counts, for people and for scripts."""
+    """With tags and counts, as a table and as JSON."""
     done = tugline("list", folder / "set.yaml")
     assert done.stdout.splitlines()[-1] == "4 tasks, 4 sessions"
     lines = tugline("list", folder / "set.yaml", "--json").stdout.splitlines()
@@ -138,8 +138,8 @@ def test_a_set_is_listed(folder: Path) -> None:
     assert len(folders) == 6
 
 
-def test_rows_of_the_hub(tmp_path: Path) -> None:
-    """By the library that gets them, here from a folder; splits become tags."""
+def test_a_hub_dataset_is_listed(tmp_path: Path) -> None:
+    """The `datasets` library reads a local folder; a split can be selected."""
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
@@ -156,19 +156,19 @@ select: {{split: test}}
 
 
 @pytest.mark.podman
-def test_every_example_can_be_earned_and_is_not_for_free(podman: str) -> None:
-    """In containers built from their Dockerfiles: the oracle earns 1, nothing earns 0."""
+def test_every_example_is_solvable_and_not_solved(podman: str) -> None:
+    """In containers built from their Dockerfiles the solution earns 1, and no change earns 0."""
     env = {"DOCKER_HOST": podman}
     done = tugline("validate", EXAMPLES / "tasks.yaml", "--json", env=env)
     lines = list(map(json.loads, done.stdout.splitlines()))
-    assert [(one["reference"], one["empty"], one["state"]) for one in lines] == [
+    assert [(line["reference"], line["empty"], line["state"]) for line in lines] == [
         (1.0, 0.0, "fine")
     ] * 6, done.stdout + done.stderr
     assert done.returncode == 0
 
 
-def test_what_tasks_begin_with_is_fetched_ahead(folder: Path) -> None:
-    """A repository is checked out once; one that is not there is named, and the others are had."""
+def test_prefetch_checks_out_repositories(folder: Path) -> None:
+    """Each one once; a missing repository is named and does not stop the others."""
     repo = folder / "repo"
     repo.mkdir()
     git(repo, "init", "-q")
@@ -181,8 +181,8 @@ def test_what_tasks_begin_with_is_fetched_ahead(folder: Path) -> None:
     assert len(list((folder / "cache").rglob("git-*/.git"))) == 1
 
 
-def test_only_results_of_validation_are_taken_for_such(folder: Path) -> None:
-    """Another file is an error that names the line; a task that is not in it has no tag."""
+def test_a_file_of_other_lines_is_no_validation(folder: Path) -> None:
+    """Its error names the line; a task that the file lacks has no tag."""
     out, paths = folder / "out.jsonl", [str(folder / "task.yaml")]
     out.write_text('{"task": "another", "digest": "d", "state": "fine"}\n')
     (untagged,) = read_checked(paths, validated=out)

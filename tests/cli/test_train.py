@@ -1,12 +1,10 @@
-"""``tugline train`` and ``sft`` as processes: killed at several points, they resume."""
+"""``tugline train`` and ``sft`` as processes that are killed at several points and resume."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +13,28 @@ import psutil
 import pytest
 import torch
 
-from cli.conftest import Done
+from cli.conftest import Run, end, kill_when, start
 from commands import TUGLINE
 from trainers.test_sft import write_run
-from training_run import write_config
+from training_run import check_totals, write_config
 from tugline.inference.load import load
 from tugline.trainers.config import CHECKPOINTS, MODEL
 from tugline.trainers.sinks import METRICS, read_lines
 
-TESTS = Path(__file__).parents[1]
 TORCHRUN = (TUGLINE.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--no-python")
+TRAIN = (TUGLINE, "train", "config.json", "--out", "run")
+SFT = (TUGLINE, "sft", "sft.json", "--out")
 
 
-async def start(
-    folder: Path, *words: str, before: Sequence[str | Path] = ()
-) -> asyncio.subprocess.Process:
-    """A command, with the evaluator of the tests on its path."""
-    return await asyncio.create_subprocess_exec(
-        *before, TUGLINE, *words,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-async def end(process: asyncio.subprocess.Process, code: int = 0) -> tuple[str, str]:
-    """Its output, when it has ended with this code."""
-    out, err = await asyncio.wait_for(process.communicate(), 300)
-    assert process.returncode == code, err.decode()
-    return out.decode(), err.decode()
-
-
-async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], bool]) -> None:
-    """Kill it, and nothing that it started, at the first moment at which `reached` holds."""
-    while not reached():
-        if process.returncode is not None:
-            pytest.fail(f"ended before it was killed: {(await process.communicate())[1].decode()}")
-        await asyncio.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    await end(process, -signal.SIGKILL)
-
-
-def logged(run: Path, key: str) -> Callable[[], bool]:
-    """Whether the metrics have a figure of step 1."""
+def has_metric(run: Path, key: str) -> Callable[[], bool]:
+    """Whether the metrics of step 1 have a key."""
     return lambda: any(key in row for row in read_lines(run / METRICS) if row["step"] == 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 async def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    """Killed while sampling, before, in and after a checkpoint: each prompt is trained once.
+    """Killed while sampling, before, in and after a checkpoint, it trains each prompt once.
 
     The last two batches are drawn by pass rate, since the first two have all four tasks.
     """
@@ -75,28 +43,22 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     write_config(tmp_path, schedule=schedule, heldout={"every": 4})
     tasks = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(tasks[:4]))
-    run, words = tmp_path / "run", ("train", "config.json", "--out", "run")
+    run = tmp_path / "run"
     points: dict[str, Callable[[], bool]] = {
         "while loading": (run / "config.json").exists,
         "while sampling": lambda: any((run / "recordings").glob("*")),
-        "before a checkpoint": logged(run, "rollout/reward"),
+        "before a checkpoint": has_metric(run, "rollout/reward"),
         "in a checkpoint": lambda: any((run / CHECKPOINTS).glob("*step-000001*")),
-        "while publishing": logged(run, "publish/version"),
+        "while publishing": has_metric(run, "publish/version"),
         "with a drawn batch on its way": lambda: any((run / "recordings").rglob("g0000006-*")),
     }
     for number, reached in enumerate(points.values()):
-        process = await start(tmp_path, *words, *(["--resume"] if number else []))
+        process = await start(tmp_path, *TRAIN, *(["--resume"] if number else []))
         await kill_when(process, reached)
-    out, _ = await end(await start(tmp_path, *words, "--resume", "--json"))
+    out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
     state = json.loads(out)["state"]
-    assert (state["step"], state["sessions"], state["failed"]) == (4, 16, 0)
-    ledger = state["ledger"]
-    lost = [*ledger["masked"].values(), *ledger["dropped"].values()]
-    assert ledger["sampled"] == ledger["trained"] + sum(lost)
-    rows = [row for row in read_lines(run / METRICS) if "rollout/reward" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    rows = check_totals(run, state, steps=4, sessions=16)
     assert [row["rollout/sessions"] for row in rows] == [4, 4, 4, 4]
-    assert sum(row["rollout/sampled"] for row in rows) == ledger["sampled"]
     assert [score["step"] for score in state["scores"]] == [0, 4]
     started = {path.name.rpartition("-")[0] for path in (run / "recordings").rglob("g*.rec")}
     assert len(started) == 8, f"a batch was chosen twice: {sorted(started)}"
@@ -105,53 +67,53 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) -> None:
-    """All ranks end with it; the checkpoint of a sharded adapter goes on in one process."""
+    """All ranks end; a single process resumes from the checkpoint of a sharded adapter."""
     schedule = {"steps": 3, "tasks_per_step": 2, "samples": 2, "staleness": 1}
     write_config(tmp_path, schedule=schedule, fsdp=True, lora={"rank": 4}, heldout=None)
-    run, words = tmp_path / "run", ("train", "config.json", "--out", "run")
-    process = await start(tmp_path, *words, before=TORCHRUN)
-    while not logged(run, "publish/version")():
+    run = tmp_path / "run"
+    process = await start(tmp_path, *TORCHRUN, *TRAIN)
+    while not has_metric(run, "publish/version")():
         assert process.returncode is None, await process.communicate()
         await asyncio.sleep(0.05)
     ranks = psutil.Process(process.pid).children()
-    (follower,) = [one for one in ranks if one.environ()["RANK"] == "1"]
+    (follower,) = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
     follower.kill()
     _, err = await end(process, 1)
     assert "exitcode: -9" in err
-    out, _ = await end(await start(tmp_path, *words, "--resume", "--json"))
-    state = json.loads(out)["state"]
-    assert (state["step"], state["sessions"], state["failed"]) == (3, 12, 0)
+    out, _ = await end(await start(tmp_path, *TRAIN, "--resume", "--json"))
+    check_totals(run, json.loads(out)["state"], steps=3, sessions=12)
     rows = [row for row in read_lines(run / METRICS) if "publish/version" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in rows)
 
 
-def test_a_dry_run_says_what_would_happen(tmp_path: Path, run_here: Callable[..., Done]) -> None:
-    """Nothing is written, and a folder with a run asks for --resume."""
+def test_a_dry_run_prints_the_plan(tmp_path: Path, run_here: Run) -> None:
+    """Nothing is written; a folder that holds a run needs --resume."""
     write_config(tmp_path, schedule={"staleness": 1})
-    code, out, err = run_here("train", "config.json", "--dry-run", "--out", "run")
-    assert code == 0, err
-    assert "3 of 2 groups, asynchronous, staleness <= 1; stale tokens are clipped: set" in out
-    assert "sessions    12" in out
+    done = run_here("train", "config.json", "--dry-run", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    plan = "3 of 2 groups, asynchronous, staleness <= 1; stale tokens are clipped: set"
+    assert plan in done.stdout
+    assert "sessions    12" in done.stdout
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    code, _, err = run_here("train", "config.json", "--out", "run")
-    assert (code, "add --resume" in err) == (2, True)
+    done = run_here("train", "config.json", "--out", "run")
+    assert (done.returncode, "add --resume" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-async def test_two_processes_fine_tune_what_one_does(
+async def test_two_processes_fine_tune_like_one(
     tmp_path: Path, lora: dict[str, int] | None
 ) -> None:
-    """Under torchrun with shards: losses and the model that is left, within 1e-5."""
+    """With shards under torchrun, losses and the final model agree within 1e-5."""
     # a higher rate lets Adam turn the rounding of gradients near zero into steps of its own size
     config = msgspec.to_builtins(write_run(tmp_path, lr=1e-3), enc_hook=str) | {"lora": lora}
-    for name, fsdp, before in (("one", False, ()), ("two", True, TORCHRUN)):
+    for name, fsdp, launcher in (("one", False, ()), ("two", True, TORCHRUN)):
         (tmp_path / "sft.json").write_text(json.dumps(config | {"fsdp": fsdp}))
-        await end(await start(tmp_path, "sft", "sft.json", "--out", name, before=before))
+        await end(await start(tmp_path, *launcher, *SFT, name))
     one, two = (read_lines(tmp_path / name / METRICS) for name in ("one", "two"))
     for name in ("sft/loss", "sft/heldout_loss", "sft/grad_norm", "sft/tokens"):
         expected = [row[name] for row in one if name in row]
@@ -163,14 +125,13 @@ async def test_two_processes_fine_tune_what_one_does(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_killed_fine_tuning_resumes(tmp_path: Path) -> None:
-    """Killed with kill -9 in the middle, it makes every update once and leaves a whole model."""
+    """Killed with kill -9, it makes every update once and writes a complete model."""
     config = write_run(tmp_path, epochs=20)
     (tmp_path / "sft.json").write_bytes(msgspec.json.encode(config, enc_hook=str))
-    checkpoints, words = tmp_path / "run" / CHECKPOINTS, ("sft", "sft.json", "--out", "run")
     for step, more in ((4, ()), (10, ("--resume",))):
-        process = await start(tmp_path, *words, *more)
-        await kill_when(process, (checkpoints / f"step-{step:06d}").exists)
-    out, _ = await end(await start(tmp_path, *words, "--resume", "--json"))
+        process = await start(tmp_path, *SFT, "run", *more)
+        await kill_when(process, (tmp_path / "run" / CHECKPOINTS / f"step-{step:06d}").exists)
+    out, _ = await end(await start(tmp_path, *SFT, "run", "--resume", "--json"))
     state = json.loads(out)
     assert state["step"] == max(map(int, state["heldout"]))
     assert state["heldout"][str(state["step"])] < state["heldout"]["0"]

@@ -1,4 +1,4 @@
-"""``tugline up``: a start that fails, and a terminal that nobody reads."""
+"""``tugline up``: failed starts, and stderr that is not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tugline.cli.up import echo
 
 
 def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
-    """Clients of the folder are told that there is no server, not that it is down."""
+    """Clients of the folder learn that there is no server, not that it is down."""
     done = run_command("up", "--model", "nowhere", "--port", "0", cwd=tmp_path)
     assert (done.returncode, "the server is up" in done.stderr) == (2, True)
     assert "no model folder at nowhere" in done.stderr
@@ -25,7 +25,7 @@ def test_a_failed_start_leaves_no_address(tmp_path: Path) -> None:
 
 
 def test_a_taken_folder_is_named(tmp_path: Path) -> None:
-    """Another process works there."""
+    """Another process uses it."""
     (tmp_path / "tugline-data").mkdir()
     with (tmp_path / "tugline-data/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -34,8 +34,8 @@ def test_a_taken_folder_is_named(tmp_path: Path) -> None:
     assert "another process is running in tugline-data" in done.stderr
 
 
-def test_a_stopped_terminal_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command goes on while nobody reads what it prints, and ends; what fits is there later."""
+def test_unread_stderr_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command continues and ends while its output is not read; what fits can be read later."""
     read, write = os.pipe()
     broken = contextlib.suppress(BrokenPipeError)  # what is not read by then is lost
     with broken, os.fdopen(write, "w") as stderr, os.fdopen(read) as reader:

@@ -1,4 +1,4 @@
-"""``tugline verify`` and ``view``: what they print and write, and how they end."""
+"""``tugline verify`` and ``tugline view``: output, pages and exit codes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ import pytest
 from commands import run_command
 from recording.verify.recorded import changed, read_in, rewritten, work
 from recording.view.synthetic import small, tokenizer
+from served import flip_bit
 from tugline.cli.verify import view
 from tugline.recording.view import html_page
 
 verify = partial(run_command, "verify")
 
 
-def damage(path: Path, at: int) -> Path:
-    """The recording with a flipped byte."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 255
-    path.write_bytes(data)
-    return path
-
-
 async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
-    """A line per call and check, and a sum, or one JSON object; a falsehood is exit code 1."""
+    """A line per call and check and a summary, or one JSON object; a failure is exit code 1."""
     await work(tmp_path / "runs" / "one" / "recordings")
     done = verify("s1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,10 +52,12 @@ async def test_a_session_is_verified_turn_by_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "salvaged"), [("verify", "turns: 1 first, 1 exact;"), ("view", "I read it.")]
 )
-def test_damage_is_told_and_salvaged(command: str, salvaged: str, tmp_path: Path) -> None:
-    """The error names file and offset; with `--salvage` what is before it, and the same words."""
+def test_damage_is_reported_and_salvaged(command: str, salvaged: str, tmp_path: Path) -> None:
+    """The error names file and offset; `--salvage` prints it too, and uses the calls before."""
     path = small(tmp_path)
-    damage(path, -path.stat().st_size // 4)
+    data = bytearray(path.read_bytes())
+    data[-len(data) // 4] ^= 255
+    path.write_bytes(data)
     done = run_command(command, path)
     assert done.returncode == 1
     assert f"{path} is damaged at offset" in done.stdout + done.stderr
@@ -72,7 +67,7 @@ def test_damage_is_told_and_salvaged(command: str, salvaged: str, tmp_path: Path
 
 
 def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Path) -> None:
-    """Found by its id below runs/; a pipe gets no colour, and a page is told on stderr."""
+    """Looked up by its id below runs/; a pipe gets no colour, and stderr names the page."""
     small(tmp_path / "runs" / "one" / "recordings")
     plain = run_command("view", "s-1", cwd=tmp_path, env={"FORCE_COLOR": "", "NO_COLOR": "1"})
     assert plain.returncode == 0, plain.stderr
@@ -86,12 +81,12 @@ def test_a_session_is_viewed_in_the_terminal_as_json_and_as_a_page(tmp_path: Pat
 
 
 def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
-    """A table with a link to each session's page; what cannot be read says so in its row."""
+    """A table links to each session's page; the row of an unreadable recording says so."""
     runs = tmp_path / "runs"
     small(runs / "one" / "recordings", name="<b> & 1")
     small(runs / "two", name="again.1")
     small(runs / "two", name="again.2")
-    damage(small(runs / "two", name="broken"), 1000)
+    flip_bit(small(runs / "two", name="broken"))
     done = run_command("view", "runs", "--html", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     wrote = r"wrote out/index.html: 4 sessions, 3 pages, [\d.]+ MB; 1 without a page"
@@ -112,13 +107,13 @@ def test_a_run_is_a_folder_of_pages(tmp_path: Path) -> None:
 def test_a_run_that_is_too_large_has_the_first_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others stand in the table, with their figures and why they have no page."""
+    """The other sessions have their figures in the table, and the reason for no page."""
     for name in ("a", "b", "c"):
         small(tmp_path / "run", name=name)
     monkeypatch.setattr(html_page, "_MAX_RUN", 100_000)
     view(str(tmp_path / "run"), html=tmp_path / "out")
-    told = "3 sessions, 1 pages, 0.1 MB; 2 without a page, as the rows say"
-    assert told in capsys.readouterr().out
+    summary = "3 sessions, 1 pages, 0.1 MB; 2 without a page, as the rows say"
+    assert summary in capsys.readouterr().out
     index = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     pageless = re.findall(r"<td>([bc])<td>t-1<td>completed.*no page: the others have", index)
     assert pageless == ["b", "c"]
@@ -126,7 +121,7 @@ def test_a_run_that_is_too_large_has_the_first_pages(
 
 
 def test_the_last_attempt_of_a_session_has_the_page(tmp_path: Path) -> None:
-    """As everywhere: an earlier one does not count."""
+    """Earlier attempts are ignored."""
     first = small(tmp_path / "run")
     first.with_name("s-1.2.rec").write_bytes(first.read_bytes())
     view(str(tmp_path / "run"), html=tmp_path / "out")
@@ -134,7 +129,7 @@ def test_the_last_attempt_of_a_session_has_the_page(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the one beside the recording is gone, ids are shown until another is given."""
+    """Without the tokenizer beside the recording, ids are shown unless another is given."""
     path = small(tmp_path)
     for kept in tmp_path.glob("tokenizer-*.json"):
         kept.unlink()

@@ -1,7 +1,7 @@
-"""What the pages tell people to type, and the files that they show, are what the program accepts.
+"""The commands and files of the documentation are accepted by the program.
 
-Command lines are parsed by the command line itself, tasks and configurations are decoded. The
-first steps are run, and what they print is compared; test_tutorial.py runs a whole page.
+Command lines are parsed, tasks and configurations decoded. The first steps are run and their output
+is compared; test_tutorial.py runs a whole page.
 """
 
 import inspect
@@ -44,11 +44,11 @@ _BLOCK = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL
 _ENDS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "..."}
 _FILES = (Settings, TrainConfig, SftRunConfig, DemoSettings, GrpoConfig, SetFile)
 _OTHERS = {"scrape_configs", "x-tests"}
-"""First keys of files that are not ours."""
+"""First keys of files of other programs."""
 
 
-def list_typed(text: str) -> Iterator[str]:
-    """Command lines in blocks (of `console` those behind a `$`), and in indented lines."""
+def list_commands(text: str) -> Iterator[str]:
+    """Command lines in blocks (in `console` blocks those after a `$`), and in indented lines."""
     text = text.replace("\\\n", " ")
     for kind, block in _BLOCK.findall(text):
         prompt = {"console": r"\$ ", "sh": ""}.get(kind)
@@ -58,23 +58,23 @@ def list_typed(text: str) -> Iterator[str]:
 
 
 def split(line: str) -> list[str]:
-    """Words of the command, without what the shell takes."""
+    """Arguments of the command, without the shell's syntax."""
     arguments = shlex.split(line, comments=True)
     arguments = arguments[arguments.index("tugline") + 1 :]
-    ends = [number for number, word in enumerate(arguments) if word in _ENDS]
+    ends = [number for number, argument in enumerate(arguments) if argument in _ENDS]
     return arguments[: ends[0]] if ends else arguments
 
 
 def find_mistake(line: str, *, whole: bool) -> str:
-    """Why the program would refuse a line; with `whole`, also what it lacks."""
-    words = split(line)
-    if not words or words[0].startswith("-"):
-        return "" if words in (["--version"], ["--help"], ["-h"]) else "no command"
-    if words[0] not in COMMANDS:
+    """The program's error for a line; with `whole`, also for missing arguments."""
+    arguments = split(line)
+    if not arguments or arguments[0].startswith("-"):
+        return "" if arguments in (["--version"], ["--help"], ["-h"]) else "no command"
+    if arguments[0] not in COMMANDS:
         return "no such command"
     whole = whole and "..." not in line
     try:
-        make_app(words[0]).parse_args(words, exit_on_error=False, print_error=False)
+        make_app(arguments[0]).parse_args(arguments, exit_on_error=False, print_error=False)
     except MissingArgumentError as error:
         return str(error) if whole else ""
     except CycloptsError as error:
@@ -83,11 +83,11 @@ def find_mistake(line: str, *, whole: bool) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_typed_commands_are_accepted(page: Path) -> None:
-    """Command, options and number of arguments exist for each line that a page has people type."""
+def test_commands_are_accepted(page: Path) -> None:
+    """Command, options and number of arguments of each command line of a page are valid."""
     text = page.read_text(encoding="utf-8")
     mistakes = {
-        line: mistake for line in list_typed(text) if (mistake := find_mistake(line, whole=True))
+        line: mistake for line in list_commands(text) if (mistake := find_mistake(line, whole=True))
     }
     spans = re.findall(r"`(tugline [^`|\n]+)`", _BLOCK.sub("", text))
     mistakes |= {line: mistake for line in spans if (mistake := find_mistake(line, whole=False))}
@@ -95,28 +95,28 @@ def test_typed_commands_are_accepted(page: Path) -> None:
 
 
 def test_the_pages_have_commands() -> None:
-    """The patterns find what they are for, and a wrong line is refused."""
-    found = [line for page in PAGES for line in list_typed(page.read_text(encoding="utf-8"))]
-    assert len(found) > 60
+    """The patterns match, and a wrong line is refused."""
+    commands = [line for page in PAGES for line in list_commands(page.read_text(encoding="utf-8"))]
+    assert len(commands) > 60
     assert find_mistake("tugline run --harness shell t.yaml --out o", whole=True)
     assert find_mistake("tugline status a b c", whole=True)
     assert not find_mistake("X=1 tugline status a --json | jq # it", whole=True)
 
 
-def test_a_first_task_file_goes_as_shown(tmp_path: Path) -> None:
-    """The first block of docs/tasks.md: its commands print what stands there."""
+def test_the_first_task_file_is_well_formed(tmp_path: Path) -> None:
+    """The commands of the first block of docs/tasks.md have the output shown there."""
     kind, block = _BLOCK.findall((ROOT / "docs" / "tasks.md").read_text(encoding="utf-8"))[0]
     assert kind == "console"
     for step in block.removeprefix("$ ").split("\n$ "):
-        command, _, shown = step.partition("\n")
+        command, _, output = step.partition("\n")
         done = run_command(*split(command), cwd=tmp_path)
         assert done.returncode == 0
-        assert (done.stdout + done.stderr).strip() == shown.strip()
+        assert (done.stdout + done.stderr).strip() == output.strip()
 
 
 # --------------------------------------------------------------------------- files
 def list_files(page: Path) -> Iterator[Any]:
-    """Values of a YAML file, or of the YAML blocks of a page."""
+    """Decoded YAML of a file, or of the blocks of a page."""
     text = page.read_text(encoding="utf-8")
     blocks = [("yaml", text)] if page.suffix == ".yaml" else _BLOCK.findall(text)
     for kind, block in blocks:
@@ -126,7 +126,7 @@ def list_files(page: Path) -> Iterator[Any]:
 
 
 def explain(values: dict[str, Any], folder: Path) -> str:
-    """Why `values` are no (beginning of a) file of any kind, by the kind that knows most keys."""
+    """The mistakes of `values` as a file, or the start of one, of the best matching kind."""
     mistakes = []
     for kind in _FILES:
         try:
@@ -141,12 +141,12 @@ def explain(values: dict[str, Any], folder: Path) -> str:
         mistakes.append(str(error))
     known = [each for each in mistakes if "unknown key" not in each]
     if any(each.endswith((" is missing", "No such file or directory")) for each in known):
-        return ""  # a part of a file, or one that stands beside others
+        return ""  # a part of a file, or one that needs others
     return " / ".join(known or mistakes)
 
 
 def list_options(values: Any) -> Iterator[tuple[str, str, set[str]]]:
-    """Kind, name and options of every part that is named anywhere in `values`."""
+    """Kind, name and options of every plug-in in `values`."""
     if isinstance(values, list):
         for each in values:
             yield from list_options(each)
@@ -158,8 +158,8 @@ def list_options(values: Any) -> Iterator[tuple[str, str, set[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_shown_files_are_accepted(page: Path) -> None:
-    """Keys of tasks, task sets and configurations exist, and so do the options of their parts."""
+def test_files_are_accepted(page: Path) -> None:
+    """Keys of tasks, task sets and configurations exist, and so do options of plug-ins."""
     for values in list_files(page):
         assert not explain(values, page.parent), values
         if "template" in values:
@@ -171,7 +171,7 @@ def test_shown_files_are_accepted(page: Path) -> None:
 
 
 def test_every_key_of_a_task_is_documented() -> None:
-    """docs/configuration.md has each field of a task, dotted where it has fields of its own."""
+    """docs/configuration.md has each field of a task and, with a dot, each nested field."""
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     keys = []
     for field in msgspec.structs.fields(Task):

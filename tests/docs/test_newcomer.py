@@ -1,4 +1,4 @@
-"""The record of a newcomer's path, which the README shows."""
+"""The recorded first steps of a new user, which the README shows."""
 
 import json
 import os
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
-    """Text, exit status and the prompt; a command that fails is an error; Ctrl-C ends a server."""
+    """Output, exit status and prompt; a failed command is an error; Ctrl-C ends a server."""
     with Terminal({"PATH": os.environ["PATH"], "HOME": str(tmp_path)}, tmp_path) as shell:
         command = shell.run("echo grün; mkdir mine; cd mine")
         assert (command.prompt, command.code, shell.prompt) == ("~ $ ", 0, "~/mine $ ")
@@ -29,12 +29,12 @@ def test_a_terminal_records_what_is_printed(tmp_path: Path) -> None:
 
 
 def test_a_token_is_not_drawn() -> None:
-    """The console's address is shown as the pages show it."""
+    """The console's address is shown without it."""
     assert hide_token("at http://host/#token=read.a-b_c\r\n") == "at http://host/#token=...\r\n"
 
 
 def test_the_page_has_the_measured_times() -> None:
-    """The table of the tutorial is that of the committed record."""
+    """The table of the tutorial equals the committed record."""
     steps = json.loads((ROOT / "docs/newcomer.json").read_text("utf-8"))["steps"]
     page = (ROOT / "docs/start/train-your-agent.md").read_text("utf-8")
     rows = re.findall(r"^\| .* \| ([\d.]+) s \| [\d.]+ \|$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The Python that the pages show is run, page by page, in a folder of its own."""
+"""The Python blocks of each page run, in a folder of their own."""
 
 import ast
 import re
@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = yaml.safe_load(Path(__file__).with_name("not_run.yaml").read_text(encoding="utf-8"))
 FOREIGN = {"verl", "tinker", "tugline_tinker"}
-"""Modules of such blocks that no extra installs."""
+"""Modules of those blocks that no extra installs."""
 FILES = {"docs/configuration.md": {"mine.yaml": "steps: 40\n"}}
-"""What the blocks of a page find in their folder."""
+"""Files that the blocks of a page need."""
 
 
 def list_blocks(page: str) -> list[str]:
@@ -30,7 +30,7 @@ PAGES = sorted(
 
 
 def keep_imports(code: str) -> ast.Module:
-    """The imports of a block that cannot be run; ``await`` may stand outside of its functions."""
+    """The imports of a block that cannot be run and may have ``await`` outside of functions."""
     tree = compile(code, "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     assert isinstance(tree, ast.Module)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -42,18 +42,18 @@ def keep_imports(code: str) -> ast.Module:
 def test_python_of_the_pages_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of a page build on each other; of those in `NOT_RUN` the imports are tried."""
+    """The blocks of a page share their names; of those in `NOT_RUN` the imports are run."""
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.get(page, {}).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     scope: dict[str, Any] = {"__name__": "page"}
     for number, code in enumerate(list_blocks(page)):
-        shown = keep_imports(code) if number in NOT_RUN.get(page, {}) else code
-        exec(compile(shown, f"{page}, block {number}", "exec"), scope)  # noqa: S102
+        program = keep_imports(code) if number in NOT_RUN.get(page, {}) else code
+        exec(compile(program, f"{page}, block {number}", "exec"), scope)  # noqa: S102
 
 
-def test_what_is_not_run_exists() -> None:
-    """No reason outlives its block, and blocks are run at all."""
+def test_excluded_blocks_exist() -> None:
+    """Each reason has its block, and most blocks are run."""
     counts = {page: len(list_blocks(page)) for page in PAGES}
     assert [
         (page, n) for page, reason in NOT_RUN.items() for n in reason if n >= counts[page]

@@ -1,4 +1,4 @@
-"""The documentation site; test_house.py sees to it that every page has its place there."""
+"""The documentation site; test_house.py checks that every page is in its navigation."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ NAVIGATION = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_site_is_built(tmp_path: Path) -> None:
-    """Without a warning, with its references, and with nothing to load from another host."""
+    """Without warnings, with its references, and without resources of other hosts."""
     site = tmp_path / "site"
     done = run_program(sys.executable, ROOT / "tools/docs/build_site.py", site, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -219,7 +219,7 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     until(lambda: done(fleet) > 160, "sessions with it", END_S)
     until(lambda: any(loss in said.read_text() for loss in LOSS), "Ray to see the loss", 60)
     fleet.programs["server"].kill()
-    fleet.tend()
+    fleet.supervise()
     until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
     placer = fleet.programs["server"].process
     assert placer is not None

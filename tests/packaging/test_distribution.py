@@ -1,8 +1,7 @@
-"""What would be published: built, installed into a bare environment, used outside the checkout."""
+"""The distribution: built, installed into an empty environment, and used outside the checkout."""
 
 from __future__ import annotations
 
-import subprocess
 import tarfile
 import tomllib
 import venv
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from commands import run_program
 from tugline.cli.app import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,21 +20,14 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def run(*arguments: object, cwd: Path) -> str:
     """Run a program to its end, without the environment's Python settings; its output."""
-    done = subprocess.run(
-        [str(word) for word in arguments],
-        cwd=cwd,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = run_program(*arguments, cwd=cwd, env=env, timeout=500)
     assert done.returncode == 0, f"{arguments}: {done.stdout} {done.stderr}"
     return done.stdout
 
 
 def list_tracked(*under: str) -> set[str]:
-    """Files of the repository."""
+    """Tracked files of the repository."""
     names = run("git", "-C", ROOT, "ls-files", "-z", *under, cwd=ROOT)
     return {name for name in names.split("\0") if name and (ROOT / name).is_file()}
 
@@ -63,8 +56,8 @@ def test_the_built_files_work_in_a_bare_environment(tmp_path: Path) -> None:
     run(user / "bin/python", "-m", "pip", "install", "-q", wheel, cwd=tmp_path)
     tugline = user / "bin/tugline"
     assert run(tugline, "--version", cwd=tmp_path) == f"tugline {VERSION}\n"
-    shown = "import tugline; print(tugline.__version__, tugline.__file__)"
-    version, file = run(user / "bin/python", "-c", shown, cwd=tmp_path).split()
+    code = "import tugline; print(tugline.__version__, tugline.__file__)"
+    version, file = run(user / "bin/python", "-c", code, cwd=tmp_path).split()
     assert (version, Path(file).is_relative_to(user)) == (VERSION, True)
     run(tugline, "task", "init", cwd=tmp_path)
     assert "well-formed tasks: 1" in run(tugline, "task", "check", "task.yaml", cwd=tmp_path)
@@ -72,8 +65,8 @@ def test_the_built_files_work_in_a_bare_environment(tmp_path: Path) -> None:
         assert "Usage: tugline" in run(tugline, command, "--help", cwd=tmp_path)
 
 
-def test_files_about_the_project_agree() -> None:
-    """pyproject.toml and CITATION.cff have one version and licence; forms have ids of their own."""
+def test_project_metadata_is_consistent() -> None:
+    """pyproject.toml and CITATION.cff have one version and licence; ids of forms are unique."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (citation["version"], citation["license"]) == (VERSION, "Apache-2.0")
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"

@@ -1,4 +1,4 @@
-"""Whatever calls are packed come back bit for bit, pictures once, ids in shared memory."""
+"""Calls are read as they were written, bit for bit; images are stored once, ids share memory."""
 
 import base64
 from pathlib import Path
@@ -27,24 +27,24 @@ URLS = (
 )
 
 
-def same(found: tuple[Call, ...], calls: list[Call]) -> bool:
-    """Equal in every byte."""
-    return [encode(one) for one in found] == [encode(one) for one in calls]
+def are_equal(loaded: tuple[Call, ...], calls: list[Call]) -> bool:
+    """Whether calls are equal in every byte."""
+    return [encode(call) for call in loaded] == [encode(call) for call in calls]
 
 
-words = st.text(st.characters(codec="utf-8"), max_size=12)
-images = st.builds(Image, st.sampled_from(URLS), st.integers(0, 9), st.none() | words)
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+images = st.builds(Image, st.sampled_from(URLS), st.integers(0, 9), st.none() | texts)
 messages = st.builds(
     Message,
     st.sampled_from(Role),
-    words,
-    tool_calls=st.lists(st.builds(ToolCall, words, words, words), max_size=2).map(tuple),
-    reasoning=st.none() | words,
+    texts,
+    tool_calls=st.lists(st.builds(ToolCall, texts, texts, texts), max_size=2).map(tuple),
+    reasoning=st.none() | texts,
     images=st.lists(images, max_size=3).map(tuple),
 )
 
 
-tools = st.builds(Tool, words, words, st.just({"n": [1, 0.1, None]}))
+tools = st.builds(Tool, texts, texts, st.just({"n": [1, 0.1, None]}))
 contents = st.fixed_dictionaries(
     {
         "messages": st.lists(messages, max_size=3).map(tuple),
@@ -56,52 +56,52 @@ contents = st.fixed_dictionaries(
 
 @settings(max_examples=80)
 @given(drawn=SESSIONS, data=st.data())
-def test_any_calls_come_back(
+def test_any_calls_are_read_as_written(
     tmp_path_factory: pytest.TempPathFactory, drawn: Drawn, data: st.DataObject
 ) -> None:
-    """Forks, repeats, pictures and files closed in between make no difference."""
-    calls = [replace(one, **data.draw(contents)) for one in drawn.calls]
+    """With forks, repeats, images and files that are closed and opened in between."""
+    calls = [replace(call, **data.draw(contents)) for call in drawn.calls]
     path = tmp_path_factory.getbasetemp() / "any.rec"
     path.unlink(missing_ok=True)
     writer = Writer(path)
-    for one in calls:
+    for call in calls:
         if data.draw(st.booleans()):
             writer.close()
             writer = Writer(path)
-        writer.append(one)
+        writer.append(call)
     writer.close()
-    found = read(path)
-    assert same(found.calls, calls)
-    assert not any(one.prompt_ids.flags.writeable for one in found.calls), "they share memory"
-    for image in (image for one in calls for m in one.messages for image in m.images):
-        assert found.images[image.digest] == image.url
+    recording = read(path)
+    assert are_equal(recording.calls, calls)
+    assert not any(call.prompt_ids.flags.writeable for call in recording.calls), "shared memory"
+    for image in (image for call in calls for m in call.messages for image in m.images):
+        assert recording.images[image.digest] == image.url
 
 
-def test_a_picture_is_kept_once(tmp_path: Path) -> None:
-    """However many calls hold it, extended or rendered anew."""
+def test_an_image_is_stored_once(tmp_path: Path) -> None:
+    """However many calls have it, in extended or in new prompts."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     picture = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     calls = []
     for number in range(12):
-        anew = number % 4 == 0
-        added = (picture,) if anew else (Message(Role.TOOL, f"result {number}"),)
+        is_new = number % 4 == 0
+        added = (picture,) if is_new else (Message(Role.TOOL, f"result {number}"),)
         calls.append(make_call(number, ids, ids[:5], messages=added))
     write_calls(path, calls)
     assert path.stat().st_size < 1.02 * len(LARGE)
-    found = read(path)
-    assert same(found.calls, calls)
-    assert found.images == {Image(LARGE).digest: LARGE}
+    recording = read(path)
+    assert are_equal(recording.calls, calls)
+    assert recording.images == {Image(LARGE).digest: LARGE}
 
 
-def test_a_call_that_cannot_be_encoded_leaves_the_file_sound(tmp_path: Path) -> None:
-    """Half a character is refused; what comes after can still be read."""
+def test_a_call_that_cannot_be_encoded_leaves_the_file_intact(tmp_path: Path) -> None:
+    """Half a character is an error; calls that are written later can be read."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
-    seen = Message(Role.USER, "look", images=(Image(LARGE, 2),))
-    first, second = make_call(0, ids, ids[:5]), make_call(2, ids, ids[:9], messages=(seen,))
-    broken = make_call(1, ids[:30], ids, messages=(seen,), thread="\ud800")
+    message = Message(Role.USER, "look", images=(Image(LARGE, 2),))
+    first, second = make_call(0, ids, ids[:5]), make_call(2, ids, ids[:9], messages=(message,))
+    broken = make_call(1, ids[:30], ids, messages=(message,), thread="\ud800")
     with Writer(path) as writer:
         writer.append(first)
         with pytest.raises(UnicodeEncodeError):
             writer.append(broken)
         writer.append(second)
-    assert same(read(path).calls, [first, second])
+    assert are_equal(read(path).calls, [first, second])

@@ -1,4 +1,4 @@
-"""Recordings keep every call exactly, survive a crash at any byte, and name any other damage."""
+"""Recordings keep every call exactly, survive a crash at any byte, and report other damage."""
 
 import json
 import os
@@ -21,38 +21,26 @@ from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Recording, Writer, read
 from tugline.recording.records import SampledTokens
 from tugline.traces.base import PrefixMerging
-from tugline.types import Call, Message, Role, Tool, encode
+from tugline.types import encode
 
 TESTS = Path(__file__).parents[1]
 KILLED = 200
-
-
-def growing(turns: int) -> list[Call]:
-    """A conversation in which every prompt extends the last."""
-    calls, ids = [], list(range(500))
-    tools = (Tool("read", "reads", {"type": "object"}),)
-    for number in range(turns):
-        sampled = [number, number + 1, 7]
-        said = (Message(Role.USER, f"hello {number}"),)
-        parent = number - 1 if number else None
-        calls.append(make_call(number, ids, sampled, parent=parent, messages=said, tools=tools))
-        ids = [*ids, *sampled, 9, 9, number]
-    return calls
+CALLS = killed_writer.conversation(0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every example of a property test begins with no file."""
+    """A folder for the examples of property tests."""
     return tmp_path_factory.mktemp("recordings")
 
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_torn_tail_is_cut_and_nothing_before_it(folder: Path, data: st.DataObject) -> None:
-    """A file cut at any byte yields whole calls only, and can be written on."""
+def test_a_torn_tail_is_cut_and_nothing_before_it(folder: Path, data: st.DataObject) -> None:
+    """A file that ends at any byte yields complete calls only, and can be continued."""
     path = folder / "torn.rec"
     path.unlink(missing_ok=True)
-    calls = growing(4)
+    calls = CALLS[:4]
     ends = write_calls(path, calls)
     cut = data.draw(st.integers(0, ends[-1]))
     path.write_bytes(path.read_bytes()[:cut])
@@ -64,11 +52,11 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(folder: Path, data: st.DataO
     assert [encode(item) for item in read(path).calls] == [encode(item) for item in calls]
 
 
-def test_blocks_that_a_power_cut_left_empty_are_a_torn_tail(tmp_path: Path) -> None:
-    """Zeros from a sector's start to the end are a power cut's; zeros from elsewhere are damage."""
+def test_empty_blocks_after_a_power_cut_are_a_torn_tail(tmp_path: Path) -> None:
+    """Zeros from the start of a sector to the end are a torn tail; other zeros are damage."""
     path = tmp_path / "a.rec"
     large = make_call(1, list(range(900, 0, -1)), list(os.urandom(3000)))
-    ends = write_calls(path, [*growing(1), large])
+    ends = write_calls(path, [CALLS[0], large])
     whole = path.read_bytes()
     sector = len(whole) // 512 * 512 - 512
     for left, calls in ((whole + bytes(4096), 2), (whole[:sector] + bytes(len(whole) - sector), 1)):
@@ -82,11 +70,11 @@ def test_blocks_that_a_power_cut_left_empty_are_a_torn_tail(tmp_path: Path) -> N
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_flipped_bit_names_the_file_and_the_offset(folder: Path, data: st.DataObject) -> None:
-    """Damage anywhere is an error, never silently fewer calls; what is before can be salvaged."""
+def test_the_error_of_a_flipped_bit_has_file_and_offset(folder: Path, data: st.DataObject) -> None:
+    """Damage is never silently fewer calls; the calls before it can be salvaged."""
     path = folder / "flip.rec"
     path.unlink(missing_ok=True)
-    starts = write_calls(path, growing(3))[:-1]
+    starts = write_calls(path, CALLS[:3])[:-1]
     whole = bytearray(path.read_bytes())
     place = data.draw(st.integers(len(MAGIC), len(whole) - 1))
     whole[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -102,9 +90,9 @@ def test_any_flipped_bit_names_the_file_and_the_offset(folder: Path, data: st.Da
 
 
 def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
-    """A record that claims 4 GiB is not waited for, however well its head is formed."""
+    """A record of 4 GiB is damage and no torn tail, even if its head has a valid checksum."""
     path = tmp_path / "a.rec"
-    start = write_calls(path, growing(3))[1]
+    start = write_calls(path, CALLS[:3])[1]
     data = bytearray(path.read_bytes())
     head = struct.pack("<II", 2**32 - 1, 0)
     data[start : start + 12] = head + struct.pack("<I", zlib.crc32(head))
@@ -114,10 +102,10 @@ def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
     assert len(read(path, salvage=True).calls) == 1
 
 
-def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
-    """What is whole but makes no sense names its offset, too."""
+def test_an_unknown_record_is_refused(tmp_path: Path) -> None:
+    """The error of a complete record of an unknown type has its offset, too."""
     path = tmp_path / "a.rec"
-    end = write_calls(path, growing(3))[-1]
+    end = write_calls(path, CALLS[:3])[-1]
     packed = zstandard.ZstdCompressor().compress(b"\x81\xa4type\xa3odd")
     head = struct.pack("<II", len(packed), zlib.crc32(packed))
     record = head + struct.pack("<I", zlib.crc32(head)) + packed
@@ -127,7 +115,7 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "looks"),
+    ("content", "error"),
     [
         (b"not a recording at all", "is no recording: it begins with"),
         (b'{"calls": []}', "is no recording: it begins with"),
@@ -136,25 +124,25 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
         (b"TUGREC\x00\x03rest", r"has version 3 .*only 4 can be read"),
     ],
 )
-def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, looks: str) -> None:
-    """The error has its first bytes, or its version, and there is nothing to salvage."""
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, error: str) -> None:
+    """The error has its first bytes or its version; nothing is salvaged."""
     path = tmp_path / "a.rec"
     path.write_bytes(content)
     for salvage in (False, True):
-        with pytest.raises(CaptureError, match=rf"a\.rec .*{looks}"):
+        with pytest.raises(CaptureError, match=rf"a\.rec .*{error}"):
             read(path, salvage=salvage)
 
 
-def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
-    """The error says which file."""
+def test_the_error_of_a_missing_file_has_its_name(tmp_path: Path) -> None:
+    """As that of any file that cannot be read."""
     with pytest.raises(CaptureError, match=r"cannot read recording .*gone\.rec"):
         read(tmp_path / "gone.rec")
 
 
-def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
-    """A record that cannot be written is an error that says so, and nothing before it is hurt."""
+def test_a_full_disk_keeps_earlier_calls(tmp_path: Path) -> None:
+    """A record that cannot be written is an error, and closes the file."""
     path = tmp_path / "a.rec"
-    first, second, third = growing(3)
+    first, second, third = CALLS[:3]
     with Writer(path) as writer:
         writer.append(first)
         full = os.open("/dev/full", os.O_WRONLY)
@@ -170,14 +158,14 @@ def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
 def test_closing_waits_for_the_flush_of_another_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session that ends while its recording is flushed takes no file away from the flush."""
+    """The file is not closed while another thread syncs it."""
     writer = Writer(tmp_path / "s.rec")
-    reached, may_go_on = threading.Event(), threading.Event()
+    reached, may_continue = threading.Event(), threading.Event()
     flush = os.fdatasync
 
     def flush_slowly(number: int) -> None:
         reached.set()
-        assert may_go_on.wait(20)
+        assert may_continue.wait(20)
         flush(number)
 
     monkeypatch.setattr(os, "fdatasync", flush_slowly)
@@ -187,39 +175,38 @@ def test_closing_waits_for_the_flush_of_another_thread(
         closed = threads.submit(writer.close)
         with pytest.raises(TimeoutError):
             closed.result(0.2)
-        may_go_on.set()
+        may_continue.set()
         flushed.result(20)
         closed.result(20)
     assert writer.closed
 
 
 def test_tokens_without_logprobs_are_refused() -> None:
-    """An engine that leaves logprobs out is told so at the first token (I2)."""
+    """An engine that omits logprobs is an error at the first token (I2)."""
     with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
         SampledTokens().add([1, 1], [], 0)
 
 
-def test_two_hundred_killed_writers_lose_no_answered_call(tmp_path: Path) -> None:
-    """What was answered is there exactly, the ledger balances, and the file can be gone on with."""
+def test_two_hundred_killed_writers_lose_no_written_call(tmp_path: Path) -> None:
+    """Written calls are read exactly, their ledger balances, and the file can be continued."""
     program = ("-m", "recording.killed_writer", tmp_path, KILLED)
     done = run_program(sys.executable, *program, cwd=TESTS, check=True)
-    written = [killed_writer.conversation(seed) for seed in range(4)]
-    encoded = [[encode(call) for call in calls] for calls in written]
-    fates = json.loads(done.stdout)
+    conversations = [killed_writer.conversation(seed) for seed in range(4)]
+    encoded = [[encode(call) for call in calls] for calls in conversations]
+    results = json.loads(done.stdout)
     in_the_middle = 0
-    for name, which, answered, killed in fates:
+    for name, index, written, killed in results:
         path = tmp_path / name
-        found = read(path) if path.exists() else Recording()  # killed before it opened the file
-        calls = written[which]
-        assert [encode(call) for call in found.calls] == encoded[which][: len(found.calls)]
-        assert answered <= len(found.calls) <= answered + 1, name
-        ledger = PrefixMerging().build(found.calls).ledger
+        recording = read(path) if path.exists() else Recording()  # killed before it was opened
+        calls, count = conversations[index], len(recording.calls)
+        assert [encode(call) for call in recording.calls] == encoded[index][:count]
+        assert written <= count <= written + 1, name
+        ledger = PrefixMerging().build(recording.calls).ledger
         assert ledger.balanced
-        assert ledger.sampled == sum(len(call.sampled_ids) for call in calls[: len(found.calls)])
-        in_the_middle += killed and 0 < answered < len(calls)
-        if found.calls and len(found.calls) < len(calls):
-            with Writer(path) as writer:
-                writer.append(calls[len(found.calls)])
-            assert len(read(path).calls) == len(found.calls) + 1
-    assert len(fates) == KILLED
+        assert ledger.sampled == sum(len(call.sampled_ids) for call in calls[:count])
+        in_the_middle += killed and 0 < written < len(calls)
+        if 0 < count < len(calls):
+            write_calls(path, calls[count : count + 1])
+            assert len(read(path).calls) == count + 1
+    assert len(results) == KILLED
     assert in_the_middle > KILLED // 2, "most were killed while they wrote"

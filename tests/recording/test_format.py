@@ -1,4 +1,4 @@
-"""The format is what docs/format.md says: a reader that knows nothing of Tugline reads it."""
+"""The file format is that of docs/format.md, and an independent reader can read it."""
 
 import json
 import re
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 READER = ROOT / "examples" / "read_recording.py"
 
 
-def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
-    """A header, forks, pictures, events, sections and a torn tail."""
+def test_the_example_reads_the_whole_format(tmp_path: Path) -> None:
+    """A header, forks, images, events, sections and a torn tail."""
     path, calls = tmp_path / "a.rec", conversation(1)[:60]
     url = "data:image/png;base64," + "QUJD" * 500
     for number in (20, 40):
-        seen = Message(Role.USER, "look", images=(Image(url, 1, "high"),))
-        calls[number] = msgspec.structs.replace(calls[number], messages=(seen,))
+        message = Message(Role.USER, "look", images=(Image(url, 1, "high"),))
+        calls[number] = msgspec.structs.replace(calls[number], messages=(message,))
     for part in (calls[:30], calls[30:]):
         with Writer(path, make_header()) as writer:
             for call in part:
@@ -39,15 +39,15 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
     assert [json.loads(line) for line in done.stdout.splitlines()] == json.loads(json.dumps(plain))
 
 
-def test_the_example_owes_nothing_to_the_package() -> None:
-    """It imports none of ours and is short enough to be read."""
+def test_the_example_does_not_import_the_package() -> None:
+    """And it is short enough to be read."""
     source = READER.read_text(encoding="utf-8")
     assert not re.search(r"^ *(import|from) tugline", source, re.MULTILINE)
     assert len(source.splitlines()) < 85
 
 
-def test_the_page_tells_this_version() -> None:
-    """docs/format.md has the magic that is written, and every kind of event."""
+def test_the_page_describes_this_version() -> None:
+    """docs/format.md has the version, the magic bytes and every kind of event."""
     page = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
     assert f"version {VERSION}" in page
     assert MAGIC.hex(" ") in page

@@ -1,4 +1,4 @@
-"""The smallest agent: asks, runs what it is told to in a shell, until an answer calls nothing."""
+"""A minimal agent: ask, run the called commands in a shell, until an answer calls no tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.request
 COMMAND = {"type": "object", "properties": {"command": {"type": "string"}}}
 TOOL = {"name": "bash", "description": "Run a command.", "parameters": COMMAND}
 messages = [
-    {"role": "system", "content": f"You work in {os.getcwd()}."},  # noqa: PTH109 - as it was told
+    {"role": "system", "content": f"You work in {os.getcwd()}."},  # noqa: PTH109 - may be a symlink
     {"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]},
 ]
 while True:

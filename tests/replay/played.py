@@ -1,4 +1,4 @@
-"""Sessions of a real agent, recorded with a scripted model, for replays to be held against."""
+"""Record sessions of a real agent with a scripted model, to be replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from calls import write_calls
 from chat_engine import create_chat_app
@@ -15,7 +15,7 @@ from tugline.chat.engines.chat import VllmChat
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.recording.file import Recording, Writer, read
+from tugline.recording.file import read, write_result
 from tugline.recording.tokenizer_file import save_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
@@ -43,7 +43,7 @@ TURNS = (
 
 
 class Copied(Evaluator):
-    """A judge that needs no program: whether the agent made the copy."""
+    """An evaluator of whether the agent copied the file."""
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """1 if it did."""
@@ -53,19 +53,19 @@ class Copied(Evaluator):
 
 
 def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
-    """A task that its own test judges."""
+    """A task whose evaluator is `Copied`."""
     given: dict[str, Any] = {
         "evaluator": PluginSpec("replay.played:Copied"),
         "files": FILES,
         "instruction": INSTRUCTION,
-        "runtime": PluginSpec("local"),  # where a session's folder has a name of its own
+        "runtime": PluginSpec("local"),  # where each session's folder has another name
     }
     return Task(id="t", harness=harness, **given | changes)
 
 
 @contextlib.asynccontextmanager
 async def observed(turns: Sequence[ScriptedTurn]) -> AsyncIterator[ServedModel]:
-    """The same model behind an engine that renders by itself."""
+    """The same model behind an engine that renders prompts itself."""
     async with (
         serve_scripted_model({INSTRUCTION: turns}, {}) as model,
         serve(create_chat_app(model.engine, make_tokenizer())) as url,
@@ -80,7 +80,7 @@ async def record(
     faults: dict[int, Reply] | None = None,
     model: ServedModel | None = None,
 ) -> Path:
-    """Run one session to its end and give its recording."""
+    """Run one session to its end; its recording."""
     async with contextlib.AsyncExitStack() as stack:
         answering = serve_scripted_model({INSTRUCTION: turns}, faults or {})
         answers = model or await stack.enter_async_context(answering)
@@ -95,27 +95,25 @@ async def record(
 def tampered(
     recording: Path, folder: Path, change: Callable[[Sequence[Call]], Sequence[Call]]
 ) -> Path:
-    """A copy of a recording with other calls in it."""
-    found: Recording = read(recording)
-    assert found.header is not None
+    """Copy a recording with other calls in it."""
+    original = read(recording)
     path = folder / recording.name
     save_tokenizer(make_tokenizer(), folder)
-    write_calls(path, change(found.calls), found.header)
-    if found.result is not None:
-        with Writer(path) as writer:
-            writer.append_record(found.result)
+    write_calls(path, change(original.calls), original.header)
+    if original.result is not None:
+        write_result(path, original.result)
     return path
 
 
 def saying(call: Call, old: str, new: str) -> Call:
-    """`call` with another text in what was added to the conversation."""
+    """`call` with a text replaced in the messages that it adds."""
     messages = tuple(
-        msgspec.structs.replace(one, content=one.content.replace(old, new)) for one in call.messages
+        replace(each, content=each.content.replace(old, new)) for each in call.messages
     )
     assert messages != call.messages
-    return msgspec.structs.replace(call, messages=messages)
+    return replace(call, messages=messages)
 
 
 def see_wallaby(calls: Sequence[Call]) -> list[Call]:
-    """As if the first command had printed something else."""
+    """Calls in which the first command printed something else."""
     return [calls[0], saying(calls[1], "walrus", "wallaby"), *calls[2:]]

@@ -1,4 +1,4 @@
-"""Every real harness, recorded with the scripted model and replayed at once."""
+"""Sessions of every real harness, recorded with the scripted model, can be replayed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tugline.types import Role
 HARNESSES = ("codex", "claude_code", "qwen_code", "gemini_cli", "opencode", "mini_swe_agent", "pi")
 
 
-def unhurried(case: Case) -> Scenario:
-    """The plain session with commands that take a moment: Qwen Code loses output of quick ones."""
+def with_slow_commands(case: Case) -> Scenario:
+    """The plain session with slower commands: Qwen Code loses the output of quick ones."""
 
     def slow(turn: ScriptedTurn) -> ScriptedTurn:
         calls = [
@@ -36,7 +36,7 @@ def unhurried(case: Case) -> Scenario:
 
 
 async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path) -> Path:
-    """The recording of one session of the real program."""
+    """Record one session of the real program."""
     case = cases_of(name)[0]
     await run_session(case, scenario(case), folder)
     return folder / "recordings" / "check-0.0.rec"
@@ -44,9 +44,9 @@ async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path
 
 @pytest.mark.harness
 @pytest.mark.parametrize("name", HARNESSES)
-async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> None:
-    """All requests are as recorded; what the world says otherwise is found where it is said."""
-    path = await recorded(name, unhurried, tmp_path / "first")
+async def test_every_harness_repeats_its_requests(name: str, tmp_path: Path) -> None:
+    """All requests are as recorded; another tool result is reported with its place."""
+    path = await recorded(name, with_slow_commands, tmp_path / "first")
     recording = RecordedSession.load(path)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
@@ -56,19 +56,19 @@ async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> 
         tmp_path / "tampered",
         lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
     )
-    report = await replay(RecordedSession.load(changed), tmp_path / "told")
-    (options,) = report.differences
-    assert (options.request, options.call) == (3, 3)
-    assert "(tool), the result of" in options.where
-    assert ("bittern" in options.recorded, "heron" in options.replayed) == (True, True)
+    report = await replay(RecordedSession.load(changed), tmp_path / "replayed")
+    (difference,) = report.differences
+    assert (difference.request, difference.call) == (3, 3)
+    assert "(tool), the result of" in difference.where
+    assert ("bittern" in difference.recorded, "heron" in difference.replayed) == (True, True)
 
 
 @pytest.mark.harness
 @pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
 async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
-    """Two recorded answers, then live ones to the end, in a history that continues exactly."""
-    recording = RecordedSession.load(await recorded(name, unhurried, tmp_path / "first"))
-    scenario = unhurried(cases_of(name)[0])
+    """Two recorded answers, then live ones, with a history that continues exactly."""
+    recording = RecordedSession.load(await recorded(name, with_slow_commands, tmp_path / "first"))
+    scenario = with_slow_commands(cases_of(name)[0])
     async with serve_scripted_model(scenario.scripts, {}) as model:
         (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))
     assert report.as_recorded, report.differences
@@ -76,7 +76,7 @@ async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
     calls = read(Path(report.recording)).calls
     assert [call.replayed for call in calls] == [True, True, False, False]
     assert all(call.branch is None for call in calls)
-    results = [one.content for call in calls for one in call.messages if one.role is Role.TOOL]
+    results = [each.content for call in calls for each in call.messages if each.role is Role.TOOL]
     assert "heron" in results[-1]
 
 
@@ -94,7 +94,7 @@ async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
 async def test_sub_agents_titles_faults_and_budgets_are_replayed(
     name: str, scenario: Callable[[Case], Scenario], answers: int, tmp_path: Path
 ) -> None:
-    """An agent is waited for by its new id; what broke off is whole; refusals come again."""
+    """Sub-agents have new ids; interrupted answers are complete; refusals are repeated."""
     recording = RecordedSession.load(await recorded(name, scenario, tmp_path / "first"))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences

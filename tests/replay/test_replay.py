@@ -1,8 +1,11 @@
+"""Replay recorded sessions with the real agent, and fork them with a live model."""
+
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +28,8 @@ from replay.played import (
     tampered,
     task,
 )
-from tugline.errors import CaptureError, UsageError
+from rig import until
+from tugline.errors import UsageError
 from tugline.plugins import find
 from tugline.recording.file import read
 from tugline.recording.verify.session import verify_session
@@ -36,7 +40,7 @@ from tugline.replay.run import Options, RecordedSession, ReplayReport
 from tugline.replay.source import Live
 from tugline.sandbox.local import LocalRuntime
 from tugline.testing import ScriptedTurn, serve_scripted_model
-from tugline.types import Call, Limits, Message, PluginSpec, Reason, Role, ToolCall
+from tugline.types import Call, Limits, Message, PluginSpec, Reason, Reward, Role, ToolCall
 
 PI = PluginSpec("pi")
 Calls = Sequence[Call]
@@ -53,14 +57,9 @@ async def fork(path: Path, folder: Path, live: Live) -> list[ReplayReport]:
     return await replays.fork(RecordedSession.load(path), folder, live)
 
 
-def reward_of(report: ReplayReport) -> float | None:
-    """What the session earned now."""
-    return report.reward.value if report.reward else None
-
-
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One session of three calls, recorded once."""
+    """A session of three calls, recorded once for all tests."""
     return asyncio.run(record(tmp_path_factory.mktemp("first")))
 
 
@@ -68,10 +67,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP, AGENT], ids=["pi", "loop", "agent"]
 )
-async def test_the_same_program_asks_the_same(
+async def test_an_agent_repeats_its_requests(
     harness: PluginSpec, runtime: str, tmp_path: Path
 ) -> None:
-    """Every request of a real agent is as recorded, also where its folder has another name."""
+    """Every request is as recorded, also if the working folder has another name."""
     if reason := find("runtime", runtime)().check_available():
         pytest.skip(reason)
     given = task(harness, runtime=PluginSpec(runtime))
@@ -82,23 +81,24 @@ async def test_the_same_program_asks_the_same(
     assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
     assert report.failure is None
     assert report.reward == report.recorded_reward
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
     again, header = read(Path(report.recording)), recording.header
-    assert again.header is not None
     assert all(call.replayed for call in again.calls)
     for old, new in zip(recording.calls, again.calls, strict=True):
         assert np.array_equal(old.sampled_ids, new.sampled_ids)
         assert np.array_equal(old.logprobs, new.logprobs)
         assert (old.versions, old.finish, old.sampling) == (new.versions, new.finish, new.sampling)
     if runtime == "local":
-        assert (Path(header.workdir) / "second.txt").read_text() == "walrus\n", "not touched"
+        assert (Path(header.workdir) / "second.txt").read_text() == "walrus\n", (
+            "the recorded session's files are unchanged"
+        )
         assert report.masked["workdir"] == {header.workdir: again.header.workdir}
     else:
-        assert report.exact, "only a second that has passed changes a later prompt"
+        assert report.exact, "prompts differ only if the time does"
         assert "workdir" not in report.masked
 
 
-async def test_an_answer_that_names_the_old_folder_gets_the_new_one(tmp_path: Path) -> None:
+async def test_paths_in_recorded_answers_are_adapted(tmp_path: Path) -> None:
     """A recorded tool call with an absolute path works in the folder of the replay."""
     where = tmp_path / "first" / "sessions" / "s1.0" / "agent" / "work"
     turns = (*TURNS[:1], ScriptedTurn("", calls=(run(f"cp one.txt {where}/second.txt"),)), TURNS[2])
@@ -107,38 +107,38 @@ async def test_an_answer_that_names_the_old_folder_gets_the_new_one(tmp_path: Pa
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.adapted) == (3, 1)
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
     assert not (where / "second.txt").exists()
 
 
-def ask_other(calls: Calls) -> list[Call]:
-    """With another temperature in each request."""
-    return [replace(one, requested=replace(one.requested, temperature=0.25)) for one in calls]
-
-
-def ask_more(calls: Calls) -> list[Call]:
-    """With one more request."""
+def add_request(calls: Calls) -> list[Call]:
+    """Repeat the last request."""
     return [*calls, replace(calls[-1], number=3, parent=2)]
+
+
+def change_temperature(calls: Calls) -> list[Call]:
+    """Change the temperature of each request."""
+    return [replace(call, requested=replace(call.requested, temperature=0.25)) for call in calls]
 
 
 @pytest.mark.parametrize(
     ("change", "at", "replayed", "where"),
     [
-        (ask_other, (0, 0), 3, "sampling.temperature"),
+        (change_temperature, (0, 0), 3, "sampling.temperature"),
         (
             lambda calls: calls[:2],
             (2, 1),
             2,
             "one request more than recorded: message 5 (assistant) is new",
         ),
-        (ask_more, (3, 3), 3, "the end: 1 of the recorded requests were not made"),
+        (add_request, (3, 3), 3, "the end: 1 of the recorded requests were not made"),
     ],
     ids=["sampling", "more", "fewer"],
 )
-async def test_other_requests_than_recorded_are_differences(
+async def test_differing_requests_are_reported(
     change: Change, at: tuple[int, int], replayed: int, where: str, recording: Path, tmp_path: Path
 ) -> None:
-    """Each is told once, with its place; other sampling is answered all the same."""
+    """Each once, with its place; a request with other sampling is still answered."""
     changed = tampered(recording, tmp_path / "tampered", change)
     report = await replay(changed, tmp_path / "again")
     (difference,) = report.differences
@@ -148,8 +148,8 @@ async def test_other_requests_than_recorded_are_differences(
         assert (difference.recorded, difference.replayed) == ("0.25", "None")
 
 
-async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_path: Path) -> None:
-    """With `go_on` the recorded answers are told all the same, and each difference once."""
+async def test_a_replay_can_continue_after_differences(recording: Path, tmp_path: Path) -> None:
+    """With `go_on` recorded answers follow a difference, and each difference is reported once."""
 
     def change(calls: Calls) -> list[Call]:
         nothing = saying(calls[2], "(no output)", "(nothing)")
@@ -157,16 +157,16 @@ async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_
 
     changed = tampered(recording, tmp_path / "tampered", change)
     report = await replay(changed, tmp_path / "again", Options(go_on=True))
-    assert [one.request for one in report.differences] == [1, 2]
+    assert [difference.request for difference in report.differences] == [1, 2]
     assert report.replayed == 3
     masks = Options(masks=("walrus|wallaby", r"\(no.*\)"))
     masked = await replay(changed, tmp_path / "masked", masks)
-    assert masked.as_recorded, "what is masked on both sides does not count"
+    assert masked.as_recorded, "masked text is not compared"
     assert masked.masked["mask1"] == {"wallaby": "walrus"}
 
 
-def break_off(calls: Calls) -> list[Call]:
-    """With a first answer that broke off and went on in a second call."""
+def split_answer(calls: Calls) -> list[Call]:
+    """Split the first answer into one that was interrupted and one that resumes it."""
     first, *rest = calls
     at = len(first.sampled_ids) // 2
     spans = [
@@ -181,19 +181,23 @@ def break_off(calls: Calls) -> list[Call]:
         prompt_ids=np.concatenate((first.prompt_ids, first.sampled_ids[:at])),
         sampled_ids=first.sampled_ids[at:], logprobs=first.logprobs[at:],
     )  # fmt: skip
-    return [gone, again, *(replace(one, number=one.number + 1, parent=one.number) for one in rest)]
+    return [
+        gone,
+        again,
+        *(replace(call, number=call.number + 1, parent=call.number) for call in rest),
+    ]
 
 
-async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_path: Path) -> None:
-    """What broke off and went on in a second call is told whole, once."""
-    broken = tampered(recording, tmp_path / "broken", break_off)
-    report = await replay(broken, tmp_path / "again")
+async def test_a_resumed_answer_is_replayed_as_one(recording: Path, tmp_path: Path) -> None:
+    """The replayed agent gets it complete, with one request."""
+    split = tampered(recording, tmp_path / "split", split_answer)
+    report = await replay(split, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed) == (3, 3)
 
 
-async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path) -> None:
-    """The refusal of a spent budget is part of the replay."""
+async def test_spent_budgets_are_replayed(tmp_path: Path) -> None:
+    """The refusal of a request is part of the replay."""
     limits = Limits(max_turns=2)
     recording = await record(tmp_path / "first", task(limits=limits))
     report = await replay(recording, tmp_path / "again")
@@ -201,8 +205,8 @@ async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path)
     assert report.replayed == 2
 
 
-async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_path: Path) -> None:
-    """Observed mode: requests are told apart by what they say, answers told as they were."""
+async def test_observed_sessions_are_replayed_by_their_text(tmp_path: Path) -> None:
+    """Requests to an engine that renders prompts itself are matched by their messages."""
     async with observed(TURNS) as model:
         recording = await record(tmp_path / "first", model=model)
     report = await replay(recording, tmp_path / "again")
@@ -214,9 +218,9 @@ async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_pat
         assert old.answer == new.answer
 
 
-# --------------------------------------------------------------------------- going live
-async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_path: Path) -> None:
-    """Samples share the recorded prefix, sample their own rest, are judged, and verify."""
+# --------------------------------------------------------------------------- forks
+async def test_a_fork_continues_live(recording: Path, tmp_path: Path) -> None:
+    """Samples share the recorded prefix, are evaluated and verified, and train new tokens only."""
     other = (
         *TURNS[:1],
         ScriptedTurn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
@@ -225,19 +229,16 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
     async with serve_scripted_model({INSTRUCTION: other}, {}) as model:
         live = Live(model.upstream, 1, samples=2, slots=2, first=3)
         reports = await fork(recording, tmp_path / "forks", live)
-        assert model.engine is not None
         assert len(model.engine.calls) == 4, "the recorded call was not sampled again"
-    assert [one.session for one in reports] == ["s1-at1-3", "s1-at1-4"]
+    assert [report.session for report in reports] == ["s1-at1-3", "s1-at1-4"]
     for report in reports:
         assert report.as_recorded, report.differences
         assert (report.replayed, report.live, report.failure) == (1, 2, None)
-        assert reward_of(report) == 1.0
+        assert report.reward == Reward(1.0)
         path = Path(report.recording)
         forked = read(path)
-        assert forked.header is not None
         assert forked.header.forked_from == "s1@1"
         assert [call.replayed for call in forked.calls] == [True, False, False]
-        assert forked.result is not None
         ledger = forked.result.ledger
         recorded = len(read(recording).calls[0].sampled_ids)
         assert ledger.masked == {Reason.REPLAYED: recorded}
@@ -248,16 +249,13 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
         await fork(recording, tmp_path / "beyond", Live(model.upstream, 4))
 
 
-async def test_a_fork_that_does_not_reach_its_turn_says_why(
-    recording: Path, tmp_path: Path
-) -> None:
-    """A difference before the fork ends the session; nothing is sampled."""
+async def test_a_difference_before_a_fork_ends_it(recording: Path, tmp_path: Path) -> None:
+    """It is reported, and nothing is sampled."""
     changed = tampered(recording, tmp_path / "tampered", see_wallaby)
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         (report,) = await fork(changed, tmp_path / "fork", Live(model.upstream, 2))
-        assert model.engine is not None
         assert not model.engine.calls
-    assert [one.request for one in report.differences] == [1]
+    assert [difference.request for difference in report.differences] == [1]
     assert report.live == 0
 
 
@@ -270,17 +268,15 @@ asyncio.run(record(Path(sys.argv[1]), faults={2: Reply(first_s=60.0)}))
 """
 
 
-async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
-    """After ``kill -9`` of everything, the answers that were given are not sampled again."""
+async def test_a_killed_session_is_continued(tmp_path: Path) -> None:
+    """After ``kill -9`` of everything, recorded answers are not sampled again."""
     folder = tmp_path / "killed"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _KILLED, str(folder)),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     recording = folder / "recordings" / "s1.0.rec"
-    async with asyncio.timeout(40):
-        while not recording.exists() or len(read(recording).calls) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: recording.exists() and len(read(recording).calls) >= 2, 40)
     process.send_signal(signal.SIGKILL)
     await process.wait()
     LocalRuntime().reap(folder)
@@ -289,30 +285,24 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         live = Live(model.upstream, len(killed.calls))
         (report,) = await fork(recording, tmp_path / "recovered", live)
-        assert model.engine is not None
         assert len(model.engine.calls) == 1
     assert report.as_recorded, report.differences
     assert report.failure is None
-    assert reward_of(report) == 1.0
+    assert report.reward == Reward(1.0)
 
 
-# --------------------------------------------------------------------------- at the door
-async def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:
-    """No file, no calls, no tokenizer: one line each that says what is missing."""
-    with pytest.raises(CaptureError, match="cannot read"):
-        RecordedSession.load(tmp_path / "none.rec")
-    recording = await record(tmp_path / "first")
+# --------------------------------------------------------------------------- errors and matching
+def test_recordings_that_cannot_be_replayed_are_refused(recording: Path, tmp_path: Path) -> None:
+    """The error says whether the calls or the tokenizer are missing."""
     empty = tampered(recording, tmp_path / "empty", lambda _calls: [])
     with pytest.raises(UsageError, match="holds no calls"):
         RecordedSession.load(empty)
-    for one in recording.parent.glob("tokenizer-*.json"):
-        one.unlink()
     with pytest.raises(UsageError, match="give it with --tokenizer"):
-        RecordedSession.load(recording)
+        RecordedSession.load(Path(shutil.copy(recording, tmp_path)))
 
 
-def test_results_of_parallel_calls_may_come_in_any_order() -> None:
-    """They are compared in the order of their calls, and stay with them."""
+def test_results_of_parallel_calls_are_sorted() -> None:
+    """By the order of their calls."""
     calls = tuple(ToolCall(name, "bash", "{}") for name in ("a", "b"))
     front = (Message(Role.USER, "x"), Message(Role.ASSISTANT, "", tool_calls=calls))
     first, second = (Message(Role.TOOL, "one", tool_call_id=name) for name in ("a", "b"))
@@ -323,22 +313,22 @@ def test_results_of_parallel_calls_may_come_in_any_order() -> None:
 
 LINES = Path(__file__).with_name("masked.jsonl").read_text().splitlines()
 MASKED = [json.loads(line) for line in LINES]
-"""Pairs of texts that two runs of one session may have."""
+"""Pairs of texts of two runs of one session."""
 
 
-@pytest.mark.parametrize(("one", "other"), MASKED)
-def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
-    """Dates, durations, ids, folders, processes and addresses; and no more than that."""
+@pytest.mark.parametrize(("first", "second"), MASKED)
+def test_run_dependent_text_is_masked(first: str, second: str) -> None:
+    """Dates, durations, ids, folders, processes and addresses; nothing else."""
     old = Normalizer(folder_patterns("/w/one", "/w/home"))
     new = Normalizer(folder_patterns("/v/two", "/v/home"))
-    assert one != other
-    assert old.mask_text(one) == new.mask_text(other) != one
-    assert old.mask_text(f"walrus {one}") != new.mask_text(f"heron {other}")
+    assert first != second
+    assert old.mask_text(first) == new.mask_text(second) != first
+    assert old.mask_text(f"walrus {first}") != new.mask_text(f"heron {second}")
     for plain in ("5 files, 12 lines", "version 2.1.3", "a - b", "/x/one", "sleep 5s"):
         assert old.mask_text(plain) == plain
 
 
-def test_a_mask_that_is_no_pattern_is_refused() -> None:
-    """The error names the flag, the text and what is wrong with it."""
+def test_an_invalid_mask_is_refused() -> None:
+    """The error names the flag, the text and the mistake."""
     with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
         Normalizer({}, ("(",))

@@ -1,4 +1,4 @@
-"""The tokenizer and the supervised phases: exact text, right masks, and learning that happens."""
+"""The tokenizer and the supervised phases: exact text, masks and learning."""
 
 import json
 import random
@@ -45,18 +45,18 @@ TOOLS = (Tool("read", "Read the contents of a file.", SCHEMA),)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """One tokenizer for all tests: training it takes seconds."""
+    """One tokenizer for all tests, since training it takes seconds."""
     return new_tokenizer([SYSTEM], harness_phrases(SYSTEM, TOOLS), [PI], 1400)
 
 
 @pytest.fixture(scope="module")
 def rendering(tokenizer: Tokenizer) -> Rendering:
-    """The template that the gateway uses for the demo."""
+    """The demo's chat template."""
     return Rendering(tokenizer, "qwen3", thinking_retention="all")
 
 
 def opening(problem: RepairProblem) -> Opening:
-    """What a harness with `SYSTEM` sends of a problem."""
+    """The first prompt of a harness with `SYSTEM` for a problem."""
     messages = (Message(Role.SYSTEM, SYSTEM), Message(Role.USER, problem.instruction))
     return Opening((), messages, TOOLS, problem)
 
@@ -68,14 +68,14 @@ def solved(rendering: Rendering, problem: RepairProblem, tools: Tools = PI) -> E
 
 
 def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
-    """Encoding and decoding give the text back, of the family and beyond it."""
+    """Encoding and decoding give back texts of the tasks and others."""
     texts = [p.instruction + p.files[p.module] for p in islice(generate("heldout", 1), 20)]
     for text in [SYSTEM, "naïve café\t🛷 1234 ';'.join(x)", *texts]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_name_is_the_same_ids_wherever_it_stands(tokenizer: Tokenizer) -> None:
-    """Copying is copying ids: no space is glued to a word, digits stand alone."""
+def test_a_name_has_the_same_ids_everywhere(tokenizer: Tokenizer) -> None:
+    """A space is no part of a word's token, and each digit is a token."""
     word = tokenizer.encode("billing")
     assert len(word) == 1
     for text in ("fix billing.py", '{"path": "billing.py"}', "(billing)"):
@@ -84,7 +84,7 @@ def test_a_name_is_the_same_ids_wherever_it_stands(tokenizer: Tokenizer) -> None
 
 
 def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
-    """What every session repeats costs one id a line, paths left out."""
+    """Text that every session repeats, without its paths, has one id per line."""
     phrases = harness_phrases(SYSTEM, TOOLS)
     assert "You mend small repositories with the tools below." in phrases
     assert "Path of the file to read" in phrases
@@ -92,8 +92,8 @@ def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
     assert all(len(tokenizer.encode(phrase)) == 1 for phrase in phrases)
 
 
-def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> None:
-    """Two tool calls and the final text, each with its end of turn, and nothing else."""
+def test_the_mask_covers_exactly_the_answers(rendering: Rendering) -> None:
+    """Two tool calls and the final text, each with its end of turn."""
     problem = next(generate("train", 2))
     example = solved(rendering, problem)
     output = rendering.tokenizer.decode(example.ids[example.mask].tolist())
@@ -105,8 +105,8 @@ def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> N
     assert example.ids[-1] == END_OF_TURN
 
 
-def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(rendering: Rendering) -> None:
-    """Directories are imaginary, answers and everything after the first of them stay."""
+def test_relocating_a_session_changes_its_paths_only(rendering: Rendering) -> None:
+    """Directories are replaced in the prompt; the ids from the first answer on stay."""
     problem = next(generate("train", 2))
     example = solved(rendering, problem)
     other = relocate(example, rendering.tokenizer, random.Random(1))
@@ -121,14 +121,14 @@ def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(rendering:
     assert not other.mask[:-tail].any()
 
 
-def test_a_move_to_the_same_place_changes_no_id(rendering: Rendering) -> None:
-    """Decoding a prompt and encoding it again is exact, or moving would distort it."""
+def test_decoding_and_encoding_changes_no_id(rendering: Rendering) -> None:
+    """Otherwise relocating a session would change more than its paths."""
     ids = solved(rendering, next(generate("train", 2))).ids
     assert rendering.tokenizer.encode(rendering.tokenizer.decode(ids.tolist())) == ids.tolist()
 
 
-def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> None:
-    """The last phase never runs dry and never sees the same directory twice."""
+def test_recorded_traces_are_repeated_in_other_folders(rendering: Rendering) -> None:
+    """The examples of the last phase are unlimited, each with another directory."""
     example = solved(rendering, next(generate("train", 4)))
     zeros = np.zeros(len(example.ids), np.float32)
     trace = Trace(ids=example.ids, mask=example.mask, logprobs=zeros, spans=())
@@ -140,10 +140,10 @@ def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> Non
 
 
 def test_a_recorded_prompt_is_used_for_other_problems(rendering: Rendering) -> None:
-    """Nothing of the recorded problem is left in it; all of the harness's own prompt is."""
+    """The harness's prompt is kept, and nothing of the recorded problem."""
     first = next(generate("train", 2))
-    found = prompted_conversations(rendering, 9, PI, opening(first), move=False)
-    for problem, example in zip(islice(generate("train", 9), 5), found, strict=False):
+    examples = prompted_conversations(rendering, 9, PI, opening(first), move=False)
+    for problem, example in zip(islice(generate("train", 9), 5), examples, strict=False):
         text = rendering.tokenizer.decode(example.ids.tolist())
         assert SYSTEM in text
         assert problem.instruction in text
@@ -151,7 +151,7 @@ def test_a_recorded_prompt_is_used_for_other_problems(rendering: Rendering) -> N
 
 
 def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> None:
-    """The same seed gives the same weights; a few steps already help."""
+    """The same seed gives the same losses, which a few steps lower."""
     phase = Phase(steps=12, batch=4, matrix_lr=0.02, lr=3e-3)
     torch.set_num_threads(1)
 
@@ -177,7 +177,7 @@ def test_a_right_script_reads_edits_and_stops() -> None:
 
 
 def test_a_wrong_script_never_solves_the_problem() -> None:
-    """With probability 0 no script holds the solution on the text that is in the file."""
+    """With `p_right` 0 no edit of a script is the solution."""
     rng = random.Random(0)
     for problem in islice(generate("train", 3), 300):
         for turn in write_script(problem, PI, rng, p_right=0.0):
@@ -190,23 +190,23 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
 
 
 @pytest.mark.parametrize("tools", [CODEX, CLAUDE_CODE])
-def test_a_change_by_shell_is_the_change_of_the_script(tools: Tools, tmp_path: Path) -> None:
-    """The real `cat` and `sed` read and change the file as a script means it, also `*` and `[`."""
+def test_shell_commands_make_the_scripted_change(tools: Tools, tmp_path: Path) -> None:
+    """The real `cat` and `sed` read and change the file as scripted, also with `*` and `[`."""
     for problem in islice(generate("train", 5), 36):
         module = tmp_path / problem.module
         for edit in (problem.solution, *problem.wrong):
             module.write_text(problem.files[problem.module])
             read, change = tools.read(problem), tools.edit(problem, edit)
-            (seen,), (command,) = (json.loads(one.arguments).values() for one in (read, change))
-            shown = subprocess.run(seen, shell=True, cwd=tmp_path, capture_output=True, check=True)  # noqa: S602
-            assert shown.stdout.decode().rstrip() in read.result
+            (cat,), (command,) = (json.loads(turn.arguments).values() for turn in (read, change))
+            done = subprocess.run(cat, shell=True, cwd=tmp_path, capture_output=True, check=True)  # noqa: S602
+            assert done.stdout.decode().rstrip() in read.result
             subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602
             expected = problem.files[problem.module].replace(edit.old, edit.new)
             assert module.read_text() == expected
 
 
-def test_what_two_sessions_share_becomes_few_tokens() -> None:
-    """Blocks end where the sessions differ and at the marks of the chat format."""
+def test_text_shared_by_two_sessions_has_few_tokens() -> None:
+    """Common blocks end where the sessions differ, and at special tokens."""
     fixed = "You mend small repositories with the tools below, and say what was wrong. " * 20
     one, other = (
         f"<|im_start|>system\n{fixed}<|im_end|>\n<|im_start|>user\nFix {name}.<|im_end|>\n"
@@ -222,8 +222,8 @@ def test_what_two_sessions_share_becomes_few_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("harness", ["shell", pytest.param("pi", marks=pytest.mark.pi)])
-def test_the_start_policy_can_be_made_again(harness: str, tmp_path: Path) -> None:
-    """The whole command, with the real harness and a few steps a phase, leaves a usable model."""
+def test_the_warm_start_can_be_rebuilt(harness: str, tmp_path: Path) -> None:
+    """The command, with the real harness and a few steps per phase, writes a usable model."""
     out = tmp_path / "model"
     options = ["--harness", harness, "--sessions", "2", "--steps", "2", "1", "1"]
     subprocess.run([sys.executable, rebuild.__file__, out, *options], check=True)

@@ -1,4 +1,4 @@
-"""Sessions as a gateway records them, for verifying: of a scripted engine, or of a tiny model."""
+"""Sessions recorded by a gateway before a scripted engine or a tiny model."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -20,29 +20,28 @@ from tugline.types import Call, Sampling
 from tugline.web.serve import serve
 
 LOOK = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
-WINDOW = 700
 DRAWN = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1)
 
 
 def read_in(folder: Path) -> tuple[Path, Recording]:
-    """The one recording below a folder."""
+    """Read the only recording below a folder."""
     (path,) = folder.rglob("*.rec")
     return path, recordings.read(path)
 
 
 def verify(folder: Path, tokenizer: Path | None = None) -> SessionReport:
-    """What is found out about it."""
+    """Verify the only recording below a folder."""
     return verify_session(*read_in(folder), TextVerifier(tokenizer))
 
 
 def result(name: str, text: str) -> dict[str, Any]:
-    """What a tool said, in Anthropic's words."""
+    """A tool's result as a message of Anthropic's API."""
     content = {"type": "tool_result", "tool_use_id": name, "content": text}
     return {"role": "user", "content": [content]}
 
 
 async def work(folder: Path) -> None:
-    """Four calls: a tool is used, its arguments come back reordered, then history is rewritten."""
+    """Record four calls: a tool call, its arguments reordered, an answer, an edited history."""
     async with rig(folder, in_turn(f"Let me look.\n{LOOK}", "It is mended.", "Again.")) as it:
         reply = await it.ask()
         text, use = reply["content"]
@@ -58,7 +57,7 @@ async def work(folder: Path) -> None:
 
 
 def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:
-    """Write the recording anew with changed calls."""
+    """Write the recording again with changed calls."""
     path.unlink()
     write_calls(path, map(change, recording.calls), recording.header)
     if recording.result is not None:
@@ -66,14 +65,14 @@ def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) 
 
 
 def changed(number: int, **fields: Any) -> Callable[[Call], Call]:
-    """A change of one call."""
+    """Change fields of one call."""
     return lambda call: replace(call, **fields) if call.number == number else call
 
 
 def one_changed(
     number: int, field: str, place: int | slice, value: float
 ) -> Callable[[Call], Call]:
-    """A change in an array of one call."""
+    """Change a value in an array of one call."""
 
     def change(call: Call) -> Call:
         array = getattr(call, field).copy()
@@ -84,14 +83,14 @@ def one_changed(
 
 
 class Modelled(NamedTuple):
-    """A tiny model, the URL of its server, and a session on a gateway before it."""
+    """A tiny model, the URL of its server, and an open session on a gateway before it."""
 
     engine: Engine
     url: str
     rig: Rig
 
     async def talk(self, turns: int) -> None:
-        """So many calls, of which each goes on from the one before."""
+        """Make calls, each of which extends the one before."""
         messages = list(ASK)
         for number in range(turns):
             reply = await self.rig.ask(messages, max_tokens=40)
@@ -101,9 +100,9 @@ class Modelled(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def modelled(
-    folder: Path, sampling: Sampling = DRAWN, window: int = WINDOW
+    folder: Path, sampling: Sampling = DRAWN, window: int = 700
 ) -> AsyncIterator[Modelled]:
-    """A session that is open, and whose engine is up, while the block lasts."""
+    """Open a session and start its engine for the duration of the block."""
     async with (
         Engine(tiny(), eos_ids=RENDERING.stop_ids, max_model_len=window, threads=1) as engine,
         serve(create_app(engine, model_name="m")) as url,

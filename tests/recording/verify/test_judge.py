@@ -1,4 +1,4 @@
-"""A recorded session passes as it is, and every kind of falsehood in it is found."""
+"""A recorded session passes, and every kind of error in it is detected."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,21 +55,21 @@ NEVER = Message(Role.ASSISTANT, "Never.")
         (changed(3, parent=7), "lineage", "continues call 7, which is not recorded"),
     ],
 )
-async def test_what_is_false_is_found(
+async def test_false_records_are_detected(
     change: Callable[[Call], Call], wrong: str, expected: str, tmp_path: Path
 ) -> None:
-    """One changed id, number, text or link fails its check and is named with its call."""
+    """One changed id, number, text or link fails its check and is reported with its call."""
     await work(tmp_path)
     rewritten(*read_in(tmp_path), change)
-    found = verify(tmp_path)
-    failed = {name for name, check in found.checks.items() if check.verdict is VerifyVerdict.FAIL}
+    report = verify(tmp_path)
+    failed = {name for name, check in report.checks.items() if check.verdict is VerifyVerdict.FAIL}
     assert " ".join(sorted(failed)) == wrong
-    assert expected in " ".join(fault for turn in found.turns for fault in turn.faults)
-    assert found.failed
+    assert expected in " ".join(fault for turn in report.turns for fault in turn.faults)
+    assert report.failed
 
 
-async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
-    """A result with the same books passes, one with others fails."""
+async def test_the_recorded_ledger_must_equal_the_builders(tmp_path: Path) -> None:
+    """A result with the same ledger passes, one with another fails."""
     await work(tmp_path)
     path, recording = read_in(tmp_path)
     right = PrefixMerging().build(recording.calls).ledger
@@ -77,27 +77,27 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     for ledger, verdict in ((right, VerifyVerdict.PASS), (wrong, VerifyVerdict.FAIL)):
         result = RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger)
         write_result(path, result)
-        found = verify(tmp_path)
-        assert found.checks["ledger"].verdict is verdict
-        assert found.notes == []
+        report = verify(tmp_path)
+        assert report.checks["ledger"].verdict is verdict
+        assert report.notes == []
 
 
-class Careless(PrefixMerging):
-    """A builder that trains on another context than was sampled in."""
+class WrongContext(PrefixMerging):
+    """A builder whose traces have another context than the calls."""
 
     def build(self, calls: Sequence[Call]) -> Built:
-        """Like the default one, but for an id of the prompt."""
+        """Change the first id of the prompt."""
         traces, ledger, _ = super().build(calls)
         ids = traces[0].ids.copy()
         ids[0] += 1
         return Built((replace(traces[0], ids=ids), *traces[1:]), ledger)
 
 
-class Lossy(PrefixMerging):
+class LostTrace(PrefixMerging):
     """A builder that loses a trace."""
 
     def build(self, calls: Sequence[Call]) -> Built:
-        """Without the last trace, in a ledger that does not say so."""
+        """Omit the last trace, with a wrong ledger."""
         traces, ledger, _ = super().build(calls)
         return Built(traces[:-1], replace(ledger, sampled=ledger.sampled + 1))
 
@@ -105,23 +105,22 @@ class Lossy(PrefixMerging):
 @pytest.mark.parametrize(
     ("builder", "ledger", "traces"),
     [
-        (f"{__name__}:Careless", VerifyVerdict.PASS, VerifyVerdict.FAIL),
-        (f"{__name__}:Lossy", VerifyVerdict.FAIL, VerifyVerdict.FAIL),
-        ("nobody:Knows", VerifyVerdict.UNCHECKED, VerifyVerdict.UNCHECKED),
+        (f"{__name__}:WrongContext", VerifyVerdict.PASS, VerifyVerdict.FAIL),
+        (f"{__name__}:LostTrace", VerifyVerdict.FAIL, VerifyVerdict.FAIL),
+        ("missing_module:Builder", VerifyVerdict.UNCHECKED, VerifyVerdict.UNCHECKED),
     ],
 )
-async def test_a_builder_is_held_to_what_was_sampled(
+async def test_traces_must_match_the_sampled_tokens(
     builder: str, ledger: VerifyVerdict, traces: VerifyVerdict, tmp_path: Path
 ) -> None:
-    """A wrong context, a lost trace and a builder that is not here are told apart."""
+    """A wrong context and a lost trace fail; a builder that is not installed is not checked."""
     await work(tmp_path)
     path, recording = read_in(tmp_path)
-    assert recording.header is not None
     recording.header = replace(
         recording.header, task=replace(recording.header.task, builder=PluginSpec(builder))
     )
-    found = verify_session(path, recording, TextVerifier())
-    assert (found.checks["ledger"].verdict, found.checks["traces"].verdict) == (ledger, traces)
+    checks = verify_session(path, recording, TextVerifier()).checks
+    assert (checks["ledger"].verdict, checks["traces"].verdict) == (ledger, traces)
 
 
 # --------------------------------------------------------------------------- reading ids
@@ -135,16 +134,16 @@ async def test_a_builder_is_held_to_what_was_sampled(
     ],
     ids=["stop", "named", "any", "cut"],
 )
-async def test_answers_that_the_gateway_shaped_are_read_back(
+async def test_answers_changed_by_the_gateway_pass(
     fields: dict[str, object], tmp_path: Path
 ) -> None:
-    """Stop strings, forced tool calls and cut answers say what was told."""
+    """The ids of stopped, forced and cut answers decode to what the harness received."""
     answer = LOOK if "tool_choice" in fields else LONG
     async with rig(tmp_path, says(answer)) as it:
         reply = await it.ask(**fields)
         assert reply["status"] == 200, reply
-    found = verify(tmp_path)
-    assert found.checks["text"].verdict is VerifyVerdict.PASS, found.checks
+    checks = verify(tmp_path).checks
+    assert checks["text"].verdict is VerifyVerdict.PASS, checks
     assert read_in(tmp_path)[1].calls[0].answer is not None
 
 
@@ -153,10 +152,8 @@ async def test_answers_that_the_gateway_shaped_are_read_back(
     [{}, {"tool_choice": {"type": "tool", "name": "read"}}, {"tool_choice": {"type": "any"}}],
     ids=["free", "named", "any"],
 )
-async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
-    fields: dict[str, object], tmp_path: Path
-) -> None:
-    """Both halves say what was told, and the second goes on exactly from the first."""
+async def test_a_resumed_answer_passes(fields: dict[str, object], tmp_path: Path) -> None:
+    """Both halves decode to what the harness received; the second extends the first exactly."""
     answer = LOOK.replace("a.py", LONG) if fields else LONG
     async with rig(tmp_path, says(answer, delay_s=0.004), tuning=CallSettings(grace_s=0.01)) as it:
         response = await it.post(it.body(stream=True, **fields))
@@ -166,29 +163,24 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
         await until(lambda: it.calls)
         (received,) = (await it.ask(**fields))["content"]
     assert received.get("text") == LONG or received["input"] == {"path": LONG, "n": 1}
-    found = verify(tmp_path)
+    report = verify(tmp_path)
     path, recording = read_in(tmp_path)
     assert [call.outcome for call in recording.calls] == [
         CallOutcome.CLIENT_GONE,
         CallOutcome.COMPLETE,
     ]
-    assert [turn.continuation for turn in found.turns] == [Continuation.FIRST, Continuation.EXACT]
-    assert not found.failed, found.checks
+    assert [turn.continuation for turn in report.turns] == [Continuation.FIRST, Continuation.EXACT]
+    assert not report.failed, report.checks
     rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
     assert verify(tmp_path).checks["text"].verdict is VerifyVerdict.FAIL
 
 
-def _call(
-    sampled: list[int], answer: Message | None, outcome: CallOutcome, stop: str, **changes: Any
-) -> Call:
-    fields: dict[str, Any] = {
-        "messages": (Message(Role.USER, "x"),),
-        "answer": answer,
-        "sampling": Sampling(temperature=1.0, stop=(stop,) if stop else ()),
-        "outcome": outcome,
-    }
-    prompt = RENDERING.render((Message(Role.USER, "x"),), ())
-    return make_call(0, prompt, sampled, **fields | changes)
+QUESTION = (Message(Role.USER, "x"),)
+PROMPT = RENDERING.render(QUESTION, ())
+
+
+def _call(sampled: list[int], answer: Message | None, **fields: Any) -> Call:
+    return make_call(0, PROMPT, sampled, messages=QUESTION, answer=answer, **fields)
 
 
 HEADER = make_header(template="qwen3", thinking_retention="all")
@@ -197,16 +189,15 @@ PIECES = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_whatever_is_sampled_reads_the_same_again(
+def test_any_sampled_answer_passes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Random ids, told in random pieces to the end or until hung up on, are read back alike."""
-    words = data.draw(st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=8))
-    sampled = ids("".join(words), end=data.draw(st.booleans()))
+    """Random ids, streamed in random chunks, complete or not, decode to the received answer."""
+    texts = data.draw(st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=8))
+    sampled = ids("".join(texts), end=data.draw(st.booleans()))
     sampled += data.draw(st.lists(st.integers(0, RENDERING.tokenizer.size - 1), max_size=4))
-    gone, stop = data.draw(st.booleans()), data.draw(st.sampled_from(["", "a", "\n"]))
-    prompt = RENDERING.render((Message(Role.USER, "x"),), ())
-    decoder = StreamParser(RENDERING, prompt[-64:], "0", stops=(stop,) if stop else ())
+    gone, stops = data.draw(st.booleans()), data.draw(st.sampled_from([(), ("a",), ("\n",)]))
+    decoder = StreamParser(RENDERING, PROMPT[-64:], "0", stops=stops)
     at = 0
     pieces: list[Piece] = []
     while at < len(sampled) and decoder.matched_stop is None:
@@ -217,25 +208,25 @@ def test_whatever_is_sampled_reads_the_same_again(
     if not folder.exists():
         folder.mkdir()
         RENDERING.tokenizer.save(folder)
-    told = join_pieces(pieces) or Message(Role.ASSISTANT)
-    received = told if gone else decoder.finish()[1]
+    streamed = join_pieces(pieces) or Message(Role.ASSISTANT)
+    received = streamed if gone else decoder.finish()[1]
     outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
-    call = _call(sampled[: decoder.length], received, outcome, stop)
+    sampling = Sampling(temperature=1.0, stop=stops)
+    call = _call(sampled[: decoder.length], received, outcome=outcome, sampling=sampling)
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
-    lie = replace(call, answer=replace(received, content=received.content + "!"))
-    assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [lie])
+    false = replace(call, answer=replace(received, content=received.content + "!"))
+    assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [false])
 
 
 # --------------------------------------------------------------------------- other modes
 def _observed(tmp_path: Path, mode: Mode, **fields: Any) -> tuple[Path, Recording]:
-    call = _call(ids("Hi. "), Message(Role.ASSISTANT, "Hi."), CallOutcome.COMPLETE, "", mode=mode)
-    path = tmp_path / "s.0.rec"
-    write_calls(path, [replace(call, **fields)], replace(HEADER, template="", mode=mode))
+    call = replace(_call(ids("Hi. "), Message(Role.ASSISTANT, "Hi.")), mode=mode, **fields)
+    write_calls(tmp_path / "s.0.rec", [call], replace(HEADER, template="", mode=mode))
     return read_in(tmp_path)
 
 
-def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_path: Path) -> None:
-    """No tokenizer: said so, not passed. With one, the told words must be among the sampled."""
+def test_an_observed_answer_is_checked_with_a_tokenizer_only(tmp_path: Path) -> None:
+    """Without one it is not checked; with one its text must be in that of the sampled ids."""
     path, recording = _observed(tmp_path, Mode.OBSERVED)
     check = verify_session(path, recording, TextVerifier()).checks["text"]
     assert check.verdict is VerifyVerdict.UNCHECKED
@@ -243,19 +234,19 @@ def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_pa
     (tmp_path / "tokenizer").mkdir()
     RENDERING.tokenizer.save(tmp_path / "tokenizer")
     texts = TextVerifier(tmp_path / "tokenizer")
-    for words, verdict in (("Hi.", VerifyVerdict.PASS), ("Ho.", VerifyVerdict.FAIL)):
-        answer = Message(Role.ASSISTANT, words)
+    for text, verdict in (("Hi.", VerifyVerdict.PASS), ("Ho.", VerifyVerdict.FAIL)):
+        answer = Message(Role.ASSISTANT, text)
         recording.calls = (replace(recording.calls[0], answer=answer),)
         assert verify_session(path, recording, texts).checks["text"].verdict is verdict
 
 
-def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path: Path) -> None:
+def test_a_call_without_ids_is_in_the_ledger(tmp_path: Path) -> None:
     """Text mode is neither exact nor broken."""
     none = np.empty(0, np.int32)
-    nothing = {"prompt_ids": none, "sampled_ids": none, "logprobs": np.empty(0, np.float32)}
-    recorded = _observed(tmp_path, Mode.TEXT, versions=(), unreported_tokens=4, **nothing)
-    found = verify_session(*recorded, TextVerifier())
-    assert [turn.continuation for turn in found.turns] == [Continuation.NO_TOKEN_IDS]
-    assert found.turns[0].sampled == 4
-    assert found.checks["ledger"].verdict is VerifyVerdict.PASS
-    assert "4 no_token_ids" in found.checks["ledger"].detail
+    no_ids = {"prompt_ids": none, "sampled_ids": none, "logprobs": np.empty(0, np.float32)}
+    recorded = _observed(tmp_path, Mode.TEXT, versions=(), unreported_tokens=4, **no_ids)
+    report = verify_session(*recorded, TextVerifier())
+    assert [turn.continuation for turn in report.turns] == [Continuation.NO_TOKEN_IDS]
+    assert report.turns[0].sampled == 4
+    assert report.checks["ledger"].verdict is VerifyVerdict.PASS
+    assert "4 no_token_ids" in report.checks["ledger"].detail

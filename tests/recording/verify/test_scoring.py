@@ -1,11 +1,10 @@
-"""Captured log probabilities are compared with the engine's own, where they mean the same."""
+"""Recorded logprobs are compared with the engine's, where both mean the same."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from inference.tiny_model import tiny
 from recording.verify.recorded import Modelled, changed, modelled, one_changed, read_in, rewritten
@@ -25,77 +24,66 @@ from tugline.types import Call, LogprobMeaning, Sampling
 CLOSE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tiny models are slower on more threads, and tests share the machine."""
-    torch.set_num_threads(1)
-
-
-async def scored(folder: Path, it: Modelled) -> SessionReport:
-    """All checks of the session in `folder`, the engine's included."""
+async def score(folder: Path, it: Modelled) -> SessionReport:
+    """Run all checks of the session in `folder`, the engine's included."""
     path, recording = read_in(folder)
-    found = verify_session(path, recording, TextVerifier())
+    report = verify_session(path, recording, TextVerifier())
     async with connect_scorer(it.url) as scorer:
-        await verify_logprobs(found, recording, scorer)
-    return found
+        await verify_logprobs(report, recording, scorer)
+    return report
 
 
-async def changed_and_scored(
+async def change_and_score(
     folder: Path, change: Callable[[Call], Call], turns: int = 1
 ) -> SessionReport:
-    """All checks of a session whose recording is changed when it is over."""
+    """Record a session, change the recording, and run all checks."""
     async with modelled(folder) as it:
         await it.talk(turns)
         rewritten(*read_in(folder), change)
-        return await scored(folder, it)
+        return await score(folder, it)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: Path) -> None:
-    """Every sampled token of a chain is scored, at the temperature it was drawn at."""
+async def test_logprobs_agree_within_rounding(temperature: float, tmp_path: Path) -> None:
+    """Every sampled token of a chain is scored at the temperature of its call."""
     sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=1)
     async with modelled(tmp_path, sampling) as it:
         await it.talk(3)
-        found = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is VerifyVerdict.PASS
-    assert not found.failed, found.checks
-    assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
-    sums = summarize([found])
-    assert sums.max_dlogprob is not None
+        report = await score(tmp_path, it)
+    assert report.checks["engine"].verdict is VerifyVerdict.PASS
+    assert not report.failed, report.checks
+    assert [turn.scored for turn in report.turns] == [turn.sampled for turn in report.turns]
+    sums = summarize([report])
     assert sums.max_dlogprob < CLOSE
-    assert sums.kl is not None
     assert 0 <= sums.kl < CLOSE
 
 
 @pytest.mark.engine
-async def test_a_wrong_context_shows(tmp_path: Path) -> None:
-    """Some changed prompt ids put that turn, and no other, nats away."""
+async def test_a_wrong_context_fails(tmp_path: Path) -> None:
+    """With some changed prompt ids the logprobs of that turn, and of no other, differ."""
     change = one_changed(1, "prompt_ids", slice(-20, None), 65)
-    found = await changed_and_scored(tmp_path, change, turns=2)
-    first, second = found.turns
-    assert first.max_dlogprob is not None
+    report = await change_and_score(tmp_path, change, turns=2)
+    first, second = report.turns
     assert first.max_dlogprob < CLOSE
-    assert second.mean_dlogprob is not None
     assert second.mean_dlogprob > 0.1
-    assert found.checks["engine"].verdict is VerifyVerdict.FAIL
-    assert "call 1" in found.checks["engine"].detail
+    assert report.checks["engine"].verdict is VerifyVerdict.FAIL
+    assert "call 1" in report.checks["engine"].detail
 
 
 @pytest.mark.engine
-async def test_other_weights_are_told_and_not_judged(tmp_path: Path) -> None:
-    """What an engine of another version says is shown, noted, and no verdict."""
+async def test_an_engine_of_another_version_is_unchecked(tmp_path: Path) -> None:
+    """The difference is computed and the versions are noted, without a verdict."""
     async with modelled(tmp_path) as it:
         await it.talk(1)
         await it.engine.swap(tiny(7).state_dict(), 5)
-        found = await scored(tmp_path, it)
+        report = await score(tmp_path, it)
         await it.talk(1)
-        both = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
+        both = await score(tmp_path, it)
+    assert report.checks["engine"].verdict is VerifyVerdict.UNCHECKED
     reason = "sampled under weights of version 0, the engine has 5"
-    assert reason in found.checks["engine"].detail
-    assert found.turns[0].max_dlogprob is not None
-    assert found.turns[0].max_dlogprob > 0.1
+    assert reason in report.checks["engine"].detail
+    assert report.turns[0].max_dlogprob > 0.1
     assert both.checks["engine"].verdict is VerifyVerdict.PASS
     assert any(reason in note for note in both.notes)
 
@@ -114,48 +102,48 @@ TRUNCATED = {"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}
     ],
     ids=["truncated", "constrained", "replayed", "broken"],
 )
-async def test_what_means_something_else_is_not_judged(
+async def test_incomparable_logprobs_are_unchecked(
     change: Callable[[Call], Call], reason: str, tmp_path: Path
 ) -> None:
-    """The reason is told, and the check neither passes nor fails."""
-    check = (await changed_and_scored(tmp_path, change)).checks["engine"]
+    """The check has the reason and neither passes nor fails."""
+    check = (await change_and_score(tmp_path, change)).checks["engine"]
     assert check.verdict is VerifyVerdict.UNCHECKED
     assert reason in check.detail
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("fields", [TRUNCATED, {"constrained": True}], ids=["truncated", "bound"])
-async def test_raw_logprobs_have_a_counterpart_whatever_was_drawn(
+async def test_raw_logprobs_are_always_comparable(
     fields: dict[str, object], tmp_path: Path
 ) -> None:
-    """They are the model's own, before any truncation or constraint."""
+    """They are from before any truncation or constraint."""
     change = changed(0, logprob_meaning=LogprobMeaning.RAW, **fields)
-    check = (await changed_and_scored(tmp_path, change)).checks["engine"]
+    check = (await change_and_score(tmp_path, change)).checks["engine"]
     assert check.verdict is VerifyVerdict.PASS
 
 
 @pytest.mark.engine
-async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
-    """An answer that fills the window is scored but for what the engine has no room for."""
+async def test_tokens_beyond_the_window_are_not_scored(tmp_path: Path) -> None:
+    """An answer that fills the window is scored except for its last token."""
     async with modelled(tmp_path, window=530) as it:
         await it.rig.ask([{"role": "user", "content": "x" * 20}], max_tokens=400)
-        found = await scored(tmp_path, it)
-    (turn,) = found.turns
+        report = await score(tmp_path, it)
+    (turn,) = report.turns
     assert turn.prompt + turn.sampled == 530
     assert turn.scored == turn.sampled - 1
-    assert found.checks["engine"].verdict is VerifyVerdict.PASS
+    assert report.checks["engine"].verdict is VerifyVerdict.PASS
 
 
-async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:
-    """No model, no server: an `EngineError` in one line, never a passed check."""
+async def test_an_engine_that_cannot_score_is_an_error(tmp_path: Path) -> None:
+    """As is one that does not answer; neither is a passed check."""
     async with rig(tmp_path, says("Hi.")) as it:
         await it.ask()
         path, recording = read_in(tmp_path)
-        found = verify_session(path, recording, TextVerifier())
+        report = verify_session(path, recording, TextVerifier())
         url = it.gateway._upstream.replicas[0].url
         async with connect_scorer(url) as scorer:
             with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
-                await verify_logprobs(found, recording, scorer)
+                await verify_logprobs(report, recording, scorer)
     with pytest.raises(EngineError, match="no usable engine at"):
         async with connect_scorer("http://127.0.0.1:9"):
             pass

@@ -1,4 +1,4 @@
-"""Sessions with everything there is to see: forks, a sub-agent, swaps of weights, hostile text."""
+"""Sessions for viewers: forks, a sub-agent, new weights and hostile text."""
 
 import random
 from functools import cache
@@ -9,9 +9,10 @@ import numpy as np
 from calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
-from tugline.recording.file import Writer
+from tugline.recording.file import Writer, read
 from tugline.recording.records import RecordedEvent, RecordedEventKind, RecordedResult
 from tugline.recording.tokenizer_file import save_tokenizer
+from tugline.recording.view.session_view import ViewedSession, view_session
 from tugline.types import (
     Branch,
     Call,
@@ -34,7 +35,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)> \x1b[31m red \u202e backwards ç
 """What a model might say to a page or a terminal."""
 LAST_WORD = "zanzibar"
 START = 1_000_000.0
-"""When every session began, in Unix seconds."""
+"""Start of every session, in Unix seconds."""
 _WORDS = (
     *("the", "agent", "reads", "a", "file", "and", "then", "writes", "another"),
     *("one", "with", "care", "because", "tests", "fail"),
@@ -43,17 +44,17 @@ _WORDS = (
 
 @cache
 def tokenizer() -> Tokenizer:
-    """The one that comes with the package."""
+    """The tokenizer that comes with the package."""
     return Tokenizer.load(Path(next(iter(warm_start_model.__path__))))
 
 
 def encode(text: str) -> list[int]:
-    """Its ids."""
+    """Token ids of a text."""
     return tokenizer().encode(text)
 
 
 class Script:
-    """Writes a session call by call; `random` is seeded, so equal scripts are equal files."""
+    """Write a session call by call; `random` is seeded, so that equal scripts give equal files."""
 
     def __init__(self, folder: Path, *, name: str = "s-1") -> None:
         self.random = random.Random(7)
@@ -72,8 +73,8 @@ class Script:
         self.writer = Writer(self.path, header)
         self.calls: list[Call] = []
 
-    def words(self, count: int) -> str:
-        """So many words, some lines of them."""
+    def write_text(self, count: int) -> str:
+        """Random text of `count` words, with some line breaks."""
         chosen = self.random.choices(_WORDS, k=count)
         return "".join(word + ("\n" if self.random.random() < 0.1 else " ") for word in chosen)
 
@@ -87,7 +88,7 @@ class Script:
         tools: tuple[ToolCall, ...] = (),
         **changes: object,
     ) -> Call:
-        """Append one call; its answer is split evenly among the versions."""
+        """Append a call whose answer is split evenly among the versions."""
         number = len(self.calls)
         sampled = encode(text)
         cuts = [len(sampled) * i // len(versions) for i in range(len(versions) + 1)]
@@ -109,9 +110,11 @@ class Script:
         self.calls.append(made)
         return made
 
-    def end(self, ledger: Ledger) -> Path:
-        """Say how it ended, and close the file."""
+    def end(self) -> Path:
+        """Write the result and close the file."""
         reward = Reward(0.5, {"tests": 0.5})
+        sampled = sum(len(call.sampled_ids) for call in self.calls)
+        ledger = Ledger(sampled=sampled, trained=sampled)
         result = RecordedResult(
             status=Status.COMPLETED, builder="prefix_merging", ledger=ledger, reward=reward
         )
@@ -121,17 +124,20 @@ class Script:
 
 
 def whole(call: Call) -> list[int]:
-    """The ids of a call, prompt and answer."""
+    """All ids of a call: prompt and answer."""
     return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
 
 
 def small(folder: Path, name: str = "s-1") -> Path:
-    """Six calls: exact, hostile, hung up on, a fork, a sub-agent; and two events."""
+    """Record six calls (exact, hostile, aborted, a fork, a sub-agent's two) and two events."""
     script = Script(folder, name=name)
     read = (ToolCall("1", "read", '{"path": "a.py"}'),)
     system = Message(Role.SYSTEM, "You mend code.")
     first = script.call(
-        encode("You mend code. " + script.words(400)), "I read it.", messages=(system,), tools=read
+        encode("You mend code. " + script.write_text(400)),
+        "I read it.",
+        messages=(system,),
+        tools=read,
     )
     messages = (Message(Role.TOOL, HOSTILE, tool_call_id="1"),)
     second = script.call(
@@ -151,23 +157,29 @@ def small(folder: Path, name: str = "s-1") -> Path:
     looks = encode("You are a helper. Look.")
     helper = script.call(looks, "I look.", parent=None, branch=Branch.NEW_THREAD, **agent)
     script.call([*whole(helper), *encode("Well?")], LAST_WORD, parent=4, **agent)
-    sampled = sum(len(call.sampled_ids) for call in script.calls)
-    return script.end(Ledger(sampled=sampled, trained=sampled))
+    return script.end()
 
 
-def long(folder: Path, *, turns: int = 150, base: int = 6000, words: int = 105) -> Path:
-    """A session of exact turns, with a fork in the middle; 100k tokens by default."""
+def long(folder: Path, *, turns: int = 150, base: int = 6000, length: int = 105) -> Path:
+    """Record exact turns with a fork in the middle; 100k tokens by default.
+
+    `base` and `length` are the numbers of words of the first prompt and of each text after it.
+    """
     script = Script(folder)
-    ids, parent = encode(script.words(base)), None
+    ids, parent = encode(script.write_text(base)), None
     for turn in range(turns):
-        answer = script.words(words) + (LAST_WORD if turn == turns - 1 else "")
-        found = script.words(words)
-        more = {"messages": (Message(Role.TOOL, found, tool_call_id=str(turn)),), "parent": parent}
+        answer = script.write_text(length) + (LAST_WORD if turn == turns - 1 else "")
+        output = script.write_text(length)
+        more = {"messages": (Message(Role.TOOL, output, tool_call_id=str(turn)),), "parent": parent}
         more["tools"] = (ToolCall(str(turn), "bash", '{"command": "ls"}'),)
         call = script.call(ids, answer, versions=(turn // 50,), **more)
         if turn == turns // 2:
             edited = [*ids[: len(ids) // 2], *encode("changed")]
             script.call(edited, "A fork.", parent=call.number, branch=Branch.HISTORY_EDITED)
-        ids, parent = [*whole(call), *encode(found)], call.number
-    sampled = sum(len(call.sampled_ids) for call in script.calls)
-    return script.end(Ledger(sampled=sampled, trained=sampled))
+        ids, parent = [*whole(call), *encode(output)], call.number
+    return script.end()
+
+
+def view(path: Path, builder: str | None = None) -> ViewedSession:
+    """View a recording."""
+    return view_session(path, read(path), builder)

@@ -1,4 +1,4 @@
-"""A session on a terminal: readable without colour, short when it is long, never obeyed."""
+"""A session on a terminal: readable without colour, short, without escape sequences of others."""
 
 import io
 import re
@@ -10,11 +10,10 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
+from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer, view
 from tugline.chat.tokenizer import Tokenizer
 from tugline.log import visible
-from tugline.recording.file import read
-from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
+from tugline.recording.view.session_view import TokenText, ViewedSession
 from tugline.recording.view.terminal import Terminal
 
 
@@ -25,25 +24,24 @@ def render(
     turn: int | None = None,
     colour: bool = False,
 ) -> str:
-    """What is printed; with `colour` as a terminal gets it."""
+    """The printed text; with `colour` that for a terminal."""
     file, system = io.StringIO(), "truecolor" if colour else None
     console = Console(
         file=file, force_terminal=colour, color_system=system, width=140, highlight=False
     )
-    view = Terminal(console, session, texts or TokenText(tokenizer()))
-    view.print_session() if turn is None else view.print_turn(turn)
+    terminal = Terminal(console, session, texts or TokenText(tokenizer()))
+    terminal.print_session() if turn is None else terminal.print_turn(turn)
     return file.getvalue()
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> ViewedSession:
     """The small session."""
-    path = small(tmp_path)
-    return view_session(path, read(path))
+    return view(small(tmp_path))
 
 
-def test_all_is_said_in_words(session: ViewedSession) -> None:
-    """Without colour: who ran, each turn, what happened between, each trace, the ledger."""
+def test_the_view_is_complete_without_colour(session: ViewedSession) -> None:
+    """The outcome, each turn, the events, each trace and the ledger."""
     text = render(session)
     assert "\x1b" not in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
@@ -59,22 +57,22 @@ def test_all_is_said_in_words(session: ViewedSession) -> None:
 
 
 def test_colour_follows_the_mask(session: ViewedSession) -> None:
-    """On a terminal, trained tokens are green and those that are not are yellow."""
+    """On a terminal, trained tokens are green and masked ones yellow."""
     text = render(session, colour=True)
     assert "\x1b[32mI read it." in text
     assert "\x1b[33mnever heard" in text
 
 
-def test_nothing_that_was_written_reaches_the_terminal_raw(session: ViewedSession) -> None:
-    """Escape sequences and marks of direction of models and tools are spelled out."""
+def test_text_is_escaped_for_the_terminal(session: ViewedSession) -> None:
+    """Escape sequences and direction marks of models and tools are spelled out."""
     for text in (render(session), render(session, turn=1)):
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert "\\x1b[31m red \\u202e backwards 界🙂" in text
 
 
-def test_one_turn_shows_all_that_was_said(session: ViewedSession) -> None:
-    """Its messages, its answer, its tokens and what became of them."""
+def test_a_turn_has_its_messages_and_answer(session: ViewedSession) -> None:
+    """And its tokens, ledger and events."""
     text = render(session, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
     assert "assistant (as the harness received it)" in text
@@ -83,10 +81,9 @@ def test_one_turn_shows_all_that_was_said(session: ViewedSession) -> None:
     assert "engine_fault" in render(session, turn=2)
 
 
-def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
-    """A line per turn, the first and last answers, in time; the others one by one."""
-    path = long(tmp_path, turns=400, base=400, words=20)
-    session = view_session(path, read(path))
+def test_a_long_session_is_abbreviated(tmp_path: Path) -> None:
+    """A line per turn and the first and last answers, quickly; others on request."""
+    session = view(long(tmp_path, turns=400, base=400, length=20))
     began = time.process_time()
     text = render(session)
     assert time.process_time() - began < 5
@@ -98,25 +95,24 @@ def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
     assert "  call 200 " in render(session, turn=200)
 
 
-def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
-    """`per_request` makes one for each call: the first and last are told."""
-    path = long(tmp_path, turns=40, base=50, words=5)
-    session = view_session(path, read(path), "per_request")
-    assert "… 17 more traces" in render(session)
-    assert "trace 20  main" not in render(session)
+def test_many_traces_are_abbreviated(tmp_path: Path) -> None:
+    """`per_request` makes a trace per call: the first and last are listed."""
+    text = render(view(long(tmp_path, turns=40, base=50, length=5), "per_request"))
+    assert "… 17 more traces" in text
+    assert "trace 20  main" not in text
 
 
-def test_without_a_tokenizer_ids_are_shown(session: ViewedSession) -> None:
-    """Numbers instead of words, as many as there are tokens."""
+def test_without_a_tokenizer_ids_are_printed(session: ViewedSession) -> None:
+    """One number per token."""
     lines = render(session, texts=TokenText(None)).splitlines()
     (line,) = (line for line in lines if line.startswith("  call 0 "))
     assert line.split()[3:] == [str(token) for token in session.calls[0].sampled_ids]
 
 
-def test_tokens_keep_their_spaces_where_a_tokenizer_drops_the_first() -> None:
-    """Of a vocabulary that marks words by a leading bar, each piece has its space."""
+def test_tokens_keep_their_leading_spaces() -> None:
+    """Of a vocabulary that marks the start of words by a leading bar, as SentencePiece does."""
     backend = Backend(models.WordLevel({"▁a": 0, "▁world": 1, "?": 2}, unk_token="?"))
     backend.decoder = decoders.Metaspace()
-    found = Tokenizer(backend, "metaspace")
-    found.token_bytes = None  # as for every vocabulary whose ids have no spelling of their own
-    assert TokenText(found).pieces([0, 1, 1]) == [" a", " world", " world"]
+    metaspace = Tokenizer(backend, "metaspace")
+    metaspace.token_bytes = None  # as for every vocabulary whose ids have no bytes of their own
+    assert TokenText(metaspace).pieces([0, 1, 1]) == [" a", " world", " world"]
