@@ -5,7 +5,7 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anthropic
@@ -284,8 +284,10 @@ class Anthropic(Api):
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         async with sdk.messages.stream(**self.fields(history, options)) as stream:
-            kinds = [event.type async for event in stream]
-            return self._read(await stream.get_final_message(), kinds.count("thinking"))
+            start, *events = [event async for event in stream]
+            reply = self._read(await stream.get_final_message())
+        assert start.message.usage.input_tokens == reply.prompt  # Claude Code compacts by it
+        return replace(reply, deltas=[event.type for event in events].count("thinking"))
 
     def echo(self, reply: Reply, how: str) -> list[Any]:
         content = [block.model_dump(exclude_none=True) for block in reply.raw.content]

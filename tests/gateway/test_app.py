@@ -20,6 +20,11 @@ from tugline.types import Reason
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
 
 
+READ, WRITE = ({"type": "function", "function": {"name": name}} for name in ("read", "write"))
+ONLY_READ = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [READ]}}
+"""A choice that nothing could hold the model to, which sees both tools in its prompt."""
+
+
 async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
     """Tool output cut inside a surrogate pair, raw and as JSON in JSON; the record says so."""
     texts = ["a\\ud83d", "\\uDE00b", "\\ud83d\\ude00", "\\\\ud83d", "\\ud83d\\ud83d\\ude00"]
@@ -84,7 +89,7 @@ async def test_the_window_is_listed_and_a_full_one_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [
-        ("chat/completions", {"n": 0}, "n"),
+        ("chat/completions", {"tools": [READ, WRITE], "tool_choice": ONLY_READ}, "tool_choice"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "input"),
@@ -93,7 +98,7 @@ async def test_the_window_is_listed_and_a_full_one_refused(tmp_path: Path) -> No
 async def test_what_cannot_be_honoured_is_refused_by_name(
     tmp_path: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
-    """By the dialect, the session or the engine's format: a 400 whose param is the field."""
+    """By the session or the engine's format: a 400 whose param is the field."""
     async with rig(tmp_path, says("Hi.")) as it:
         async with it.post_openai(path, **change) as response:
             error = (await response.json())["error"]

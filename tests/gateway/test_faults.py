@@ -130,27 +130,36 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- the engine's faults
 @each_dialect
 @pytest.mark.parametrize(
-    ("answer", "codes"),
+    ("answer", "codes", "words"),
     [
-        (status(500), LOST),
-        (status(503), LOST),
-        (status(503, retry_after="60"), {503, 529}),
-        (status(429, retry_after="60"), {429, 503, 529}),
-        (status(429), {429, 502, 503, 529}),
-        (garbage, {500, 502, 503, 529}),
+        (status(500), LOST, "engine"),
+        (status(503), LOST, "engine"),
+        (status(503, retry_after="60"), {503, 529}, "engine"),
+        (status(429, retry_after="60"), {429, 503, 529}, "engine"),
+        (status(429), {429, 502, 503, 529}, "engine"),
+        (garbage, {500, 502, 503, 529}, "text/html, not an event stream: <html>busy</html>"),
     ],
     ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
 )
 async def test_an_engine_that_only_fails_is_the_dialects_error(
-    tmp_path: Path, dialect: Dialect, answer: Callable[[Request], Any], codes: set[int]
+    tmp_path: Path,
+    dialect: Dialect,
+    answer: Callable[[Request], Any],
+    codes: set[int],
+    words: str,
 ) -> None:
-    """After a bounded number of tries; nothing is recorded, and the failure is the engine's."""
+    """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
+
+    An early fault has a status in streams, too; a proxy's page is named by its content type.
+    """
     async with client(tmp_path, answer) as it:
         code, headers = await it.expect(dialect, codes, "engine")
         if "retry_after" in repr(answer.__closure__):
             assert headers["retry-after"] == "60"
         assert 1 <= it.engine.requests <= 5
-        assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
+        streamed, text = await it.stream(dialect)
+        assert streamed == code
+        check(dialect, code, json.loads(text), words)
         failure = it.gateway.describe("s1").failure
         assert failure.boundary == "engine"
         assert it.gateway.read_calls("s1") == ()
@@ -196,16 +205,6 @@ async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path
         (call,) = it.gateway.read_calls("s1")
     assert (code, DIALECTS[0].end in text) == (200, True)
     assert (call.outcome, call.sampled_ids.tolist()) == (CallOutcome.ENGINE_LOST, tokens)
-
-
-@each_dialect
-async def test_an_engine_that_streams_no_events_is_told_by_its_content_type(
-    tmp_path: Path, dialect: Dialect
-) -> None:
-    """A proxy's page is not a stream that was closed."""
-    async with client(tmp_path, garbage, tries=1) as it:
-        code, text = await it.stream(dialect)
-    check(dialect, code, json.loads(text), "text/html, not an event stream: <html>busy</html>")
 
 
 @each_dialect

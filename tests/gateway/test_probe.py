@@ -23,8 +23,8 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
-from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Ids, LogprobMeaning, Mode
+from tugline.testing import ScriptedEngine
+from tugline.types import LogprobMeaning, Mode
 from tugline.web.serve import serve
 
 WINDOW = 512
@@ -151,16 +151,16 @@ def outcomes(report: EngineReport) -> dict[str, CheckOutcome]:
     return {check.name: check.outcome for check in report.checks}
 
 
-# --------------------------------------------------------------------------- engines that do well
+def engine(window: int = 4096) -> ScriptedEngine:
+    """An engine that answers anything."""
+    play = says("word " * 60, delay_s=0.002)
+    return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
+
+
+# --------------------------------------------------------------------------- sound engines
 async def test_the_scripted_engine_is_sound() -> None:
-    """Exact mode, overflow told; certain tokens tell no meaning."""
-
-    def reply(_prompt: Ids, _request: str) -> Reply:
-        return Reply(RENDERING.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
-
-    engine = ScriptedEngine(reply, vocab_size=RENDERING.tokenizer.size, max_model_len=2048)
-    app = create_app(engine, model_name="scripted")
-    async with serve(app) as url:
+    """Exact mode, overflow reported; certain tokens do not show what logprobs mean."""
+    async with serve(create_app(engine(2048), model_name="scripted")) as url:
         report = await probe(f"{url}/v1", "scripted")
     assert (report.engine, report.model, report.window) == ("embedded", "scripted", 2048)
     assert list(report.routes.items()) == [("generate", Mode.EXACT)]
@@ -257,12 +257,6 @@ async def test_an_adapter_has_the_window_of_its_model() -> None:
 
 
 # --------------------------------------------------------------------------- connecting
-def engine(window: int = 4096) -> ScriptedEngine:
-    """One that answers anything."""
-    play = says("word " * 60, delay_s=0.002)
-    return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
-
-
 async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> None:
     """What the probe found is what the gateway then uses; another mode is refused."""
     app = create_app(engine(), model_name="scripted")

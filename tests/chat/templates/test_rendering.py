@@ -163,16 +163,6 @@ def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -
     assert [*whole[:end], *extension.tolist()] == whole
 
 
-@pytest.mark.parametrize("name", OFFLINE)
-def test_an_answer_that_broke_off_is_closed(name: str) -> None:
-    """What the model did not close, the extension closes, after the ids that are there."""
-    made = rendering(name)
-    prompt = made.render((HELLO,), TOOLS)
-    sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
-    extension = made.render_extension(prompt[-64:], sampled, (HELLO,), TOOLS)
-    assert "hello hello" in text_of(made, extension)
-
-
 @pytest.mark.parametrize("retention", ["all", "tool_cycle", "template"])
 def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
     """For ever, or within tool calls as Qwen3's template says: else the prompt is rendered anew."""
