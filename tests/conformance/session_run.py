@@ -128,7 +128,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         serve_scripted_model(scenario.scripts, scenario.faults) as served,
         LocalRuntime().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
     ):
-        assert served.engine is not None
         served.engine.max_model_len = scenario.window
         served.upstream._settings = scenario.tuning
         gateway = RecordingGateway(
@@ -138,8 +137,6 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
         )
         async with gateway:
             end = await _launch(case, scenario, gateway, sandbox)
-        assert served.engine is not None
-        assert served.model is not None
         return SessionRun(
             exit=end,
             calls=recordings.read(gateway.recording_path(_SESSION)).calls,

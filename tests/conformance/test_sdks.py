@@ -385,5 +385,3 @@ async def test_openais_compaction(tmp_path: Path) -> None:
     assert exact(calls[:2])
     assert calls[2].branch in set(Branch)
     assert "All mended." in calls[2].messages[1].content
-
-

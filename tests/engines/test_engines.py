@@ -4,8 +4,7 @@ import asyncio
 import json
 import os
 import re
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from engines import servers
 from engines.conftest import FURTHEST, Served
 from engines.tool_model import RECITE, TOOLS, WINDOW
 from inference.tiny_model import truth
+from leased import a_task, until
 from recording.verify.recorded import read_in
 from tugline.chat.engines import ROUTES
 from tugline.chat.templates.rendering import Rendering
@@ -30,7 +30,7 @@ from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import PrefixMerging
-from tugline.types import Call, LogprobMeaning, Logprobs, Mode, PluginSpec, Sampling, Session, Task
+from tugline.types import Call, LogprobMeaning, Logprobs, Mode, Sampling, Session
 from tugline.types import CallOutcome as End
 from tugline.web.engine_http import EngineHttp
 
@@ -116,10 +116,6 @@ class Bench:
         """Whether the engine has nothing to do."""
         return await self.running() == 0
 
-    async def recorded(self) -> bool:
-        """Whether a call is on disk."""
-        return bool(self.calls)
-
 
 @asynccontextmanager
 async def bench(
@@ -140,17 +136,10 @@ async def bench(
     wire = ROUTES[served.name][route](meaning or LogprobMeaning.PROCESSED)
     tokenizer = Tokenizer.load(served.folders.first)
     rendering = Rendering(tokenizer, "qwen3") if wire.mode is Mode.EXACT else None
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        sampling=sampling,
-    )
     session = Session(id=name, task="t", sample=0)
     async with (
         Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
-        gateway.open(session, task) as opened,
+        gateway.open(session, a_task("t", sampling=sampling)) as opened,
     ):
         await gateway.set_weights_version(served.version)
         it = Bench(served, gateway, opened.base_url, opened.key, name)
@@ -176,15 +165,6 @@ def check_logprobs(served: Served, calls: Sequence[Call]) -> float:
 def crowd() -> float:
     """By how much longer things take on a machine that is busy with other work; 1 or more."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-async def until(holds: Callable[[], Awaitable[object]], seconds: float) -> None:
-    """Wait for something that becomes true; fail when it does not."""
-    deadline = time.monotonic() + seconds
-    while not await holds():
-        if time.monotonic() > deadline:
-            pytest.fail(f"it did not happen within {seconds:g} s")
-        await asyncio.sleep(0.02)
 
 
 # --------------------------------------------------------------------------- the doctor
@@ -272,7 +252,7 @@ async def test_a_client_that_hangs_up_frees_the_engine(
             asking.cancel()
             await asyncio.wait({asking}, timeout=5)
         await until(it.idle, 2 * crowd())
-        await until(it.recorded, 2 * crowd())
+        await until(lambda: it.calls, 2 * crowd())
         (call,) = it.calls
     seen = (call.outcome, call.finish, len(call.sampled_ids), call.unreported_tokens)
     assert call.outcome is End.CLIENT_GONE or not stream, seen
@@ -368,7 +348,6 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
                 seen += bool(words)
                 if seen > 20 and swapping is None:
                     swapping = asyncio.create_task(swap(it, served.folders.second, new))
-            assert swapping is not None
             await swapping
             (call,) = it.calls
         finally:

@@ -73,15 +73,12 @@ class Machines:
 
     def ask(self, line: str) -> str:
         """Return the program's answer."""
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
         """End all of it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         try:
@@ -92,7 +89,6 @@ class Machines:
         subprocess.run(stop, check=False, capture_output=True, timeout=60)
 
     def _read(self) -> str:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("at "):
                 return line.removeprefix("at ").strip()
@@ -222,7 +218,6 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     fleet.tend()
     until(lambda: done(fleet) > 240, "sessions after the server was back", END_S)
     placer = fleet.programs["server"].process
-    assert placer is not None
     next(iter(psutil.Process(placer.pid).children())).kill()
     until(lambda: "it starts again" in said.read_text(), "the end of what places nodes")
     until(lambda: done(fleet) == TASKS * SAMPLES, "every session", END_S)
@@ -233,7 +228,6 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     assert "n3 is drained" in log
     assert log.count("runs a node") >= 5
     server = fleet.programs["server"].process
-    assert server is not None
     server.terminate()
     assert server.wait(60) == 0
     assert all(f"{name} is drained" in said.read_text() for name in ("n1", "n4", "n5"))
@@ -255,7 +249,6 @@ def test_sessions_outlive_the_cluster(
     submit(fleet, 8)
     until(lambda: done(fleet) > 2, "the first sessions", END_S)
     ray.do("gcs", "restart")
-    assert keeper.process is not None
     assert keeper.process.wait(60) != 0
     until(lambda: "live" not in nodes(fleet).values(), "the node to end", 60)
     before = done(fleet)

@@ -142,11 +142,7 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
     ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
 )
 async def test_an_engine_that_only_fails_is_the_dialects_error(
-    tmp_path: Path,
-    dialect: Dialect,
-    answer: Callable[[Request], Any],
-    codes: set[int],
-    words: str,
+    tmp_path: Path, dialect: Dialect, answer: Callable[[Request], Any], codes: set[int], words: str
 ) -> None:
     """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from conformance.session_run import Scenario, SessionRun, run_session
-from tugline.cli.harness_check import CASES
+from tugline.cli.harness_check import CASES, cases_of
 from tugline.errors import HarnessError
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.preset import start_once
@@ -19,8 +19,7 @@ from tugline.sandbox.local import LocalRuntime
 from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
-NAMES = sorted(ONE_EACH)
+NAMES = sorted({case.harness for case in CASES})
 INSTRUCTION = "Do as you are told."
 TAIL = 400
 SETTINGS = {
@@ -35,14 +34,14 @@ SETTINGS = {
 
 def harness(name: str) -> Any:
     """A preset."""
-    return find("harness", name)(**ONE_EACH[name].options)
+    return find("harness", name)(**cases_of(name)[0].options)
 
 
 async def run_command(
     name: str, command: str, folder: Path, max_turns: int | None = None
 ) -> SessionRun:
     """A session whose model has one command run."""
-    case = ONE_EACH[name]
+    case = cases_of(name)[0]
     call = case.call(command)
     script = (ScriptedTurn("", calls=(call,)), ScriptedTurn("Done."))
     return await run_session(case, Scenario({INSTRUCTION: script}, max_turns=max_turns), folder)
@@ -76,7 +75,7 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
             made = super().configure(context)
             return msgspec.structs.replace(made, files={**made.files, SETTINGS[name]: "{["})
 
-    broken = Broken(**ONE_EACH[name].options)
+    broken = Broken(**cases_of(name)[0].options)
     preset = harness(name)
     await preset.install()
     broken.package = preset.package

@@ -15,11 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from conformance.session_run import Scenario, SessionRun, run_session
-from tugline.cli.harness_check import CASES
+from tugline.cli.harness_check import cases_of
 from tugline.testing import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
 WITH_MCP = ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"]
 WITH_SKILLS = [*WITH_MCP, "pi"]
 INSTRUCTION = "Say hello to the moon."
@@ -58,7 +57,7 @@ async def run_scripted(
     """One session of the real program with a script in its folder."""
     script = {INSTRUCTION: (*turns, ScriptedTurn("Hello."))}
     return await run_session(
-        ONE_EACH[name], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
+        cases_of(name)[0], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
     )
 
 

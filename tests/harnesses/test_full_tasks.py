@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
-from tugline.cli.harness_check import CASES, Case
+from tugline.cli.harness_check import CASES, Case, cases_of
 from tugline.gateway.app import Gateway
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
@@ -28,7 +28,6 @@ FILES = {
     "test_bill.py": "from bill import total\n\n\ndef test_total():\n    assert total(2, 3) == 5\n",
 }
 LAST_WORDS = "The bill is right now."
-ONE_EACH = {case.harness: case for case in reversed(CASES)}
 PARTS = Parts()
 
 
@@ -58,10 +57,10 @@ def place(request: pytest.FixtureRequest) -> PluginSpec:
     return part
 
 
-@pytest.fixture(params=sorted(ONE_EACH))
+@pytest.fixture(params=sorted({case.harness for case in CASES}))
 def case(request: pytest.FixtureRequest) -> Case:
     """Each preset, in its first dialect."""
-    return ONE_EACH[request.param]
+    return cases_of(request.param)[0]
 
 
 @contextlib.asynccontextmanager
@@ -96,7 +95,6 @@ async def rolled(
         limits=Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0),
     )
     async with serve_scripted_model({INSTRUCTION: script(case)}, faults) as model:
-        assert model.model is not None
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         slots = StageSlots(200.0)
         held = released(slots, model.model, 2) if stalls else contextlib.nullcontext()
@@ -119,7 +117,6 @@ async def test_the_right_patch_earns_its_reward(
     logs = tmp_path / "session" / "agent" / "logs"
     assert done.failure is None, (logs / "agent.log").read_text()
     assert done.status is Status.COMPLETED
-    assert done.reward is not None
     assert done.reward.value == 1.0, done.report
     assert done.ledger.balanced
     assert len(done.traces) == 1
@@ -134,11 +131,9 @@ async def test_out_of_time_keeps_what_there_is(
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
     done = await rolled(case, place, tmp_path, stalls=True)
     assert done.status is Status.TIMED_OUT, done.failure
-    assert done.failure is not None
     assert done.failure.cause is Cause.AGENT_TIMEOUT
     assert done.ledger.trained > 0
     assert done.ledger.balanced
-    assert done.reward is not None
     assert done.reward.value == 0.0
 
 
