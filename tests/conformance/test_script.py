@@ -109,9 +109,7 @@ def test_a_good_session_passes() -> None:
 )
 def test_what_is_wrong_is_named(check: str, ran: SessionRun, reason: str) -> None:
     """Each check can fail, and says how."""
-    found = verdicts(ran)[check]
-    assert found is not None
-    assert reason in found
+    assert reason in (verdicts(ran)[check] or "")
 
 
 def test_the_docs_say_what_is_checked() -> None:

@@ -76,16 +76,6 @@ async def test_without_parallel_calls_the_engine_stops_after_the_first(tmp_path:
     assert call.sampled_ids.tolist() == ids(CALL, end=False)
 
 
-async def test_the_window_is_listed_and_a_full_one_refused(tmp_path: Path) -> None:
-    """The key alone opens the list of models; nothing is asked of the engine."""
-    async with rig(tmp_path, says("Hi."), window=64) as it:
-        async with it.http.get(f"{it.gateway.url}/v1/models") as response:
-            (model,) = (await response.json())["data"]
-        assert 64 in model.values()
-        assert (await it.ask())["status"] == 400
-        assert not it.engines[0].calls
-
-
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [

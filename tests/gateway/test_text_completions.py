@@ -206,7 +206,6 @@ async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
         ({"prompt": ""}, "prompt", "must have ids"),
         ({"prompt": [5, 10**30]}, "prompt", "each below"),
         ({"prompt": [-1]}, "prompt", "each below"),
-        ({"best_of": 2}, "best_of", "it must be 1"),
         ({"prompt": "long " * 60}, "prompt", "maximum context length is 64"),
     ],
 )
