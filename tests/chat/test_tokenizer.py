@@ -35,12 +35,12 @@ def pieces(*, stripping: bool) -> Tokenizer:
 
 @pytest.mark.parametrize("made", [byte_level(), pieces(stripping=False)])
 @pytest.mark.parametrize("text", TEXTS)
-def test_spellings_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
+def test_token_bytes_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
     """The bytes of the ids, joined, are the text."""
     ids = made.encode(text)
     assert b"".join(made.token_bytes[one] for one in ids).decode() == made.decode(ids)
 
 
-def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_spellings() -> None:
+def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_bytes() -> None:
     """Where the first word loses its space, ids cannot be decoded one by one."""
     assert pieces(stripping=True).token_bytes is None

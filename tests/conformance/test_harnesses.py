@@ -29,7 +29,7 @@ def not_passed(checks: dict[str, str]) -> dict[str, str]:
     [*(case for case in CASES if case.harness != "pi"), AS_USED],
     ids=lambda case: f"{case.harness}-{case.dialect}{' as used' if case is AS_USED else ''}",
 )
-async def test_nothing_fails(case: Case) -> None:
+async def test_every_check_passes(case: Case) -> None:
     """Whatever does not hold lies in the harness; every turn continues exactly."""
     assert not_passed(await check(case)) == IN_THE_HARNESS.get(case.harness, {})
     command = await harness_check.check(case, PluginSpec("local"))

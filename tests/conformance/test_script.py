@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "harnesses.md").read_text(encoding="utf-8")
 
 
 # --------------------------------------------------------------------------- the player
-def test_what_belongs_to_no_script_is_a_side_call() -> None:
+def test_requests_outside_the_scripts_are_side_calls() -> None:
     """A title request is answered and owes the script nothing."""
     player = ScriptedModel(WORDS, {"Do it": (ScriptedTurn("Done."),)})
     for asked, tools in (("Give a title", [Tool("bash", "Run", {})]), ("Give a title: Do it", [])):
@@ -107,7 +107,7 @@ def test_a_good_session_passes() -> None:
         ("budget_stop_survived", session(requests=session().requests * 9), "36 requests"),
     ],
 )
-def test_what_is_wrong_is_named(check: str, ran: SessionRun, reason: str) -> None:
+def test_failed_checks_give_their_reason(check: str, ran: SessionRun, reason: str) -> None:
     """Each check can fail, and says how."""
     assert reason in (verdicts(ran)[check] or "")
 
@@ -139,7 +139,7 @@ def test_every_harness_of_the_matrix_has_its_dialects() -> None:
         ("print(answer.content)", "print()", "text_shown", "is not in its output"),
     ],
 )
-async def test_the_command_names_what_an_agent_does_wrong(
+async def test_the_command_names_the_fault_of_an_agent(
     tmp_path: Path, old: str, new: str, failed: str, words: str
 ) -> None:
     """The example agent passes every check of `tugline harness check`, changed ones do not."""
@@ -171,7 +171,7 @@ socket.getaddrinfo("reached.example.com", 80)
 """
 
 
-async def test_a_harness_reaches_nobody_and_whom_it_looked_up_is_named() -> None:
+async def test_a_harness_has_no_network_and_its_lookups_are_named() -> None:
     """No name exists there, the one that was asked for is kept, and no address can be reached."""
     options = {"command": [sys.executable, "-c", LOOKS]}
     case = Case(harness="shell", dialect="openai_chat", tool="none", options=options)

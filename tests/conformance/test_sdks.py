@@ -234,7 +234,7 @@ async def test_a_busy_engine_is_the_dialects_overload(
                 assert "retry-after" in caught.value.response.headers
 
 
-async def test_google_raises_what_comes_after_the_headers(tmp_path: Path) -> None:
+async def test_google_raises_errors_that_come_after_the_headers(tmp_path: Path) -> None:
     """The error object is bare, without ``data:``, and still an error for the SDK."""
     busy, tuning = Reply([], status=503), CallSettings(headers_within_s=0.0, tries=1)
     async with client(tmp_path, GOOGLE, lambda *_: busy, tuning=tuning) as (_, sdk):

@@ -168,7 +168,7 @@ def crowd() -> float:
 
 
 # --------------------------------------------------------------------------- the doctor
-async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
+async def test_probe_identifies_each_engine(served: Served) -> None:
     """Exact mode is sound on all of them, and raw logprobs are told from processed ones."""
     report = await served.examined()
     meanings = {"vllm": LogprobMeaning.RAW}
@@ -335,9 +335,7 @@ async def swap(it: Bench, folder: Path, version: int) -> None:
     await it.gateway.resume()
 
 
-async def test_weights_that_change_in_an_answer_are_told_per_token(
-    served: Served, tmp_path: Path
-) -> None:
+async def test_versions_are_recorded_per_token_of_an_answer(served: Served, tmp_path: Path) -> None:
     """Two spans; the tokens of each are those of their weights, and none of the other's."""
     old, new = served.version, served.version + 1
     async with bench(served, "generate", tmp_path, CALM) as it:
@@ -408,7 +406,7 @@ async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
 # --------------------------------------------------------------------------- asking again
 @pytest.mark.parametrize("sampling", [WARM, CALM], ids=["t1", "t0.5"])
 @pytest.mark.parametrize("name", ["generate", "chat"])
-async def test_verify_finds_what_the_engine_itself_recomputes(
+async def test_verify_agrees_with_the_scores_of_the_engine(
     served: Served, name: str, sampling: Sampling, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Captured while decoding, scored as a prompt: the same, where both mean the same."""
@@ -436,7 +434,7 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
     assert worst < CLOSE
 
 
-async def test_what_fills_the_window_is_scored_as_far_as_the_engine_goes(served: Served) -> None:
+async def test_scoring_stops_at_the_limit_of_the_engine(served: Served) -> None:
     """SGLang takes a few ids less in one request than it samples up to; the rest is NaN."""
     start = WINDOW - 20
     async with connect_scorer(served.url) as scorer:

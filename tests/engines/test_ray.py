@@ -178,7 +178,7 @@ def check_results(fleet: Fleet, count: int) -> None:
     assert set(results.values()) == {1}
 
 
-def test_sessions_outlive_machines_and_their_keeper(
+def test_sessions_survive_the_loss_of_machines_and_processes(
     machines: Callable[[int], Machines], python: Path, store: str, tmp_path: Path
 ) -> None:
     """400 sessions end, each committed once, with the engine that an actor of the cluster names.
@@ -238,7 +238,7 @@ def run_all(fleet: Fleet, ray: Machines, began: float) -> None:
     )
 
 
-def test_sessions_outlive_the_cluster(
+def test_sessions_survive_the_loss_of_the_cluster(
     machines: Callable[[int], Machines], python: Path, fleet: Fleet
 ) -> None:
     """The GCS restarts without Redis: the node ends after its sessions, a new cluster goes on."""

@@ -25,7 +25,7 @@ ONLY_READ = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools":
 """A choice that nothing could hold the model to, which sees both tools in its prompt."""
 
 
-async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
+async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     """Tool output cut inside a surrogate pair, raw and as JSON in JSON; the record says so."""
     texts = ["a\\ud83d", "\\uDE00b", "\\ud83d\\ude00", "\\\\ud83d", "\\ud83d\\ud83d\\ude00"]
     body = b'{"model": "m", "messages": [%b]}' % b", ".join(
@@ -41,7 +41,7 @@ async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
     assert event.detail == "lone surrogates"
 
 
-async def test_a_stop_sequence_ends_the_answer_before_it(tmp_path: Path) -> None:
+async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
     """The engine is let go, the sampled ids end with the one that completed the match."""
     async with rig(tmp_path, says("one two three four")) as it:
         reply = await it.ask(stop_sequences=["three"])
@@ -55,7 +55,7 @@ async def test_a_stop_sequence_ends_the_answer_before_it(tmp_path: Path) -> None
     assert ledger.dropped[Reason.BEHIND_STOP] == call.unreported_tokens
 
 
-async def test_a_named_tool_choice_begins_the_call_for_the_model(tmp_path: Path) -> None:
+async def test_a_named_tool_choice_prefills_the_call(tmp_path: Path) -> None:
     """The forced beginning is context; the model samples the arguments."""
     rest = '{"path": "a.py"}}\n</tool_call>'
     async with rig(tmp_path, lambda _p, _r: Reply(ids(rest))) as it:
@@ -66,7 +66,7 @@ async def test_a_named_tool_choice_begins_the_call_for_the_model(tmp_path: Path)
     assert call.sampled_ids.tolist() == ids(rest)
 
 
-async def test_without_parallel_calls_the_engine_stops_after_the_first(tmp_path: Path) -> None:
+async def test_generation_stops_after_one_call_without_parallel_calls(tmp_path: Path) -> None:
     """The sampled ids end where the first call closes."""
     async with rig(tmp_path, says(CALL + "\n" + CALL)) as it:
         reply = await it.ask(tool_choice={"type": "auto", "disable_parallel_tool_use": True})
@@ -85,7 +85,7 @@ async def test_without_parallel_calls_the_engine_stops_after_the_first(tmp_path:
         ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "input"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, path: str, change: dict[str, Any], param: str
 ) -> None:
     """By the session or the engine's format: a 400 whose param is the field."""

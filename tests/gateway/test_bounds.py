@@ -30,7 +30,9 @@ ROOM = (1 << 20) + 16 * WINDOW
 
 
 @each_dialect
-async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialect: Dialect) -> None:
+async def test_a_body_larger_than_the_window_is_an_overflow(
+    tmp_path: Path, dialect: Dialect
+) -> None:
     """Plain, or as a bomb; it is neither parsed nor rendered, and the session goes on."""
     plain = dialect.ask("x" * ROOM)
     async with client(tmp_path) as it:
@@ -43,9 +45,7 @@ async def test_a_body_that_no_window_holds_is_an_overflow(tmp_path: Path, dialec
 
 
 @each_dialect
-async def test_an_oversized_request_is_answered_and_not_reset(
-    tmp_path: Path, dialect: Dialect
-) -> None:
+async def test_an_oversized_request_gets_413_and_no_reset(tmp_path: Path, dialect: Dialect) -> None:
     """Its sender writes all of it before it reads, as many clients do."""
     data = b'{"a": "' + b"x" * (3 << 20) + b'"}'
     async with client(tmp_path, max_body=100_000) as it:
@@ -73,7 +73,7 @@ NESTED = "[" * 5000 + "]" * 5000
 
 @each_dialect
 @pytest.mark.parametrize("kind", ["messages", "arguments", "schema"])
-async def test_what_is_too_many_or_too_deep_is_400(
+async def test_too_many_messages_and_too_deep_json_are_400(
     tmp_path: Path, dialect: Dialect, kind: str
 ) -> None:
     """Messages beyond any conversation's, and JSON that recursion cannot read."""
@@ -98,7 +98,7 @@ async def test_what_is_too_many_or_too_deep_is_400(
         await it.expect(dialect, 400, "bound is 10000" if kind == "messages" else "", body=data)
 
 
-async def test_a_large_request_is_rendered_beside_the_event_loop(
+async def test_large_requests_are_rendered_in_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another session's call is answered meanwhile; a large one of which little is new is quick."""
@@ -128,7 +128,7 @@ async def test_a_large_request_is_rendered_beside_the_event_loop(
     assert third is not threading.main_thread()
 
 
-async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
+async def test_encoding_of_text_stops_beyond_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each character may be a token: encoding them all would take hundreds of times the text."""
@@ -149,7 +149,7 @@ async def test_text_far_beyond_the_window_is_refused_after_a_window_of_tokens(
         assert it.gateway.describe("s1").failure is not None
 
 
-async def test_a_bounded_number_of_several_answers_is_sampled_at_once(tmp_path: Path) -> None:
+async def test_choices_of_a_request_are_sampled_a_few_at_a_time(tmp_path: Path) -> None:
     """All that were asked for come, a few at a time, so that others' calls stand between them."""
     tuning = CallSettings(several_sampled=2)
     async with rig(tmp_path, says("word " * 20, delay_s=0.002), tuning=tuning) as it:
@@ -196,7 +196,7 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path, dialect: Dialect, who
         assert (await it.send(dialect, large))[0] == 200
 
 
-async def test_a_slow_sender_holds_what_it_sent(tmp_path: Path) -> None:
+async def test_bytes_of_a_slow_sender_count_until_it_leaves(tmp_path: Path) -> None:
     """Bytes count as they arrive, and a sender that leaves gives them back."""
     async with rig(tmp_path, says("Hi.")) as it:
 
@@ -213,7 +213,7 @@ async def test_a_slow_sender_holds_what_it_sent(tmp_path: Path) -> None:
         await until(lambda: used.used == 0)
 
 
-async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
+async def test_concurrent_answers_of_a_session_are_limited(tmp_path: Path) -> None:
     """As many as a session may have are sampled; one more is refused until they end."""
     tuning = CallSettings(session_answers=3)
     async with rig(tmp_path, says("word " * 50, delay_s=0.005), tuning=tuning) as it:
@@ -234,7 +234,7 @@ async def test_answers_are_bounded_and_come_back(tmp_path: Path) -> None:
         assert len(it.calls) == 5
 
 
-def test_what_a_total_refuses_counts_nowhere() -> None:
+def test_an_amount_that_the_total_refuses_is_not_counted() -> None:
     """Neither the session nor the gateway counts an amount that one of them has no room for."""
     total = InFlight("bytes", 10)
     one, other = InFlight("bytes", 8, total), InFlight("bytes", 8, total)
@@ -247,7 +247,7 @@ def test_what_a_total_refuses_counts_nowhere() -> None:
 
 
 # --------------------------------------------------------------------------- a session's whole
-async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> None:
+async def test_concurrent_calls_share_the_token_budget(tmp_path: Path) -> None:
     """Forty calls share ten tokens: what a running call may sample is reserved."""
     limits = Limits(max_sampled_tokens=10)
     async with rig(tmp_path, says("one two three four five six"), limits=limits) as it:
@@ -260,7 +260,7 @@ async def test_a_budget_of_tokens_holds_for_calls_at_once(tmp_path: Path) -> Non
     assert "10 sampled tokens" in refused["error"]["message"]
 
 
-async def test_a_full_recording_is_the_end_of_its_session(tmp_path: Path) -> None:
+async def test_a_full_recording_ends_its_session(tmp_path: Path) -> None:
     """Messages are recorded up to the bound; the session's result has its name."""
     tuning = CallSettings(max_recording=20_000)
     limits = Limits(max_turns=100)

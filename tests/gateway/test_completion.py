@@ -48,7 +48,7 @@ async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
     assert [one.detail for one in faults] == [f"{where} after {at} tokens" for where, at in places]
 
 
-async def test_without_a_replica_left_the_answer_ends_as_truncated(tmp_path: Path) -> None:
+async def test_an_answer_without_a_replica_left_is_truncated(tmp_path: Path) -> None:
     """The reply is a whole answer in the dialect's terms; what was sampled is trained."""
     text = " ".join(f"w{i}" for i in range(40))
 
@@ -73,7 +73,7 @@ async def test_a_fault_before_the_first_token_is_retried_on_another_replica(tmp_
             assert reply["content"] == [{"type": "text", "text": "Done."}]
 
 
-async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
+async def test_a_single_replica_is_retried(tmp_path: Path) -> None:
     """A few refusals before the first token are invisible; more are an engine failure."""
     faults: list[int | None] = [429, 503, None]
 
@@ -91,7 +91,7 @@ async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
     assert failure.boundary == "engine"
 
 
-async def test_a_failing_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
+async def test_a_failing_replica_is_ejected_and_comes_back(tmp_path: Path) -> None:
     """After consecutive faults it is not asked again until it answers a probe."""
     tuning = replace(QUICK, probe_every_s=0.5)
     async with rig(tmp_path, says("a", status=500), says("Done."), tuning=tuning) as it:
@@ -115,7 +115,7 @@ async def test_calls_of_a_session_stick_to_one_replica(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- clients that leave
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(
+async def test_a_lost_client_aborts_generation_and_keeps_its_tokens(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
@@ -131,7 +131,7 @@ async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(
     assert 0 < len(call.sampled_ids) < len(ids(LONG))
 
 
-async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path) -> None:
+async def test_two_hundred_lost_clients_leave_nothing_running(tmp_path: Path) -> None:
     """Killing many clients in the middle of their streams frees the engine."""
     async with rig(tmp_path, says(LONG, delay_s=0.05), tuning=QUICK) as it:
         responses = await asyncio.gather(*(it.post(it.body(stream=True)) for _ in range(200)))
@@ -143,7 +143,7 @@ async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path
 
 @pytest.mark.parametrize("when", ["sampling", "before it sampled", "before it was admitted"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_who_waits_is_told_that_the_session_has_ended(
+async def test_waiting_clients_get_an_error_when_the_session_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stream: bool,  # noqa: FBT001
@@ -174,7 +174,7 @@ async def test_who_waits_is_told_that_the_session_has_ended(
 
 
 # --------------------------------------------------------------------------- the same request again
-async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path) -> None:
+async def test_a_broken_answer_is_resumed_once_by_the_same_api(tmp_path: Path) -> None:
     """Another API's request of the same meaning, and a third one, are samples of their own."""
     function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
@@ -191,7 +191,7 @@ async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path
     assert [len(call.prompt_ids) for call in fresh] == [len(first.prompt_ids)] * 2
 
 
-async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> None:
+async def test_an_immediate_retry_joins_the_answer_in_flight(tmp_path: Path) -> None:
     """A client that comes back within the grace period follows the same answer from its start."""
     async with rig(tmp_path, says(LONG, delay_s=0.003), tuning=replace(QUICK, grace_s=30)) as it:
         await it.hang_up()
@@ -212,7 +212,7 @@ async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Pat
         assert len(it.engines[0].calls) == 1
 
 
-async def test_an_sdks_retry_is_replayed_and_other_repetitions_are_samples(tmp_path: Path) -> None:
+async def test_sdk_retries_are_replayed_and_other_repetitions_sampled(tmp_path: Path) -> None:
     """A client that says it retries gets the same answer; any other twin gets its own."""
     async with rig(tmp_path, in_turn("One.", "Two.", LONG)) as it:
         replies = []
@@ -245,7 +245,7 @@ async def test_paused_calls_wait_and_running_ones_finish(tmp_path: Path) -> None
         assert (await held)["stop_reason"] == (await running)["stop_reason"] == "end_turn"
 
 
-async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path) -> None:
+async def test_pause_can_abort_running_answers(tmp_path: Path) -> None:
     """An aborted answer is truncated for its client and recorded as aborted."""
     async with rig(tmp_path, says(LONG, delay_s=0.02)) as it:
         reading = asyncio.create_task(it.read())
@@ -292,9 +292,7 @@ async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:
     assert '"stop_reason":"tool_use"' in stream
 
 
-async def test_a_sub_agent_may_begin_before_the_answer_that_asks_for_it_has_ended(
-    tmp_path: Path,
-) -> None:
+async def test_a_sub_agent_may_start_before_its_call_has_ended(tmp_path: Path) -> None:
     """Clients start a sub-agent once its tool call is there; it is known as one, turn for turn."""
     ask = '<tool_call>\n{"name": "agent", "arguments": {"prompt": "Find all the walruses."}}\n'
     asks = says(f"{ask}</tool_call>\n{LONG * 20}", delay_s=0.01)
@@ -331,7 +329,7 @@ async def test_a_sub_agent_may_begin_before_the_answer_that_asks_for_it_has_ende
     ],
     ids=["claude_code", "qwen_code", "gemini_cli", "gemini_cli, again"],
 )
-async def test_compactions_and_commit_messages_are_known_by_their_prompts(
+async def test_compactions_and_commit_messages_are_recognized_by_prompt(
     tmp_path: Path, ask: str
 ) -> None:
     """Harnesses name neither in headers; the history that follows a summary is a compacted one."""
@@ -355,7 +353,7 @@ async def test_compactions_and_commit_messages_are_known_by_their_prompts(
     assert [chain.kind for chain in build_chains(calls)] == ["main", "compaction", "side"]
 
 
-async def test_a_side_call_is_another_thread(tmp_path: Path) -> None:
+async def test_a_title_request_is_a_side_call(tmp_path: Path) -> None:
     """A title request without tools is recorded as beside the task."""
     async with rig(tmp_path, says("Hello.")) as it:
         await it.ask()

@@ -52,7 +52,7 @@ def cut_at(text: str, cuts: list[int], slow: list[float]) -> Play:
     cuts=st.lists(st.integers(1, 30), max_size=3),
     leave_after=st.none() | st.integers(1, 12),
 )
-async def test_an_answer_is_whole_wherever_it_is_cut(
+async def test_an_answer_is_complete_wherever_connections_break(
     text: str, cuts: list[int], leave_after: int | None
 ) -> None:
     """Lost engines and a client that leaves and comes back: the same text, each id sampled once."""
@@ -76,7 +76,7 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     assert ledger.trained == ledger.sampled == len(ids(text))
 
 
-async def test_a_client_that_comes_back_while_its_answer_is_given_up(
+async def test_a_client_that_returns_early_waits_for_its_partial_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It waits until the part that was sampled is recorded, and gets that and the rest."""
@@ -109,7 +109,7 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
     assert (second.parent, second.branch) == (0, None)
 
 
-async def test_an_answer_that_breaks_off_twice_is_verified(tmp_path: Path) -> None:
+async def test_an_answer_interrupted_twice_is_verified(tmp_path: Path) -> None:
     """The second part was sent after the first, which is in its prompt: its text is both."""
     text = "one two three four five six seven eight nine ten " * 4 + "end."
     async with rig(tmp_path, cut_at(text, [], [0.02, 0.02]), tuning=AT_ONCE) as it:

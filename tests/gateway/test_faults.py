@@ -43,7 +43,7 @@ LOST = {502, 503, 529}
 
 # --------------------------------------------------------------------------- the client's faults
 @each_dialect
-async def test_only_the_sessions_key_opens_it(tmp_path: Path, dialect: Dialect) -> None:
+async def test_only_the_key_of_a_session_is_accepted(tmp_path: Path, dialect: Dialect) -> None:
     """Unknown, missing and foreign keys are 401, and so is its own once the session is closed."""
     async with client(tmp_path) as it:
         for key in ("wrong", "", "tl-ü"):
@@ -92,7 +92,7 @@ async def test_a_body_that_never_ends_is_408(tmp_path: Path, dialect: Dialect) -
 
 
 @each_dialect
-async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
+async def test_nul_bytes_pass_and_a_megabyte_of_text_overflows(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """An escaped NUL is text; a prompt beyond the window is the dialect's overflow error."""
@@ -141,7 +141,7 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
     ],
     ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
 )
-async def test_an_engine_that_only_fails_is_the_dialects_error(
+async def test_a_failing_engine_is_an_error_of_the_dialect(
     tmp_path: Path, dialect: Dialect, answer: Callable[[Request], Any], codes: set[int], words: str
 ) -> None:
     """After a bounded number of tries; nothing is recorded, and the failure is the engine's.
@@ -162,7 +162,7 @@ async def test_an_engine_that_only_fails_is_the_dialects_error(
 
 
 @each_dialect
-async def test_an_engine_that_is_down_is_named(tmp_path: Path, dialect: Dialect) -> None:
+async def test_an_unreachable_engine_is_named(tmp_path: Path, dialect: Dialect) -> None:
     """The address is named; the harness's own retry may find it up again."""
     async with client(tmp_path) as it:
         (replica,) = it.upstream.replicas
@@ -173,7 +173,7 @@ async def test_an_engine_that_is_down_is_named(tmp_path: Path, dialect: Dialect)
 
 
 @each_dialect
-async def test_a_stream_that_loses_its_engine_ends_properly(
+async def test_a_stream_that_loses_its_engine_ends_as_truncated(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """The answer ends as truncated; what was sampled is trained, and says what happened."""
@@ -187,7 +187,7 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
     assert (ledger.sampled, ledger.trained) == (10, 10)
 
 
-async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path) -> None:
+async def test_tokens_received_with_an_error_are_recorded(tmp_path: Path) -> None:
     """The event that reports the failure takes no token with it that came before."""
     tokens = ids("It is a file with many words in it, and it goes on.")[:10]
 
@@ -204,7 +204,7 @@ async def test_tokens_in_one_read_with_an_error_are_in_the_ledger(tmp_path: Path
 
 
 @each_dialect
-async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
+async def test_token_ids_outside_the_vocabulary_are_an_engine_error(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """It is an error at once, streamed or not."""
@@ -224,7 +224,7 @@ async def test_an_id_that_no_vocabulary_has_is_the_engines_fault(
 
 
 @each_dialect
-async def test_a_mistake_of_the_gateway_hangs_nobody(
+async def test_an_exception_in_the_gateway_is_a_500(
     tmp_path: Path, dialect: Dialect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets an error in its shape, and the next call works."""
@@ -271,7 +271,7 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
 
 
 @each_dialect
-async def test_nothing_of_a_prompt_is_logged(
+async def test_prompts_and_keys_are_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dialect: Dialect
 ) -> None:
     """Neither an answered call nor a refused one leaves its words, or its key, in a log."""

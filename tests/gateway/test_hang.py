@@ -41,7 +41,7 @@ class StoppableEngine:
         await self._app(scope, receive, send)
 
 
-async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
+async def test_time_lost_to_a_stopped_engine_is_credited(tmp_path: Path) -> None:
     """A second replica answers, the time is given back, and the first is probed."""
     lost: list[float] = []
     engines = [StoppableEngine(), StoppableEngine()]
@@ -65,7 +65,7 @@ async def test_a_stopped_engine_costs_no_agent_anything(tmp_path: Path) -> None:
         assert it.gateway.describe("s1").failure is None
 
 
-async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_path: Path) -> None:
+async def test_lost_time_is_credited_before_the_engine_is_ejected(tmp_path: Path) -> None:
     """With the first probe that fails, so also where the engine goes on in time."""
     lost: list[float] = []
     returned = asyncio.Event()
@@ -94,7 +94,7 @@ async def test_the_agents_clock_stands_still_before_its_engine_is_ejected(tmp_pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
+async def test_a_client_timeout_during_a_hang_is_an_engine_failure(
     tmp_path: Path,
     stream: bool,  # noqa: FBT001
 ) -> None:
@@ -115,7 +115,7 @@ async def test_a_client_that_gave_up_on_a_hanging_engine_is_the_engines_failure(
     assert failure.cause is Cause.ENGINE_LOST
 
 
-async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) -> None:
+async def test_time_until_the_idle_timeout_is_credited(tmp_path: Path) -> None:
     """Also where no probe came before."""
     lost: list[float] = []
     slow = replace(QUICK, silent_s=60, probe_every_s=60, tries=1)
@@ -132,7 +132,7 @@ async def test_time_until_an_answer_is_given_up_is_given_back(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rest", [b"zz\r\nbroken", b"ff\r\ndata: {}\n\n", b""])
-async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest: bytes) -> None:
+async def test_a_stream_with_broken_framing_ends_as_truncated(tmp_path: Path, rest: bytes) -> None:
     """The replica answers probes and keeps the connection open; the answer ends as truncated."""
 
     async def serve_broken(peer: Peer) -> None:
@@ -157,7 +157,7 @@ async def test_a_stream_with_broken_framing_is_lost_in_time(tmp_path: Path, rest
         assert (call.outcome, len(call.sampled_ids)) == (CallOutcome.ENGINE_LOST, 5)
 
 
-async def test_time_lost_by_parallel_calls_is_given_back_once(tmp_path: Path) -> None:
+async def test_time_lost_by_parallel_calls_is_credited_once(tmp_path: Path) -> None:
     """Only what no other call has given back already."""
     now = [100.0]
     lost: list[float] = []

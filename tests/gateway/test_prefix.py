@@ -84,14 +84,14 @@ def test_a_real_edit_branches_with_its_reason(
     assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
-def test_unparsable_arguments_keep_their_bytes() -> None:
+def test_invalid_json_arguments_match_only_their_own_bytes() -> None:
     """Broken JSON matches only itself."""
     tree, _, _ = answered('{"path": ')
     assert tree.match(echo('{"path": '), TOOLS).branch is None
     assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
-def test_a_rewritten_echo_continues_exactly_however_often_it_comes() -> None:
+def test_rewritten_echoes_continue_exactly() -> None:
     """Spacing, order, number form, escapes and ids do not break the sequence; changes are told.
 
     The echo takes the answer's place in memory; what it changed is found again at a fork.
@@ -137,7 +137,7 @@ def test_results_in_another_order_branch() -> None:
     assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
 
 
-def test_a_request_that_is_refused_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_request_leaves_the_tree_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is found as if it had never been."""
     tree, messages = longer(2)
     new = (*messages, Message(Role.USER, "Go on."), Message(Role.USER, "Please."))
@@ -166,7 +166,7 @@ def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
     assert plan.parent is not None
 
 
-def test_another_thread_of_the_session_is_named_as_such() -> None:
+def test_an_unrelated_request_is_a_new_thread() -> None:
     """A sub-agent's first request has nothing in common but the session."""
     tree, _ = longer(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
@@ -174,7 +174,7 @@ def test_another_thread_of_the_session_is_named_as_such() -> None:
     assert tree.match(other, TOOLS).branch is Branch.NEW_THREAD
 
 
-def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
+def test_deleting_a_failed_turn_extends_the_turn_before() -> None:
     """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
     tree, messages = longer(2)
     plan = add_turn(tree, 2, Message(Role.ASSISTANT, "garbled"), messages)
@@ -192,7 +192,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     ],
     ids=["verbatim", "thoughts dropped", "blank space"],
 )
-def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
+def test_changes_of_an_echo_are_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
     tree = CallTree(RENDERING)
     add_turn(tree, 0, Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
@@ -200,7 +200,7 @@ def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, .
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
 
-def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
+def test_equal_answers_are_distinguished_by_call_ids() -> None:
     """Two samples of one prompt that say the same are continued each from its own ids."""
     tree = CallTree(RENDERING)
     for number in (0, 1):
@@ -216,7 +216,7 @@ def test_a_prefill_is_refused_by_name() -> None:
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
-def test_text_without_exact_mode_is_refused_by_name() -> None:
+def test_text_prompts_need_exact_mode() -> None:
     """Where the engine renders the prompts, and where ids cannot be decoded one by one."""
     joined = Rendering(tokenizer(), "qwen3")
     joined.tokenizer.token_bytes = None
@@ -226,7 +226,7 @@ def test_text_without_exact_mode_is_refused_by_name() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_a_text_gets_what_the_tokenizer_adds_to_texts() -> None:
+def test_text_prompts_get_the_special_tokens_of_the_tokenizer() -> None:
     """Such as the mark of a beginning, as engines do for text completions; ids get nothing."""
     backend = tokenizers.Tokenizer.from_str(tokenizer().to_json())
     begin = backend.token_to_id("<|im_start|>")
@@ -271,7 +271,9 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.dictionaries(st.text(max_size=6), JSON, max_size=4), data=st.data())
-def test_any_json_round_trip_is_seen_through(value: dict[str, object], data: st.DataObject) -> None:
+def test_reserialized_arguments_do_not_branch(
+    value: dict[str, object], data: st.DataObject
+) -> None:
     """Whatever the arguments hold, re-serialising them does not fork the trace."""
     tree, _, _ = answered(json.dumps(value, ensure_ascii=False))
     keys = data.draw(st.permutations(sorted(value)))

@@ -204,13 +204,13 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
     assert report.mode is Mode.EXACT
 
 
-async def test_an_engine_that_hides_that_a_prompt_is_too_long_is_told() -> None:
+async def test_an_unreported_context_overflow_fails_its_check() -> None:
     """Agents compact on that error."""
     assert outcomes(await examine(refuses=False))["context overflow"] is CheckOutcome.FAIL
     assert outcomes(await examine())["context overflow"] is CheckOutcome.PASS
 
 
-async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
+async def test_an_unknown_server_is_probed_as_openai() -> None:
     """Observed where it tells ids, else text."""
     report = await examine(owner="somebody")
     assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
@@ -218,7 +218,7 @@ async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
     assert (report.engine, report.mode) == ("openai", Mode.TEXT)
 
 
-async def test_nothing_there_is_one_clear_error() -> None:
+async def test_a_missing_engine_or_model_is_one_clear_error() -> None:
     """No engine, and no such model."""
     for ask in (probe("http://127.0.0.1:9"), connect(["http://127.0.0.1:9"])):
         with pytest.raises(EngineError, match=r"no usable engine at .*127\.0\.0\.1:9"):
@@ -230,7 +230,7 @@ async def test_nothing_there_is_one_clear_error() -> None:
             await probe(url, "x")
 
 
-async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
+async def test_an_engine_without_a_model_list_needs_a_name() -> None:
     """Without a name the error asks for one; with a name the calls are probed with it."""
     async with serve(Stub(owner="", lists=False).app()) as url:
         with pytest.raises(UsageError, match=r"lists no models at .*name the one it serves"):
@@ -239,7 +239,7 @@ async def test_an_engine_that_lists_no_models_is_named_or_believed() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [(500, 500), (403, 403), (404, 404), (503, None)])
-async def test_a_status_of_the_list_is_told(status: int, expected: int | None) -> None:
+async def test_errors_of_the_model_list_have_its_status(status: int, expected: int | None) -> None:
     """The error has the status, unless the engine is about to come back; 404 may have a name."""
     async with serve(Stub(owner="", status=status).app()) as url:
         with pytest.raises(EngineError, match=f"/v1/models answers {status}") as caught:
@@ -284,7 +284,7 @@ async def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-async def test_the_command_tells_people_and_programs() -> None:
+async def test_the_doctor_command_prints_text_or_json() -> None:
     """A table or JSON; exit code 1 where the wanted mode is not sound."""
     async with serve(Stub(ids=False, scale_out=False).app()) as url:
         code, text = await run("--engine", url)

@@ -79,7 +79,7 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
     assert it.gateway.describe("s1").spent is spent  # closed, it is still known
 
 
-async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
+async def test_only_the_last_closed_sessions_are_kept(tmp_path: Path) -> None:
     """A gateway that runs for weeks remembers the last ones, and those that are live."""
     task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     async with rig(tmp_path, says("Hello."), tuning=CallSettings(closed_sessions=3)) as it:

@@ -209,7 +209,7 @@ async def test_a_recording_answers_the_same_prompts(tmp_path: Path) -> None:
         ({"prompt": "long " * 60}, "prompt", "maximum context length is 64"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], field: str, words: str
 ) -> None:
     """A 400 in OpenAI's shape, before anything is sampled."""

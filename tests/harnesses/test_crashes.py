@@ -58,14 +58,14 @@ async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> None:
+async def test_a_spent_budget_is_not_a_crash(name: str, tmp_path: Path) -> None:
     """Whatever its exit code, it gave up because the model refused."""
     ran = await run_command(name, "true", tmp_path, max_turns=1)
     assert harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
+async def test_broken_settings_are_a_harness_error(name: str) -> None:
     """A program that cannot read its settings asks no model, and is not judged."""
 
     class Broken(find("harness", name)):  # type: ignore[misc]
@@ -92,7 +92,7 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     ],
     ids=["thrown", "rejected", "heap"],
 )
-async def test_node_says_when_it_breaks(
+async def test_crashes_of_node_are_recognized(
     options: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
     """The last words of the very Node that runs the presets."""

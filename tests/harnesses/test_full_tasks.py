@@ -125,7 +125,7 @@ async def test_the_right_patch_earns_its_reward(
     assert any(LAST_WORDS in path.read_text(errors="replace") for path in kept)
 
 
-async def test_out_of_time_keeps_what_there_is(
+async def test_a_timeout_keeps_what_was_sampled(
     case: Case, place: PluginSpec, tmp_path: Path
 ) -> None:
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
@@ -138,7 +138,7 @@ async def test_out_of_time_keeps_what_there_is(
 
 
 @pytest.mark.podman
-async def test_an_image_needs_nothing_of_its_own(case: Case, podman: str) -> None:  # noqa: F811
+async def test_a_minimal_image_is_enough(case: Case, podman: str) -> None:  # noqa: F811
     """An image that holds busybox alone, without a C library, runs the program all the same."""
     harness = PARTS.harness(PluginSpec(case.harness, case.options))
     await harness.install()

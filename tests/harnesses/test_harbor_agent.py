@@ -105,7 +105,7 @@ async def test_a_run_becomes_rollout_details(recipe: Any, engine: Any, tmp_path:
     assert len(list((logs / "tugline").glob("tokenizer-*.json"))) == 1
 
 
-def test_only_the_model_is_set(recipe: Any, tmp_path: Path) -> None:
+def test_only_the_variables_of_the_model_are_set(recipe: Any, tmp_path: Path) -> None:
     """Address as the environment reaches it, key and name; the job's own variables stay."""
     own = {"CLAUDE_CODE_MAX_RETRIES": "9", "ANTHROPIC_API_KEY": "a person's"}
     agent = recipe.ClaudeCode(

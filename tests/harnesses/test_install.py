@@ -65,7 +65,7 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(programs: Programs) -
     assert [path.name for path in install_dir().glob("pi-*")] == ["pi-0.87.1.lock"]
 
 
-async def test_two_that_install_at_once_install_once(programs: Programs) -> None:
+async def test_concurrent_installations_run_once(programs: Programs) -> None:
     """The second waits for the lock and finds the work done."""
     programs(f"echo x >> {cache_folder()}/count; sleep 0.2; {INSTALLING}", ASKING)
     await asyncio.gather(Pi().install(), Pi().install())
@@ -80,7 +80,7 @@ async def test_a_program_that_asks_no_model_is_not_installed(programs: Programs)
     assert not (install_dir() / "pi-0.87.1").exists()
 
 
-async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
+async def test_a_changed_file_is_detected(tmp_path: Path) -> None:
     """The seal is of every file's path, mode and content; a folder without one is made again."""
 
     async def fill(fresh: Path) -> None:
@@ -101,7 +101,7 @@ async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
     assert read_manifest(folder) == measure(folder)
 
 
-async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> None:
+async def test_leftovers_of_a_killed_installation_are_removed(tmp_path: Path) -> None:
     """Its half-made folders, by the next one; nothing else that lies there."""
     for name in ("x-1.ab12", "x-1.cd34", "x-10.ab12", "y-1"):
         (tmp_path / name / "new").mkdir(parents=True)
@@ -164,7 +164,7 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
         await PythonPackage("x", "no-such-package", "9.9.9").install(no_trial)
 
 
-async def test_libraries_are_put_beside_what_lies_there(
+async def test_libraries_are_added_to_an_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Python that needs libraries has its standard library in the same folder, ``lib``."""

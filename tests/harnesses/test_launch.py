@@ -39,7 +39,7 @@ def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) ->
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_gets_all_and_keeps_to_its_home(name: str) -> None:
+def test_every_preset_gets_its_settings_and_stays_in_its_home(name: str) -> None:
     """Address, key, model and instruction arrive; settings are the session's own; versions too."""
     made = launch(name)
     text = json.dumps([made.argv, made.env, made.files])
@@ -60,7 +60,7 @@ def instruction_of(made: Launch) -> str:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_instruction_is_no_command_of_the_program(name: str) -> None:
+def test_instructions_are_not_taken_for_commands(name: str) -> None:
     """Three take a slash in front for theirs, and pi an @ for a file: not after a space."""
     slash = " /init it" if name in {"claude_code", "gemini_cli", "qwen_code"} else "/init it"
     assert instruction_of(launch(name, "/init it")) == slash
@@ -113,7 +113,7 @@ def test_an_unknown_dialect_lists_the_known_ones() -> None:
         launch("mini_swe_agent", dialect="google")
 
 
-def test_codex_keeps_to_itself() -> None:
+def test_codex_has_its_network_features_off() -> None:
     """Its settings are TOML with every feature that asks for foreign hosts, or waits, off."""
     config = tomllib.loads(launch("codex", context_window=9000).files[".codex/config.toml"])
     assert config["model_context_window"] == 9000
@@ -124,7 +124,7 @@ def test_codex_keeps_to_itself() -> None:
     assert [name for name, on in teams["features"].items() if on] == ["multi_agent"]
 
 
-def test_any_text_is_a_text_in_the_settings_of_codex() -> None:
+def test_codex_settings_quote_any_text() -> None:
     """Beyond the BMP, and DEL, which JSON writes otherwise than TOML or not at all."""
     odd = '\U0001f680 \x7f \t" \\ é'
     for server in ({"command": odd, "args": [odd], "env": {odd: odd}}, {"url": odd}):
@@ -167,7 +167,7 @@ def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
         launch("codex", **options)
 
 
-def test_a_status_in_an_exit_code_is_no_crash() -> None:
+def test_a_status_in_an_exit_code_is_not_a_crash() -> None:
     """Gemini CLI ends with the HTTP status modulo 256, and with 52 when it refuses its settings."""
     gemini = find("harness", "gemini_cli")()
     refused = Exit(52, timed_out=False, seconds=1.0)
@@ -219,7 +219,7 @@ def test_a_sandbox_shows_what_the_command_names(
         Shell(command="true", folders=["mine"])
 
 
-def test_a_script_may_be_a_word() -> None:
+def test_a_script_may_be_an_argument() -> None:
     """No file has so long a name; the word stays what it is."""
     command = ["python3", "-c", "print(1);" * 1000]
     assert list(Shell(command=command).launch(CONTEXT).argv) == command

@@ -146,7 +146,7 @@ def test_the_cache_changes_nothing(
         assert wire.parse(body, cache) == wire.parse(body)
 
 
-def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
+def test_requests_with_a_common_beginning_are_parsed_correctly() -> None:
     """A list that comes twice, white space, items that end elsewhere: what JSON says, counts."""
 
     def said(text: str, cache: ParseCache) -> list[str]:
@@ -172,7 +172,7 @@ def test_a_request_that_only_begins_like_another_is_read_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case["name"])
-def test_a_request_means_what_its_client_says(case: dict[str, Any]) -> None:
+def test_requests_are_parsed_into_neutral_requests(case: dict[str, Any]) -> None:
     """All of the neutral request; what does not change the meaning changes nothing."""
     wire = ALL_WIRES[case["dialect"]]
     meant = msgspec.convert({"model": "m", **case["means"]}, Request)
@@ -184,7 +184,7 @@ def test_a_request_means_what_its_client_says(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "row", UNDERSTOOD, ids=lambda row: "-".join((row["dialect"], *row["means"]))
 )
-def test_a_field_means_what_its_api_says(row: dict[str, Any]) -> None:
+def test_fields_set_their_part_of_the_neutral_request(row: dict[str, Any]) -> None:
     """Tool choice, sampling, formats and threads, beside a field that nobody knows yet; no more."""
     wire = ALL_WIRES[row["dialect"]]
     body = wire.write([Message(Role.USER, "Hi")])
@@ -284,7 +284,7 @@ def assert_events(stream: bytes, expected: list[dict[str, Any]]) -> None:
         (Finish.ABORT, None, (), ("max_tokens", "MAX_TOKENS", "length", "incomplete")),
     ],
 )
-def test_why_an_answer_ended(
+def test_finish_reasons_are_those_of_the_api(
     finish: Finish, stop: str | None, calls: tuple[ToolCall, ...], reasons: tuple[str, ...]
 ) -> None:
     """Finish, stop string and calls in each dialect's words; a cut answer always says so."""
@@ -304,7 +304,7 @@ def usage_of(reply: dict[str, Any]) -> Any:
 
 
 @every_wire
-def test_usage_is_true(wire: Wire) -> None:
+def test_usage_counts_are_exact(wire: Wire) -> None:
     """In a whole reply, and at the end of a stream, which those of OpenAI must be asked for."""
     message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
     request = wire.hello(stream_options={"include_usage": True})
@@ -324,7 +324,7 @@ def test_a_count_has_the_shape_of_its_api(name: str) -> None:
 
 
 @every_wire
-def test_models(wire: Wire) -> None:
+def test_the_list_of_models_has_the_window(wire: Wire) -> None:
     """A list of one with its window, and the one alone."""
     page = json.loads(wire.dialect.encode_models(["m"], 8192, 17))
     (model,) = page.get("data", page.get("models"))

@@ -99,7 +99,7 @@ def test_a_failing_stream_ends_in_both_ways() -> None:
     assert stream.keep_alive().startswith(b":")
 
 
-def test_compaction_there_and_back() -> None:
+def test_compaction_round_trip() -> None:
     """The model is asked for a summary; its item is later read as the user's."""
     items = [{"role": "developer", "content": "Rules."}, user("Mend it.")]
     items += [{"role": "assistant", "content": "Done."}]

@@ -196,7 +196,7 @@ def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nonsense_is_an_engine_error(name: str) -> None:
+def test_unreadable_events_are_an_engine_error(name: str) -> None:
     """Neither garbage nor an error in the middle of a stream goes further."""
     wire = FORMATS[name]
     for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
@@ -208,7 +208,7 @@ def test_nonsense_is_an_engine_error(name: str) -> None:
         wire.make_reader().read_events([b'{"error": {"message": "out of memory", "code": 500}}'])
 
 
-def test_text_alone_is_counted() -> None:
+def test_tokens_of_text_only_answers_are_counted() -> None:
     """By the server's usage where it tells it, else by events; never nothing."""
     with_usage = TextChat().make_reader()
     payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
@@ -239,7 +239,7 @@ def test_an_overflow_inside_a_stream_is_one_too() -> None:
         reader.read_events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
 
 
-def test_other_refusals_keep_their_words() -> None:
+def test_other_refusals_keep_status_and_message() -> None:
     """Status, Retry-After and message reach whoever decides about a retry."""
     error = parse_engine_error(503, b'{"error": {"message": "overloaded"}}', "3")
     assert isinstance(error, EngineError)
@@ -260,13 +260,13 @@ def sent(row: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", PAYLOADS["sent"], ids=lambda row: row["wire"])
-def test_what_an_engine_is_sent(row: dict[str, Any]) -> None:
+def test_engine_requests_have_the_documented_body(row: dict[str, Any]) -> None:
     """No id is changed on the way, a banned one is biased out; or a conversation goes out whole."""
     assert sent(row, **row.get("fields", {})) == row["body"]
 
 
 @pytest.mark.parametrize("row", PAYLOADS["constrained"], ids=lambda row: row["wire"])
-def test_structured_output_is_asked_for_in_each_engines_words(row: dict[str, Any]) -> None:
+def test_structured_output_is_requested_in_each_engines_format(row: dict[str, Any]) -> None:
     """A schema, or any JSON object."""
     expected = sent(row)
     for name, fields in row["asks"].items():

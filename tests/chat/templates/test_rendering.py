@@ -129,7 +129,7 @@ def _merging(name: str, merges: str) -> Rendering:
     return Rendering(made, name)
 
 
-def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_shape_is_extended_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library is asked for the first tail of a shape, not for one that differs in its words."""
     made = Rendering(merging_tokenizer(SPECIALS["qwen3"].split()), "qwen3")
     prompt = made.render((HELLO,), TOOLS)
@@ -145,7 +145,7 @@ def test_a_known_shape_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", OFFLINE)
 @pytest.mark.parametrize("calls", [1, 2])
-def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -> None:
+def test_an_extension_equals_a_full_render(name: str, calls: int) -> None:
     """The results of an answer's calls continue it as the template itself would have put them."""
     if name == "llama-3" and calls > 1:
         pytest.skip("its template knows single calls only")
@@ -208,7 +208,7 @@ def test_images_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2.5"])
-def test_kimi_knows_its_calls_by_number(name: str) -> None:
+def test_kimi_numbers_its_calls(name: str) -> None:
     """Ids of other dialects become the template's own, as the model writes them."""
     made = rendering(name)
     again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
@@ -279,7 +279,7 @@ def test_arguments_are_read_by_their_schema() -> None:
     assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
 
 
-def test_the_documented_table_is_true() -> None:
+def test_the_table_of_templates_in_the_docs_is_correct() -> None:
     """Each row of the page on templates says what its template does here."""
     page = Path(__file__).parents[3] / "docs" / "templates.md"
     rows = {
