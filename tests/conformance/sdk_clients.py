@@ -1,4 +1,4 @@
-"""The four APIs through their official SDKs behind one face, so that one table tests them all."""
+"""The four APIs through their official SDKs behind one interface, for shared tests."""
 
 # ruff: noqa: D102 - `Api` documents the methods
 import contextlib
@@ -47,7 +47,7 @@ class Api(ABC):
 
     name: str
     echoes: tuple[str, ...] = ("verbatim",)
-    """Ways in which harnesses send the history back."""
+    """Ways in which harnesses rewrite the history."""
     error: type[Any]
 
     @abstractmethod

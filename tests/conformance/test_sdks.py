@@ -45,7 +45,7 @@ async def client(
 async def test_a_loop_of_parallel_tools_is_one_exact_sequence(
     tmp_path: Path, api: Api, echo: str
 ) -> None:
-    """However its harnesses echo the history, every turn extends the one before, id for id."""
+    """However harnesses echo the history, every turn extends the ids of the one before."""
     async with client(tmp_path, api, in_turn(THINKS, THINKS, THINKS, "Done.")) as (it, sdk):
         history = api.start("Mend it.")
         for _ in range(4):
@@ -68,9 +68,9 @@ async def test_a_loop_of_parallel_tools_is_one_exact_sequence(
 
 @each_api
 async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) -> None:
-    """The SDK puts the same answer together, from events that come as tokens are sampled.
+    """The SDK builds the same answer from events that come as tokens are sampled.
 
-    The counts are true, and every answer has an id of its own.
+    The counts are exact, and every answer has an id of its own.
     """
     async with client(tmp_path, api, says(THINKS, delay_s=0.002)) as (it, sdk):
         whole = await api.ask(sdk, api.start("Mend it."), tools=True)
@@ -86,7 +86,7 @@ async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) ->
 @pytest.mark.parametrize("force", ["any", "named"])
 @each_api
 async def test_a_forced_tool_is_called(tmp_path: Path, api: Api, force: str) -> None:
-    """The answer is the call that the tool choice asks for."""
+    """The answer is the call that the tool choice requires."""
     async with client(tmp_path, api, says(CALLS)) as (_, sdk):
         reply = await api.ask(sdk, api.start("Mend it."), tools=True, force=force)
     assert reply.finish == "tools"
@@ -148,12 +148,12 @@ STRICT: dict[str, Any] = {
     "responses": {"type": "function", "name": "read", "parameters": _SCHEMA, "strict": True},
     "anthropic": {**READ, "input_schema": _SCHEMA, "strict": True},
 }
-"""A strict tool, which agent frameworks declare without being told to."""
+"""A strict tool, as agent frameworks declare it by default."""
 
 
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, ANTHROPIC], ids=lambda api: api.name)
 async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
-    """No grammar holds the model to them, since its answer could then not be trained."""
+    """Without a grammar, since a constrained answer could not be trained."""
     async with client(tmp_path, api, says(CALLS)) as (it, sdk):
         reply = await api.ask(sdk, api.start("Mend it."), tools=[STRICT[api.name]])
         (call,) = it.calls
@@ -165,7 +165,7 @@ async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
 # --------------------------------------------------------------------------- around answers
 @each_api
 async def test_counting_and_models(tmp_path: Path, api: Api) -> None:
-    """A count is what the same prompt is then charged; the list has each model by its name."""
+    """The count equals the usage of the same prompt; models are listed and retrieved."""
     async with client(tmp_path, api, says("Hello.")) as (it, sdk):
         counted = await api.count(sdk, api.start("Mend it."))
         reply = await api.ask(sdk, api.start("Mend it."))
@@ -183,7 +183,7 @@ FULL = {"anthropic": "prompt is too long: .* tokens > 150 maximum", "google": "e
 
 @each_api
 async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
-    """Wrong field, hosted tool, picture, overlong prompt, wrong secret: status and words."""
+    """Status and message for a wrong field, hosted tool, picture, long prompt and wrong key."""
     async with client(tmp_path, api, says("x"), window=150) as (it, sdk):
         hosted = HOSTED.get(api.name, {"type": "web_search"})
         full = FULL.get(api.name, "maximum context length")
@@ -222,7 +222,7 @@ def _status(error: Any) -> int:
 async def test_a_busy_engine_is_the_dialects_overload(
     tmp_path: Path, api: Api, status: int
 ) -> None:
-    """With the time after which to ask again, also for a stream that has not begun."""
+    """With Retry-After, also for a stream that has not begun."""
     busy = Reply([], status=status, retry_after_s=0.01)
     expected = {"anthropic": 529, "google": 503}.get(api.name, status)
     async with client(tmp_path, api, lambda *_: busy) as (_, sdk):
@@ -235,7 +235,7 @@ async def test_a_busy_engine_is_the_dialects_overload(
 
 
 async def test_google_raises_errors_that_come_after_the_headers(tmp_path: Path) -> None:
-    """The error object is bare, without ``data:``, and still an error for the SDK."""
+    """The SDK raises for a bare error object, without ``data:``."""
     busy, tuning = Reply([], status=503), CallSettings(headers_within_s=0.0, tries=1)
     async with client(tmp_path, GOOGLE, lambda *_: busy, tuning=tuning) as (_, sdk):
         with pytest.raises(errors.ServerError) as caught:
@@ -269,7 +269,7 @@ async def test_several_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream: bool) -> None:
-    """By their id, id for id; not by one that was not to be stored, nor from another session."""
+    """By their id, token for token; not one with ``store=False`` or of another session."""
     turns = in_turn(THINKS, THINKS, "Done.")
     async with client(tmp_path, RESPONSES, turns) as (it, sdk):
         ask = RESPONSES.stream if stream else RESPONSES.ask
@@ -307,7 +307,7 @@ async def read(path: str) -> str:
 async def test_anthropics_tool_runner_sends_only_what_is_new(
     tmp_path: Path, *, stream: bool
 ) -> None:
-    """The session keeps the thread, with its system prompt and tools, id for id."""
+    """The gateway keeps the thread, with its system prompt and tools."""
     ask: Any = {"model": "m", "max_tokens": 2000, "system": "Help.", "tools": [read]}
     ask["messages"] = ANTHROPIC.start("Mend it.")
     async with client(tmp_path, ANTHROPIC, in_turn(THINKS, THINKS, "Done.")) as (it, sdk):
@@ -328,10 +328,10 @@ async def test_anthropics_tool_runner_sends_only_what_is_new(
 
 
 class Notes(BetaAsyncAbstractMemoryTool):
-    """The SDK's own memory tool, of which only one command is used."""
+    """The memory tool of the SDK, with one of its commands."""
 
     async def create(self, command: Any) -> str:
-        """Say what was to be written."""
+        """Return the text of the new file."""
         return f"{command.path}: {command.file_text}"
 
     view = str_replace = insert = delete = rename = create
@@ -339,8 +339,8 @@ class Notes(BetaAsyncAbstractMemoryTool):
 
 async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> None:
     """Bash, editor and memory have a type and no schema; the SDK's runner gets their calls."""
-    told = {"command": "create", "path": "/memories/a", "file_text": "x"}
-    call = json.dumps({"name": "memory", "arguments": told})
+    arguments = {"command": "create", "path": "/memories/a", "file_text": "x"}
+    call = json.dumps({"name": "memory", "arguments": arguments})
     plays = in_turn(f"<tool_call>\n{call}\n</tool_call>", "Done.")
     others: Any = [
         {"type": "bash_20250124", "name": "bash"},
@@ -360,7 +360,7 @@ async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> Non
 
 
 async def test_openais_compaction(tmp_path: Path) -> None:
-    """The summary comes sealed, and is the user's in what follows: a branch that says so."""
+    """The summary is encrypted, and a message of the user in the next request, which branches."""
     async with client(tmp_path, RESPONSES, in_turn("Done.", "All mended.", "Yes.")) as (it, sdk):
         items = RESPONSES.start("Mend it.")
         items += RESPONSES.echo(await RESPONSES.ask(sdk, items), "verbatim")

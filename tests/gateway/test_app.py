@@ -1,4 +1,4 @@
-"""The gateway over real sockets, before a scripted engine: beginnings, ends and refusals."""
+"""The gateway over real sockets, in front of a scripted engine: prefills, stops and refusals."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_cal
 
 READ, WRITE = ({"type": "function", "function": {"name": name}} for name in ("read", "write"))
 ONLY_READ = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [READ]}}
-"""A choice that nothing could hold the model to, which sees both tools in its prompt."""
+"""The model sees both tools in its prompt, so this choice cannot be enforced."""
 
 
 async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
-    """Tool output cut inside a surrogate pair, raw and as JSON in JSON; the record says so."""
+    """Halves of a surrogate pair, also escaped twice, are replaced; an event records the repair."""
     texts = ["a\\ud83d", "\\uDE00b", "\\ud83d\\ude00", "\\\\ud83d", "\\ud83d\\ud83d\\ude00"]
     body = b'{"model": "m", "messages": [%b]}' % b", ".join(
         b'{"role": "user", "content": "%b"}' % text.encode() for text in texts
@@ -35,14 +35,14 @@ async def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
         async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as response:
             assert response.status == 200
         (call,), (event,) = it.calls, it.recording.events
-    mended = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
-    assert [message.content for message in call.messages] == mended
+    repaired = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
+    assert [message.content for message in call.messages] == repaired
     assert (event.kind, event.call) == (RecordedEventKind.REPAIRED, 0)
     assert event.detail == "lone surrogates"
 
 
 async def test_a_stop_sequence_ends_the_answer(tmp_path: Path) -> None:
-    """The engine is let go, the sampled ids end with the one that completed the match."""
+    """Generation is aborted; the sampled ids end with the one that completed the match."""
     async with rig(tmp_path, says("one two three four")) as it:
         reply = await it.ask(stop_sequences=["three"])
         call, sampled = it.calls[0], it.sampled
@@ -97,7 +97,7 @@ async def test_unsupported_fields_are_refused_by_name(
 
 
 async def test_a_gateway_without_an_engine_does_not_start(tmp_path: Path) -> None:
-    """Starting before nothing is one clear error."""
+    """One clear error names the reason."""
     with pytest.raises(EngineError, match="no usable engine"):
         async with Gateway(Upstream("http://127.0.0.1:9", Embedded()), RENDERING, tmp_path):
             pass

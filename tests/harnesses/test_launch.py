@@ -1,4 +1,4 @@
-"""What each harness starts its program with."""
+"""Arguments, environment and files with which each harness starts its program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRESETS = ["claude_code", "codex", "gemini_cli", "mini_swe_agent", "opencode", "
 
 
 def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) -> Launch:
-    """As if the program were installed."""
+    """The launch of a preset, as if the program were installed."""
     harness = make("harness", PluginSpec(name, options), Preset)
     harness.package._command = ("/program",)
     made: Launch = harness.launch(msgspec.structs.replace(CONTEXT, instruction=instruction))
@@ -40,7 +40,7 @@ def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) ->
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_gets_its_settings_and_stays_in_its_home(name: str) -> None:
-    """Address, key, model and instruction arrive; settings are the session's own; versions too."""
+    """Address, key, model and instruction are set, in files of the session; versions are exact."""
     made = launch(name)
     text = json.dumps([made.argv, made.env, made.files])
     assert all(word in text for word in (CONTEXT.base_url, "secret", CONTEXT.model, r"-n \"a\" @b"))
@@ -61,7 +61,7 @@ def instruction_of(made: Launch) -> str:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_instructions_are_not_taken_for_commands(name: str) -> None:
-    """Three take a slash in front for theirs, and pi an @ for a file: not after a space."""
+    """A space is put before a leading slash, or @ for pi, which would be a command or a file."""
     slash = " /init it" if name in {"claude_code", "gemini_cli", "qwen_code"} else "/init it"
     assert instruction_of(launch(name, "/init it")) == slash
     assert instruction_of(launch(name, "@a it")) == (" @a it" if name == "pi" else "@a it")
@@ -70,7 +70,7 @@ def test_instructions_are_not_taken_for_commands(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) -> None:
-    """Linux has a limit in bytes; who can take it in no other way says so."""
+    """Linux limits arguments in bytes; a program that reads no file raises an error."""
     short, long = "é" * 65_500, "é" * 65_501
     assert instruction_of(launch(name, short)) == short
     if name == "mini_swe_agent":
@@ -95,7 +95,7 @@ def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) 
 def test_each_dialect_is_spoken_where_it_is_served(
     dialect: str, of_pi: tuple[str, str], of_opencode: tuple[str, str]
 ) -> None:
-    """Programs append only part of the path, another one for each of their APIs."""
+    """Programs append a part of the path, which differs between their APIs."""
     made = launch("pi", dialect=dialect, tools=["read", "edit"])
     provider = json.loads(made.files[".pi/agent/models.json"])["providers"]["tugline"]
     assert (provider["api"], provider["baseUrl"]) == (of_pi[0], CONTEXT.base_url + of_pi[1])
@@ -108,13 +108,13 @@ def test_each_dialect_is_spoken_where_it_is_served(
 
 
 def test_an_unknown_dialect_lists_the_known_ones() -> None:
-    """mini-swe-agent has no Google model class, and says what it has."""
+    """mini-swe-agent has no Google model class."""
     with pytest.raises(ConfigError, match="one of anthropic, openai_chat, openai_responses"):
         launch("mini_swe_agent", dialect="google")
 
 
 def test_codex_has_its_network_features_off() -> None:
-    """Its settings are TOML with every feature that asks for foreign hosts, or waits, off."""
+    """In TOML, every feature that contacts foreign hosts, or waits, is off."""
     config = tomllib.loads(launch("codex", context_window=9000).files[".codex/config.toml"])
     assert config["model_context_window"] == 9000
     assert config["web_search"] == "disabled"
@@ -125,7 +125,7 @@ def test_codex_has_its_network_features_off() -> None:
 
 
 def test_codex_settings_quote_any_text() -> None:
-    """Beyond the BMP, and DEL, which JSON writes otherwise than TOML or not at all."""
+    """Also characters beyond the BMP, and DEL, which JSON and TOML escape differently."""
     odd = '\U0001f680 \x7f \t" \\ é'
     for server in ({"command": odd, "args": [odd], "env": {odd: odd}}, {"url": odd}):
         files = launch("codex", mcp={"a": server}).files
@@ -135,7 +135,7 @@ def test_codex_settings_quote_any_text() -> None:
 
 
 def test_claude_code_is_lean_by_default() -> None:
-    """Lean: four tools and no moving cache markers; the window is set either way."""
+    """With four tools and no moving cache markers; the window is set either way."""
     lean, full = launch("claude_code"), launch("claude_code", lean=False)
     assert lean.argv[lean.argv.index("--tools") + 1] == "Bash,Edit,Read,Write"
     assert lean.argv[lean.argv.index("--tools") + 2].startswith("-")
@@ -162,7 +162,7 @@ SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
     ],
 )
 def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
-    """The option, the value and what would be right, where the task is accepted."""
+    """The error names the option, its value and what is allowed."""
     with pytest.raises(ConfigError, match=line):
         launch("codex", **options)
 
@@ -192,7 +192,7 @@ def test_shell_gives_each_sdk_its_variables() -> None:
 def test_shell_finds_scripts_where_tugline_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent runs in another folder, so a relative script is made absolute; other words stay."""
+    """The agent runs in another folder, so the path of a script becomes absolute."""
     folder = tmp_path / "my agents"
     folder.mkdir()
     (folder / "a.py").write_text("")
@@ -209,7 +209,7 @@ def test_shell_finds_scripts_where_tugline_was_started(
 def test_a_sandbox_shows_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its script and its `folders`, at their own paths; nothing of the system."""
+    """Its script and its `folders`, at their own paths, and no system folders."""
     (tmp_path / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
@@ -220,13 +220,13 @@ def test_a_sandbox_shows_what_the_command_names(
 
 
 def test_a_script_may_be_an_argument() -> None:
-    """No file has so long a name; the word stays what it is."""
+    """It is too long for the name of a file, and stays as it is."""
     command = ["python3", "-c", "print(1);" * 1000]
     assert list(Shell(command=command).launch(CONTEXT).argv) == command
 
 
 def test_a_long_instruction_is_only_in_the_file() -> None:
-    """The system would refuse to start a program with so large a variable."""
+    """Linux starts no program with so large a variable."""
     context = msgspec.structs.replace(CONTEXT, instruction="x" * 200_000)
     launch = Shell(command=["a"]).launch(context)
     assert "TUGLINE_INSTRUCTION" not in launch.env
@@ -234,7 +234,7 @@ def test_a_long_instruction_is_only_in_the_file() -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    """A command must have a program in it."""
+    """A command needs a program."""
     for empty in ("", [], " "):
         with pytest.raises(ConfigError, match="must name a program"):
             Shell(command=empty)
