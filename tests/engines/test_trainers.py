@@ -31,7 +31,7 @@ REWARDS: dict[str, float | None] = {
     "prompt1-1": 1.0,
     "prompt1-2": None,
 }
-"""By task: the prompt and the session that verl asks for."""
+"""By task, which is named after the prompt and the session that verl requests."""
 PARTS = Path(__file__).parent / "parts"
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
@@ -54,7 +54,7 @@ async def run(url: str, folder: Path, trainer: str, script: str, *arguments: str
 
 
 def read(url: str) -> list[GradedGroup]:
-    """Every group that is there now."""
+    """Every group in the stream so far."""
     with GroupStream("the-test", url, TOKENS.client, follow=False) as stream:
         return list(stream)
 
@@ -77,7 +77,7 @@ async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> Non
 
 
 async def work(house: House) -> None:
-    """Play a node on which every session has two traces, and earns what its task's id says."""
+    """Act as a node whose sessions have two traces, and the reward of `REWARDS`."""
     async with NodeClient(house.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
         ask = LeaseRequest(capacity=9, applied=welcome.control.generation, wait_s=2.0)
@@ -124,9 +124,9 @@ async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None
         assert row["num_turns"] == 2
         assert row["extra_fields"]["reward_extra_info"] == {"tests": sample.reward}
         assert row["extra_fields"]["tugline_session"] == sample.session
-        worth = sample.reward - {"prompt0": 0.5, "prompt1": 0.75}[row["key"].partition("_")[0]]
+        advantage = sample.reward - {"prompt0": 0.5, "prompt1": 0.75}[row["key"].partition("_")[0]]
         padding = [0] * (len(row["advantages"]) - len(ids) + first)
-        expected = [*(sample.loss_mask[first:] * worth).tolist(), *padding]
+        expected = [*(sample.loss_mask[first:] * advantage).tolist(), *padding]
         assert row["advantages"] == pytest.approx(expected)
 
 
