@@ -9,8 +9,9 @@ class Timeline {
   constructor(canvas, session, open) {
     Object.assign(this, { canvas, turns: session.turns, events: session.events, open });
     const ends = this.turns.map((turn) => turn.at + (turn.total_s ?? 0));
-    this.start = Math.min(...this.turns.map((turn) => turn.at), ...this.events.map((e) => e.at));
-    this.end = Math.max(this.start + 0.001, ...ends, ...this.events.map((event) => event.at));
+    const begins = [...this.turns, ...this.events].map((each) => each.at);
+    this.start = begins.length ? Math.min(...begins) : 0;
+    this.end = Math.max(this.start + 0.001, ...begins, ...ends);
     this.lanes = this.sorted();
     canvas.hidden = !this.turns.length;
     canvas.addEventListener("click", (event) => {
