@@ -1,4 +1,4 @@
-// Where two traces part, and how their answers differ.
+// Where two traces diverge, and how their answers differ.
 
 import { listCalls, type CallTokens, type Trace } from "./trajectory";
 
@@ -12,14 +12,14 @@ export function firstDivergence(a: Ids, b: Ids): number {
   return k;
 }
 
-/** Whether each token is in the longest common subsequence, for both sides. */
+/** For both sides: 1 for each token of the longest common subsequence. */
 export interface Difference {
   a: Uint8Array;
   b: Uint8Array;
   common: number;
 }
 
-/** Cells of the table up to which a middle is compared token by token. */
+/** Largest table for a token-by-token comparison; a longer middle counts as different. */
 const MOST = 4_000_000;
 
 /** Compare two answers: common ends first, then the longest common subsequence of the middle. */
@@ -54,7 +54,7 @@ export function diffTokens(a: Ids, b: Ids): Difference {
   return found;
 }
 
-/** Answers in the same place of two traces. */
+/** The n-th answers of two traces. */
 export interface TurnPair {
   turn: number;
   a: CallTokens | null;

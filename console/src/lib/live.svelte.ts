@@ -1,6 +1,6 @@
 /**
- * The server's events, while this tab is visible: browsers open six connections to a host, and
- * twenty hidden tabs must not hold them. A tab that is shown again reads its page again.
+ * The server's events, followed while this tab is visible: browsers open at most six connections
+ * to a host, which hidden tabs must not use up. A tab that becomes visible reloads its data.
  */
 import { request, type Event } from "./api";
 import { auth } from "./auth.svelte";
@@ -33,7 +33,7 @@ async function follow(signal: AbortSignal): Promise<void> {
       if (!first) tell(null);
       await read(response.body!.pipeThrough(new TextDecoderStream()).getReader());
     } catch {
-      // said by the connection's state
+      // shown as the state of the connection
     }
     if (signal.aborted) return;
     connection.state = "lost";
