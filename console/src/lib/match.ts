@@ -7,7 +7,7 @@ const WHOLE = 2;
 const split = (text: string): string[] => text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? [];
 
 /** The text of a session that matches a search; empty if its id matches. */
-export function foundIn(q: string, session: Session, result: Result | undefined): string {
+export function findMatch(q: string, session: Session, result: Result | undefined): string {
   if (!q || session.id.includes(q)) return "";
   const wanted = split(q);
   const holds = (text: string): boolean => {
