@@ -76,12 +76,12 @@ def use_cargo(_: Path) -> Tool:
     if shutil.which("cargo") is None or shutil.which("cc") is None:
         pytest.skip("there is no cargo, or no cc, which it links with")
     argv = ("rustc", "--print", "sysroot")
-    found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    if found.returncode != 0:
+    sysroot = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    if sysroot.returncode != 0:
         pytest.skip("there is no cargo that works")
     env = {"CARGO_HOME": "/tmp/cargo", "PATH": "/srv/rust/bin:/usr/bin:/bin"}  # noqa: S108
     options = {"format": "cargo", "env": env}
-    mounts = (Mount("/srv/rust", found.stdout.strip()),)
+    mounts = (Mount("/srv/rust", sysroot.stdout.strip()),)
     command = "cargo test --offline --test adds"
     return Tool("cargo", "src/lib.rs", command, "adds", options, mounts)
 
@@ -118,8 +118,8 @@ def use_maven(folder: Path) -> Tool:
 )
 def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Tool:
     """Each tool that is installed."""
-    found: Tool = request.param(tmp_path)
-    return found
+    installed: Tool = request.param(tmp_path)
+    return installed
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def forge(tool: Tool, judge: Judge) -> dict[str, FileChange | None]:
         log = sandbox.logs / "agent.log"
         assert await passes(tool, sandbox, tool.right[tool.source]), log.read_text()
         patch = await sandbox.diff()
-        built = {path: one for path, one in patch.files.items() if path.startswith(OUTPUTS)}
+        built = {path: change for path, change in patch.files.items() if path.startswith(OUTPUTS)}
         believed = await passes(tool, sandbox, tool.wrong)
         assert believed, "the forgery is none: the tool has built again"
     assert built

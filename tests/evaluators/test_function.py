@@ -122,8 +122,8 @@ async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
     """Within the time of the evaluation, and without a place that others need."""
     judge.timeout_s = 0.5
     hung = [judge(target(hangs)) for _ in range(40)]
-    said = await asyncio.gather(*hung, return_exceptions=True)
+    results = await asyncio.gather(*hung, return_exceptions=True)
     RELEASE.set()
-    assert all("took over 0.5 s" in str(each) for each in said)
+    assert all("took over 0.5 s" in str(each) for each in results)
     judge.timeout_s = 30.0
     assert (await judge(target(share))).reward.value == 0.0

@@ -50,7 +50,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         if reason is not None:
             pytest.skip(reason)
 
-    def judged(
+    def validate(
         command: str, script: str = RIGHT, *, allow: Sequence[str] = (), **options: Any
     ) -> TaskValidation:
         tests = tmp_path / "tests"
@@ -72,7 +72,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         solution = Solution(argv=("sh", "-c", REWARDS + command))
         return asyncio.run(validate_task(task, solution, tmp_path / "sandboxes", Parts()))
 
-    return judged
+    return validate
 
 
 EARNED = read_values(Path(__file__).with_name("harbor.yaml"))
@@ -97,13 +97,13 @@ def test_the_work_is_judged_by_the_script(judge: Judge, case: str) -> None:
     ],
 )
 def test_a_script_without_a_readable_reward_is_no_verdict(
-    judge: Judge, script: str, why: str
+    judge: Judge, script: str, message: str
 ) -> None:
     """Nobody's work is charged with a broken task."""
     proof = judge("touch done", script)
     assert proof.failure is not None
     assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
-    assert why in proof.reason
+    assert message in proof.reason
 
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:

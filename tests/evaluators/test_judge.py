@@ -35,7 +35,7 @@ def call(number: int, *messages: Message, answer: str = "") -> Call:
     return make_call(number, [1], [2, 3], messages=messages, answer=Message(Role.ASSISTANT, answer))
 
 
-def said(scores: dict[str, Any], **more: Any) -> str:
+def write_answer(scores: dict[str, Any], **more: Any) -> str:
     """An answer as a model writes it."""
     return msgspec.json.encode({"reasoning": "Because.", "scores": scores} | more).decode()
 
@@ -47,7 +47,7 @@ class Model:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.script: list[int | float | str] = []
-        self.answer = said(GOOD)
+        self.answer = write_answer(GOOD)
         self.retry_after = ""
         self.at_once = self.most_at_once = 0
         self.base_url = ""
@@ -79,8 +79,8 @@ class Model:
     @property
     def seen(self) -> str:
         """What it was shown last, without the escapes of JSON."""
-        shown = "\n".join(message["content"] for message in self.asked[-1]["messages"])
-        return shown.replace("\\n", "\n").replace('\\"', '"')
+        text = "\n".join(message["content"] for message in self.asked[-1]["messages"])
+        return text.replace("\\n", "\n").replace('\\"', '"')
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ async def test_a_session_is_graded_by_its_rubric(model: Model, outcome: SessionO
     assert verdict.reward.value == pytest.approx((3 * 1.0 + 0.6) / 4)
     assert verdict.reward.parts == {"right": 1.0, "clear": 0.6}
     assert verdict.report == {"scores": GOOD, "reasoning": "Because."}
-    for shown in (
+    for part in (
         *("Mend the bill.", "[user] Mend it", '-> bash({"cmd": "pytest"})', "[tool] 3 passed"),
         *("-a - b\n+a + b", "It is mended.", "right: The bill is right."),
     ):
-        assert shown in model.seen
+        assert part in model.seen
     assert "Be terse." not in model.seen
     request = model.asked[0]
     assert (request["model"], request["temperature"]) == ("grader", 0)
@@ -126,7 +126,7 @@ async def test_a_session_is_graded_by_its_rubric(model: Model, outcome: SessionO
 
 async def test_one_text_is_a_rubric(model: Model, outcome: SessionOutcome) -> None:
     """It has one score."""
-    model.answer = said({"score": 7})
+    model.answer = write_answer({"score": 7})
     verdict = await model.judge(rubric="Is it good?").evaluate(outcome)
     assert (verdict.reward.value, verdict.reward.parts) == (0.7, {"score": 0.7})
 
@@ -145,10 +145,10 @@ async def test_what_a_repository_had_is_in_the_diff(model: Model, tmp_path: Path
         pytest.param([500], id="fault"),
         pytest.param(["I cannot say."], id="prose"),
         pytest.param([""], id="empty"),
-        pytest.param([said({"right": 11, "clear": 0})], id="out of range"),
-        pytest.param([said({"right": 10})], id="one is missing"),
-        pytest.param([said({"right": True, "clear": 1})], id="no number"),
-        pytest.param([said(GOOD | {"more": 1})], id="one too many"),
+        pytest.param([write_answer({"right": 11, "clear": 0})], id="out of range"),
+        pytest.param([write_answer({"right": 10})], id="one is missing"),
+        pytest.param([write_answer({"right": True, "clear": 1})], id="no number"),
+        pytest.param([write_answer(GOOD | {"more": 1})], id="one too many"),
         pytest.param(['{"scores": ' * 5000], id="without bottom"),
         pytest.param(["\ud800"], id="no text"),
     ],
@@ -178,7 +178,7 @@ async def test_an_answer_may_stand_in_a_fence_or_after_thoughts(
     [
         ([500, 500], "no verdict in 2 attempts, at last: HTTP 500: busy now"),
         (["no", "no"], "at last: unreadable answer"),
-        ([said({"right": 99, "clear": 1})] * 2, "must be 0 to 10 for each of right, clear"),
+        ([write_answer({"right": 99, "clear": 1})] * 2, "must be 0 to 10 for each of right, clear"),
         ([1.0, 1.0], "at last: no answer in 0.2 s"),
         ([401], "HTTP 401: busy now"),
         ([404], "HTTP 404: busy now"),

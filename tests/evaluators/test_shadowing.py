@@ -102,8 +102,8 @@ async def run(
     assert "IMPORTED" not in output, report
     (modules,) = await asyncio.to_thread(lambda: list(folder.rglob("modules.txt")))
     counted = re.findall(r"\d+ passed|\d+ failed", output)
-    told = [f"{report['failed']} {report['missing']} {report['exit']} {verdict.reward}", *counted]
-    return [*modules.read_text().splitlines(), *told]
+    counts = [f"{report['failed']} {report['missing']} {report['exit']} {verdict.reward}", *counted]
+    return [*modules.read_text().splitlines(), *counts]
 
 
 async def same_as_fresh(

@@ -80,10 +80,10 @@ async def test_in_containers(tmp_path: Path, images: str, runtime: dict[str, Any
         spec = SandboxSpec(workspace=task.workspace)
         async with Parts().runtime(task.runtime).open(tmp_path / f"{number}", spec) as sandbox:
             await run_shell(sandbox, f"{LOG}; {FSCK}")
-            said = read_log(sandbox)
-        assert "Start" in said
-        assert not [title for title in titles[number:] if title in said]
-        assert "unreachable" not in said
+            output = read_log(sandbox)
+        assert "Start" in output
+        assert not [title for title in titles[number:] if title in output]
+        assert "unreachable" not in output
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
         "one": alone,
         "other": alone,
     }
-    judged = Task(
+    graded = Task(
         id="t",
         instruction="Mend the bill.",
         harness=PluginSpec("shell", {"command": AGENT}),
@@ -201,7 +201,7 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
     session = Session(id="t-0", task="t", sample=0)
     async with rig(tmp_path / "gateway", in_turn("Done.")) as it:
         done = await roll_out(
-            judged, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
+            graded, session, gateway=it.gateway, directory=tmp_path / "s", parts=Parts()
         )
     assert done.status is Status.COMPLETED
     assert done.reward is not None

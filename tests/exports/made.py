@@ -86,8 +86,8 @@ def record(
     )
     path = folder / f"{session}.{epoch}.rec"
     with Writer(path, header) as writer:
-        for one in two_turns() if calls is None else calls:
-            writer.append(replace(one, session=session))
+        for call_ in two_turns() if calls is None else calls:
+            writer.append(replace(call_, session=session))
         if status is not None:
             reward_given = None if reward is None else Reward(reward, {"passed": reward})
             ledger = Ledger(sampled=3, trained=3)
@@ -110,6 +110,6 @@ def export(
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What an export holds: a table, or a file of lines."""
     if path.read_bytes().startswith(b"PAR1"):
-        found: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-        return found
+        table: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return table
     return [json.loads(line) for line in path.read_text().splitlines()]

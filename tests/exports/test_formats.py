@@ -104,18 +104,18 @@ def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     record(tmp_path, "a", calls=[*two_turns(), fork], reward=1.0)
     record(tmp_path, "b", sample=1, reward=0.0)
     record(tmp_path, "c", task="u", reward=1.0)
-    found = [(row["session"], row["group_id"], row["advantage"]) for row in rows("trl", tmp_path)]
-    assert [(name, group) for name, group, _ in found] == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
-    assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
+    advantages = [(row["session"], row["group_id"], row["advantage"]) for row in rows("trl", tmp_path)]
+    assert [(name, group) for name, group, _ in advantages] == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
+    assert [advantage for _, _, advantage in advantages] == pytest.approx([WORTH, WORTH, -WORTH, 0])
 
 
-def holds(found: Any, expected: Any) -> bool:
+def holds(actual: Any, expected: Any) -> bool:
     """Whether `found` has these values, in as many places of its lists."""
     if isinstance(expected, dict):
-        return all(holds(found.get(name), value) for name, value in expected.items())
+        return all(holds(actual.get(name), value) for name, value in expected.items())
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(holds, found, expected))
-    return bool(found == expected)
+        return len(actual) == len(expected) and all(map(holds, actual, expected))
+    return bool(actual == expected)
 
 
 @pytest.mark.parametrize("case", SESSIONS, ids=lambda case: case["shows"])
@@ -125,8 +125,8 @@ def test_rows_are_those_of_the_sessions(tmp_path: Path, case: dict[str, Any]) ->
         record(tmp_path, "abc"[sample], sample=sample, calls=read_calls(calls, call))
     chosen = msgspec.convert(case.get("filter", {}), TraceFilter)
     plan = {"options": case.get("options"), "filter": chosen}
-    found = rows(case["form"], tmp_path, **plan)
-    assert holds(found, case["rows"]), found
+    actual = rows(case["form"], tmp_path, **plan)
+    assert holds(actual, case["rows"]), actual
     summary = export(case["form"], tmp_path, tmp_path / "out", force=True, **plan)
     assert summary.left_out | summary.rows_left_out == case["left_out"]
 
@@ -136,16 +136,16 @@ async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -
     look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
     async with rig(tmp_path, in_turn(f"Let me look.\n{look}", "It is mended.")) as it:
         answer = (await it.ask())["content"]
-        found = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
+        result = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
         echo = {"role": "assistant", "content": answer}
-        await it.ask([*ASK, echo, {"role": "user", "content": [found]}])
+        await it.ask([*ASK, echo, {"role": "user", "content": [result]}])
     renderer = create_renderer(RENDERING.tokenizer, CONFIGS["qwen3"](thinking_retention="all"))
     (line,) = rows("sft", tmp_path, options={"arguments": "object"})
     ids = renderer.render_ids(line["messages"], tools=line["tools"])
     traces = PrefixMerging().build(it.calls).traces
     (trace,) = traces
     assert len(trace.spans) == line["metadata"]["turns"] == 2
-    expected, seen = (RENDERING.tokenizer.decode(list(one)) for one in (ids, trace.ids))
+    expected, seen = (RENDERING.tokenizer.decode(list(ids_)) for ids_ in (ids, trace.ids))
     unthought = expected.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
     assert unthought.startswith(seen)
 
@@ -176,13 +176,13 @@ def test_datasets_opens_chat_with_different_tools(
     loaded = load("json", out)
     given = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in loaded]
     text = ['{"path":"0.py"}', '{"depth":2}']
-    assert given == (text if arguments == "text" else [json.loads(one) for one in text])
+    assert given == (text if arguments == "text" else [json.loads(arguments_) for arguments_ in text])
 
 
-def _renamed(one: Call) -> Call:
-    assert one.answer is not None
-    use = replace(one.answer.tool_calls[0], name="list", arguments='{"depth":2}')
-    return replace(one, answer=replace(one.answer, tool_calls=(use,)))
+def _renamed(original: Call) -> Call:
+    assert original.answer is not None
+    use = replace(original.answer.tool_calls[0], name="list", arguments='{"depth":2}')
+    return replace(original, answer=replace(original.answer, tool_calls=(use,)))
 
 
 @pytest.mark.slow

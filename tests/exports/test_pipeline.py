@@ -40,12 +40,12 @@ def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
     held = {"train": train, "test": test}
     assert sorted(row["session"] for row in train + test) == sorted(f"s{i}" for i in range(12))
     assert not {row["task"] for row in train} & {row["task"] for row in test}
-    assert {name: one.sessions for name, one in summary.files.items()} == {
+    assert {name: file.sessions for name, file in summary.files.items()} == {
         name: len(rows) for name, rows in held.items()
     }
-    assert sum(one.tasks for one in summary.files.values()) == 3
-    assert sum(one.tokens for one in summary.files.values()) == 12 * 6
-    assert sum(one.trained for one in summary.files.values()) == 12 * 3
+    assert sum(file.tasks for file in summary.files.values()) == 3
+    assert sum(file.tokens for file in summary.files.values()) == 12 * 6
+    assert sum(file.trained for file in summary.files.values()) == 12 * 3
 
 
 def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_selection_counts_what_it_leaves_out(case: dict[str, Any]) -> None:
         sessions.append(SessionSummary(**values | {"path": path, "status": status}))
     selection = msgspec.convert(case["selection"], Selection)
     kept, left = select(sessions, selection, needs_reward=case.get("needs_reward", False))
-    assert "".join(one.session for one in kept) == case["kept"]
+    assert "".join(session.session for session in kept) == case["kept"]
     assert left == case["left_out"]
 
 
@@ -50,7 +50,7 @@ def test_every_task_is_in_a_file(seed: int, weights: list[float]) -> None:
 def test_a_split_has_its_shares_and_depends_on_the_seed() -> None:
     """A task's file depends on nothing but its id and the seed."""
     splits = [Split(shares={"train": 0.8, "test": 0.2}, seed=seed) for seed in (0, 0, 1)]
-    first, again, other = ([one.choose_file(str(i)) for i in range(400)] for one in splits)
+    first, again, other = ([split.choose_file(str(i)) for i in range(400)] for split in splits)
     assert first == again != other
     assert 0.7 < Counter(first)["train"] / 400 < 0.9
 
@@ -67,6 +67,6 @@ def test_sessions_that_say_the_same_are_known_by_their_tokens(tmp_path: Path) ->
 
 def test_a_reward_that_is_no_number_is_none(tmp_path: Path) -> None:
     """An evaluator's NaN does not become anybody's best session."""
-    found = summarize(record(tmp_path, "a", reward=float("nan")))
-    assert found is not None
-    assert found.reward is None
+    summary = summarize(record(tmp_path, "a", reward=float("nan")))
+    assert summary is not None
+    assert summary.reward is None

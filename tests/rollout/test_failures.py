@@ -129,7 +129,7 @@ def _remove_recording(folder: Path) -> None:
 def _odd_bytes(folder: Path, trajectory: Trajectory) -> None:
     (log,) = (folder / "session" / "agent").rglob("agent.log")
     assert b"\xff\xfe" in log.read_bytes()
-    assert any("name with control or undecodable" in one for one in trajectory.report["notes"])
+    assert any("name with control or undecodable" in note for note in trajectory.report["notes"])
 
 
 def _partial(folder: Path, trajectory: Trajectory) -> None:

@@ -120,7 +120,7 @@ def work(rank: int, folder: Path) -> None:
     for name, (make, *shares, changes) in CASES.items():
         model = make()
         reports = train(model, replace(CONFIG, **changes), shares[rank])
-        results[name] = (weights(model), [msgspec.json.encode(one) for one in reports])
+        results[name] = (weights(model), [msgspec.json.encode(report) for report in reports])
     for name in RESUMED:
         share = slice(1) if rank == 0 else slice(1, None)
         results[f"resumed {name}"] = (resume(name, share, folder / name), [])

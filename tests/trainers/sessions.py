@@ -62,7 +62,7 @@ def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -
 
 def session(traces: Sequence[Trace], *, task: str, sample: int, reward: float | None) -> Trajectory:
     """A finished session with a ledger that fits its traces."""
-    trained = sum(int(one.mask.sum()) for one in traces)
+    trained = sum(int(trace_.mask.sum()) for trace_ in traces)
     return Trajectory(
         session=f"{task}/{sample}",
         task=task,
@@ -89,13 +89,13 @@ def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[
     ]
 
 
-def recaptured(one: Trajectory, change: Callable[[Trace], np.ndarray]) -> Trajectory:
+def recaptured(original: Trajectory, change: Callable[[Trace], np.ndarray]) -> Trajectory:
     """A session whose engine reported other log probabilities: what `change` makes of a trace."""
     traces = [
-        replace(each, logprobs=np.where(each.mask, change(each), 0).astype(np.float32))
-        for each in one.traces
+        replace(trace_, logprobs=np.where(trace_.mask, change(trace_), 0).astype(np.float32))
+        for trace_ in original.traces
     ]
-    return replace(one, traces=tuple(traces))
+    return replace(original, traces=tuple(traces))
 
 
 def sample(ids: Sequence[int], mask: Sequence[bool], **changes: object) -> Sample:
@@ -115,20 +115,20 @@ class Passed(NamedTuple):
     """Of a sum of them that weights each token and each sample by itself."""
 
 
-def weigh(samples: Sequence[Sample]) -> list[Row]:
+def make_rows(samples: Sequence[Sample]) -> list[Row]:
     """A weight for each sample."""
-    total = sum(int(one.loss_mask.sum()) for one in samples)
-    return [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
+    total = sum(int(row.loss_mask.sum()) for row in samples)
+    return [Row(row, weight=1 / (total + number)) for number, row in enumerate(samples)]
 
 
 def run_policy(model: torch.nn.Module, samples: Sequence[Sample], config: GrpoConfig) -> Passed:
     """Compute samples in as many passes as `config` allows."""
     policy = PolicyModel(model, config)
     model.zero_grad()
-    tokens, found = 0, {}
-    for micro in pack(weigh(samples), config, policy.device):
+    tokens, logprobs = 0, {}
+    for micro in pack(make_rows(samples), config, policy.device):
         tokens += micro.computed - micro.padding
         new = policy.logprobs(micro)
         (new * micro.weight * micro.advantage).sum().backward()
-        found |= {id(one.sample): one.logprobs for one in split_by_sample(new.detach(), micro)}
-    return Passed(tokens, [found[id(one)] for one in samples], gradient(model))
+        logprobs |= {id(part.sample): part.logprobs for part in split_by_sample(new.detach(), micro)}
+    return Passed(tokens, [logprobs[id(row)] for row in samples], gradient(model))

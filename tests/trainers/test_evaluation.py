@@ -51,15 +51,15 @@ def test_an_evaluation_averages_over_tasks() -> None:
         Attempt("c", 0.5, slow),
     ]
     tags = {"a": {"kind": "x"}, "b": {"kind": "y"}, "c": {"kind": "x"}}
-    found = evaluate(attempts, k=4, tags=tags)
-    assert found.pass_at[1].value == pytest.approx((1 / 4 + 1 + 0) / 3)
-    assert found.pass_at[2].value == pytest.approx((1 / 2 + 1) / 2)
-    assert (found.pass_at[4].value, found.pass_at[4].tasks) == (1.0, 1)
-    assert (found.attempts, found.unrewarded) == (7, 1)
-    assert found.reward == pytest.approx(3.5 / 7)
-    assert found.by_tag["kind=x"].value == pytest.approx(1 / 8)
-    assert found.failures == {"sandbox": 1, "agent_timeout": 1}
-    assert dict(summarize(found))["without a reward"] == "1 sessions, not counted"
+    result = evaluate(attempts, k=4, tags=tags)
+    assert result.pass_at[1].value == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert result.pass_at[2].value == pytest.approx((1 / 2 + 1) / 2)
+    assert (result.pass_at[4].value, result.pass_at[4].tasks) == (1.0, 1)
+    assert (result.attempts, result.unrewarded) == (7, 1)
+    assert result.reward == pytest.approx(3.5 / 7)
+    assert result.by_tag["kind=x"].value == pytest.approx(1 / 8)
+    assert result.failures == {"sandbox": 1, "agent_timeout": 1}
+    assert dict(summarize(result))["without a reward"] == "1 sessions, not counted"
     assert evaluate([]).pass_at == {}
 
 
@@ -105,8 +105,8 @@ def test_intervals_cover() -> None:
     held = 0
     for _ in range(400):
         chances = random.beta(0.8, 1.2, 40)
-        found = estimate(random.binomial(4, chances) / 4)
-        held += found.low <= 0.4 <= found.high
+        interval = estimate(random.binomial(4, chances) / 4)
+        held += interval.low <= 0.4 <= interval.high
     assert 0.92 <= held / 400 <= 0.99
 
 
@@ -114,12 +114,12 @@ def test_a_comparison_is_paired() -> None:
     """By hand: 3 of 5 tasks better and none worse, and the interval of Bonett and Price."""
     before = [Attempt(name, 0.0) for name in "abcde"]
     now = [Attempt(name, float(name in "abc")) for name in "abcdef"]
-    found = compare(now, before)
-    assert (found.better, found.worse, found.difference.tasks) == (3, 0, 5)
-    assert found.difference.value == pytest.approx(0.6)
+    comparison = compare(now, before)
+    assert (comparison.better, comparison.worse, comparison.difference.tasks) == (3, 0, 5)
+    assert comparison.difference.value == pytest.approx(0.6)
     centre, spread = 3 / 7, ((5 / 7 - (3 / 7) ** 2) / 7) ** 0.5
-    assert found.difference.low == pytest.approx(centre - 1.96 * spread)
-    assert found.difference.high == pytest.approx(centre + 1.96 * spread)
+    assert comparison.difference.low == pytest.approx(centre - 1.96 * spread)
+    assert comparison.difference.high == pytest.approx(centre + 1.96 * spread)
     same = compare(before, before).difference
     assert (same.value, same.low < 0 < same.high) == (0.0, True)
     with pytest.raises(UsageError, match="no rewarded task in common"):

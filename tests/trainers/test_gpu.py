@@ -105,12 +105,12 @@ async def test_the_engine_says_the_log_probabilities_that_the_trainer_computes()
                 rows.append((prompt, join([chunk async for chunk in chunks])))
     config = GrpoConfig(micro_tokens=4096)
     policy = PolicyModel(model, config)
-    for prompt, said in rows:
-        row = Row(make_probe(np.concatenate([prompt, said.ids])))
+    for prompt, output in rows:
+        row = Row(make_probe(np.concatenate([prompt, output.ids])))
         for micro in pack([row], config, policy.device):
             with torch.no_grad():
-                new = policy.logprobs(micro).cpu().numpy()[-len(said.ids) :]
-        worst = max(worst, float(np.abs(new - said.logprobs).max()))
+                new = policy.logprobs(micro).cpu().numpy()[-len(output.ids) :]
+        worst = max(worst, float(np.abs(new - output.logprobs).max()))
     print(f"engine against trainer: {worst:.1e} nats")  # noqa: T201 - as above
     assert worst < 1e-4
 
@@ -132,5 +132,5 @@ def test_a_model_sharded_over_nccl_learns_what_one_without_learns(tmp_path: Path
     print(f"weights after five steps: {difference:.1e} apart")  # noqa: T201 - as above
     assert difference < 1e-5
     pairs = zip(reports, others, strict=True)
-    assert max(abs(one.loss - other.loss) for one, other in pairs) < 1e-5
-    assert [one.updates_skipped for one in reports] == [one.updates_skipped for one in others]
+    assert max(abs(report.loss - other.loss) for report, other in pairs) < 1e-5
+    assert [report.updates_skipped for report in reports] == [report.updates_skipped for report in others]

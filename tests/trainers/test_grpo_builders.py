@@ -37,8 +37,8 @@ def groups(draw: DrawFn) -> list[tuple[list[Call], float]]:
     group = []
     for number in range(draw(st.integers(1, 4))):
         calls = draw_session(draw(st.binary(min_size=150, max_size=150)), f"s{number}").calls
-        at = [Sampling(temperature=(None, 0.5, 1.0)[one.number % 3]) for one in calls]
-        calls = [replace(one, sampling=each) for one, each in zip(calls, at, strict=True)]
+        at = [Sampling(temperature=(None, 0.5, 1.0)[call.number % 3]) for call in calls]
+        calls = [replace(call, sampling=sampling) for call, sampling in zip(calls, at, strict=True)]
         group.append((calls, draw(st.sampled_from([0.0, 0.1, 0.3, 1.0]))))
     return group
 
@@ -61,16 +61,16 @@ def tokens(
     """Every trained token: session, what names it there, advantage, temperature and weight."""
     return sorted(
         (
-            one.session,
-            *(float(each[at]) for each in (one.logprobs, one.advantages, one.temperatures)),
+            row.session,
+            *(float(values[at]) for values in (row.logprobs, row.advantages, row.temperatures)),
             weight,
         )
-        for one, weight in zip(samples, weights, strict=True)
-        for at in np.flatnonzero(one.loss_mask)
+        for row, weight in zip(samples, weights, strict=True)
+        for at in np.flatnonzero(row.loss_mask)
     )
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
 @given(
     group=groups(),
     advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
@@ -95,10 +95,10 @@ def test_no_builder_changes_what_a_token_counts_for(
         samples, ledger = prepare(batch, config, version=5)
         seen.append(tokens(samples, token_weights(samples, config) if samples else []))
         books.append(ledger)
-        orders.append(list(dict.fromkeys(one.session for one in samples)))
-    assert all(one == seen[0] for one in seen)
-    assert all(one == books[0] for one in books)
-    assert all(one == orders[0] for one in orders)
+        orders.append(list(dict.fromkeys(sample.session for sample in samples)))
+    assert all(other == seen[0] for other in seen)
+    assert all(other == books[0] for other in books)
+    assert all(other == orders[0] for other in orders)
     assert len(seen[0]) == books[0].trained
 
 
@@ -109,16 +109,16 @@ def test_rewards_of_traces_may_be_cut_with_their_traces(
     """A number per merged trace, or the same number for each of its calls: one advantage."""
     merged, single = built(group, "prefix_merging"), built(group, "per_request")
     of_call = {
-        (one.session, span.call): float(index) / 3
-        for one in merged
-        for index, trace in enumerate(one.traces)
+        (done.session, span.call): float(index) / 3
+        for done in merged
+        for index, trace in enumerate(done.traces)
         for span in trace.spans
     }
     seen = []
     for batch in (merged, single):
-        judged = [replace(one, reward=numbered(one, of_call)) for one in batch]
+        rewarded = [replace(done, reward=numbered(done, of_call)) for done in batch]
         config = GrpoConfig(reward="per_trace", advantage=advantage)
-        samples, _ = prepare(judged, config, version=2)
+        samples, _ = prepare(rewarded, config, version=2)
         seen.append(tokens(samples, [1.0] * len(samples)))
     assert seen[0] == seen[1]
 
@@ -151,7 +151,7 @@ def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
     return group
 
 
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda case: case["reward"])
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
 def test_no_builder_changes_the_gradient(
     reward: dict[str, object], normalisation: Normalisation
@@ -159,12 +159,12 @@ def test_no_builder_changes_the_gradient(
     """A step of several updates moves the weights alike, and merged traces cost it less."""
     knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
     config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
-    found, cost = {}, {}
+    trained, cost = {}, {}
     for builder in BUILDERS:
         model = tiny()
         report = Grpo(model, config).step(built(grown(tiny()), builder), version=3)
         assert report.updates == 2
-        found[builder], cost[builder] = weights(model), report.tokens_forwarded
-    first, *others = found.values()
-    assert max(float((one - first).abs().max()) for one in others) < 1e-5
+        trained[builder], cost[builder] = weights(model), report.tokens_forwarded
+    first, *others = trained.values()
+    assert max(float((other - first).abs().max()) for other in others) < 1e-5
     assert cost["prefix_merging"] < 0.6 * cost["per_request"]

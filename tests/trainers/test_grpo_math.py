@@ -31,10 +31,10 @@ REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 
 def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -> np.ndarray:
     """Advantage of each session of a group where a session earned one reward."""
-    each = [float(one) for one in np.asarray(rewards, np.float64)]
-    group = [SessionReward.of([one], [7], otherwise=9.0) for one in each]
+    each = [float(reward) for reward in np.asarray(rewards, np.float64)]
+    group = [SessionReward.of([reward], [7], otherwise=9.0) for reward in each]
     against = baselines(group, estimator, eps)
-    return np.array([b.advantage(one) for b, one in zip(against, each, strict=True)])
+    return np.array([b.advantage(reward) for b, reward in zip(against, each, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
     """
     several = SessionReward.of([1.0, 0.0, 1.0], [1, 3, 0], otherwise=9.0)
     group = [several, SessionReward.of([0.5], [2], otherwise=9.0)]
-    assert [one.mean for one in group] == [0.25, 0.5]
+    assert [several_.mean for several_ in group] == [0.25, 0.5]
     centred = baselines(group, "dr_grpo", 0.0)
     assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
     scaled = baselines(group, "grpo", 0.0)
@@ -120,9 +120,9 @@ def terms(
     rows = []
     for i in range(traces):
         part = slice(i * count, (i + 1) * count)
-        one = trained(str(i), count)
-        one.logprobs[3:], one.advantages[3:] = captured[part], advantages[part]
-        rows.append(Row(one, old=old[part]))
+        row = trained(str(i), count)
+        row.logprobs[3:], row.advantages[3:] = captured[part], advantages[part]
+        rows.append(Row(row, old=old[part]))
     new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
     (micro,) = pack(rows, GrpoConfig(tree_packing=False), torch.device("cpu"))
     return token_terms(new, micro, None, GrpoConfig(**options))

@@ -25,12 +25,12 @@ def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Tra
         ids = rng.integers(0, 48, 40 + 10 * len(distributions)).astype(np.int32)
         logprobs = np.zeros(len(ids), np.float32)
         spans = []
-        for i, one in enumerate(distributions):
+        for i, distribution in enumerate(distributions):
             start = 40 + 10 * i
-            raw = one.logprobs is LogprobMeaning.RAW or not one.temperature
-            whole = captured(model, ids, 1.0 if raw else one.temperature)
+            raw = distribution.logprobs is LogprobMeaning.RAW or not distribution.temperature
+            whole = captured(model, ids, 1.0 if raw else distribution.temperature)
             logprobs[start : start + 10] = whole[start : start + 10]
-            spans.append(Span(i, start, start + 10, VERSION, distribution=one))
+            spans.append(Span(i, start, start + 10, VERSION, distribution=distribution))
         mask = np.arange(len(ids)) >= 40
         made = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=tuple(spans))
         batch.append(session([made], task="t", sample=number, reward=float(number)))
@@ -41,7 +41,7 @@ def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Tra
 def test_each_call_has_its_own_temperature() -> None:
     """Calls of one session at 0.5, 1 and 2, and one with raw logprobs, are all reproduced."""
     at = [
-        *(Distribution(temperature=one) for one in (0.5, 1.0, 2.0)),
+        *(Distribution(temperature=temperature) for temperature in (0.5, 1.0, 2.0)),
         Distribution(temperature=0.5, top_p=0.9, logprobs=LogprobMeaning.RAW),
     ]
     report = Grpo(tiny(), GrpoConfig()).step(sampled_at(tiny(), *at), version=VERSION)
@@ -61,7 +61,7 @@ def test_logprobs_after_truncation_are_not_trained_on(distribution: Distribution
     samples, ledger = prepare(batch, GrpoConfig(), version=VERSION)
     assert ledger.balanced
     assert ledger.masked[Reason.UNREPRODUCIBLE] == ledger.trained == 20
-    assert [int(one.loss_mask.sum()) for one in samples] == [10, 10]
+    assert [int(row.loss_mask.sum()) for row in samples] == [10, 10]
 
 
 # --------------------------------------------------------------------------- the distribution
@@ -94,12 +94,12 @@ def off(each: Trace) -> np.ndarray:
 def test_mismatch_is_measured_over_all_tokens_whatever_their_version() -> None:
     """Stale tokens are measured as well, apart: by version, engine and harness."""
     batch = groups(tiny())
-    for i, one in enumerate(batch):
+    for i, original in enumerate(batch):
         traces = []
-        for each in one.traces:
+        for each in original.traces:
             first, last = (replace(span, engine="vllm") for span in each.spans)
             traces.append(replace(each, spans=(replace(first, version=VERSION - 2), last)))
-        stale = replace(one, traces=tuple(traces), harness="pi" if i % 2 else "")
+        stale = replace(original, traces=tuple(traces), harness="pi" if i % 2 else "")
         batch[i] = recaptured(stale, lambda each: each.logprobs + off(each))
     report = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
     assert report.mismatch.total.tokens == report.tokens_trained

@@ -49,8 +49,8 @@ def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
     """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
     rng = np.random.default_rng(6)
     batch = [
-        recaptured(one, lambda each: each.logprobs - rng.uniform(0.5, 1, each.ids.size))
-        for one in groups(tiny())
+        recaptured(original, lambda each: each.logprobs - rng.uniform(0.5, 1, each.ids.size))
+        for original in groups(tiny())
     ]
     capped = Grpo(tiny(), GrpoConfig(importance="truncate")).step(batch, version=VERSION)
     plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
@@ -122,7 +122,7 @@ def test_books_balance_over_every_exit() -> None:
     report = Grpo(model, config).step(batch, version=VERSION)
     books = report.ledger
     assert books.balanced
-    assert books.sampled == sum(one.ledger.sampled for one in batch)
+    assert books.sampled == sum(done.ledger.sampled for done in batch)
     assert books.trained == report.tokens_trained > 0
     assert books.masked[Reason.ABORTED] == 2 * len(batch)
     assert books.masked[Reason.STALE] == old.spans[0].end - old.spans[0].start
@@ -134,22 +134,22 @@ def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
     """Two traces with these numbers and outcome 1, against one trace with outcome 0."""
     rng = np.random.default_rng(0)
     two = session([trace(model, rng) for _ in range(2)], task="t", sample=0, reward=1.0)
-    judged = replace(two, reward=Reward(1.0, per_trace=per_trace))
-    return [judged, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
+    rewarded = replace(two, reward=Reward(1.0, per_trace=per_trace))
+    return [rewarded, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
 
 
 def test_each_trace_can_have_a_reward_of_its_own() -> None:
     """Its tokens' advantage is its own number less the mean of the sessions' means."""
     batch = two_sessions(tiny(), 3.0, math.nan)
     samples, _ = prepare(batch, GrpoConfig(reward="per_trace", advantage="dr_grpo"), version=5)
-    many, few = (int(one.mask.sum()) for one in batch[0].traces)
+    many, few = (int(trace_.mask.sum()) for trace_ in batch[0].traces)
     centre = (3 * many + 1 * few) / (many + few) / 2
     expected = [3 - centre, 1 - centre, -centre]
-    for one, advantage in zip(samples, expected, strict=True):
-        assert one.advantages[one.loss_mask] == pytest.approx(advantage, rel=1e-6)
-        assert not one.advantages[~one.loss_mask].any()
+    for row, advantage in zip(samples, expected, strict=True):
+        assert row.advantages[row.loss_mask] == pytest.approx(advantage, rel=1e-6)
+        assert not row.advantages[~row.loss_mask].any()
     plain, _ = prepare(batch, GrpoConfig(advantage="dr_grpo"), version=5)
-    assert [one.advantages.max() for one in plain[:2]] == [0.5, 0.5]
+    assert [row.advantages.max() for row in plain[:2]] == [0.5, 0.5]
 
 
 def test_rewards_of_other_traces_are_refused() -> None:
@@ -166,20 +166,20 @@ def test_earlier_turns_can_count_for_less() -> None:
     config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)
     traces = [*batch[0].traces, *batch[1].traces]
-    for one, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
+    for row, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
         first, last = made_of.spans
-        assert set(one.advantages[first.start : first.end]) == {sign * 0.25}
-        assert set(one.advantages[last.start : last.end]) == {sign * 0.5}
+        assert set(row.advantages[first.start : first.end]) == {sign * 0.25}
+        assert set(row.advantages[last.start : last.end]) == {sign * 0.5}
 
 
 def test_what_is_not_trained_is_no_turn() -> None:
     """Where the second answer is masked, the first is the last turn and has the whole advantage."""
     batch = two_sessions(tiny())
-    (one,) = batch[1].traces
-    first, last = one.spans
+    (whole,) = batch[1].traces
+    first, last = whole.spans
     gone = replace(last, masked=Reason.CLIENT_GONE)
-    mask = one.mask & (np.arange(len(one.ids)) < last.start)
-    cut = replace(one, spans=(first, gone), mask=mask)
+    mask = whole.mask & (np.arange(len(whole.ids)) < last.start)
+    cut = replace(whole, spans=(first, gone), mask=mask)
     batch[1] = session([cut], task="t", sample=1, reward=0.0)
     config = GrpoConfig(turn_discount=0.5, advantage="dr_grpo")
     samples, _ = prepare(batch, config, version=VERSION)

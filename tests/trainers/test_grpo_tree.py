@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from random_models import SMALL, mistral
-from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, weigh
+from trainers.sessions import VERSION, captured, groups, run_policy, sample, session, tiny, make_rows
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import pack
 from tugline.trainers.grpo.config import GrpoConfig
@@ -71,22 +71,22 @@ def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_t
     assert float((alone.gradient - packed.gradient).abs().max()) < 1e-5
     if micro_tokens == 10_000:
         prefixes = {
-            one.input_ids[:end].tobytes()
-            for one in samples
-            for end in range(1, len(one.input_ids) + 1)
+            row.input_ids[:end].tobytes()
+            for row in samples
+            for end in range(1, len(row.input_ids) + 1)
         }
         assert packed.tokens == len(prefixes)
-    for one, *found in zip(samples, alone.logprobs, packed.logprobs, strict=True):
-        expected = captured(model, one.input_ids, 0.7)[one.loss_mask]
-        assert max(float(np.abs(logprobs - expected).max()) for logprobs in found) < 1e-5
+    for row, *results in zip(samples, alone.logprobs, packed.logprobs, strict=True):
+        expected = captured(model, row.input_ids, 0.7)[row.loss_mask]
+        assert max(float(np.abs(logprobs - expected).max()) for logprobs in results) < 1e-5
 
 
 def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
     """What is shared counts once, so a tree has more traces than the plain layout."""
     prompt = list(range(1, 31))
-    samples = [make_sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
+    samples = [make_sample([*prompt, own, 1, 2], [False] * 30 + [True] * 3) for own in range(20)]
     trees, plain = (
-        list(pack(weigh(samples), replace(each, micro_tokens=60), torch.device("cpu")))
+        list(pack(make_rows(samples), replace(each, micro_tokens=60), torch.device("cpu")))
         for each in (TREE, PLAIN)
     )
     assert [len(micro.rows) for micro in trees] == [10, 10]
@@ -153,7 +153,7 @@ def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
     ids = np.arange(1, 9, dtype=np.int32)
     mask = np.ones(8, np.bool_)
     bad = Trace(ids=ids, mask=mask, logprobs=-mask.astype(np.float32), spans=(Span(0, 0, 8, 5),))
-    batch = [session([bad], task="t", sample=one, reward=float(one)) for one in range(2)]
+    batch = [session([bad], task="t", sample=number, reward=float(number)) for number in range(2)]
     with pytest.raises(CaptureError, match=r"session t/0: loss_mask\[0\] is True"):
         Grpo(tiny(), config).step(batch, version=VERSION)
 

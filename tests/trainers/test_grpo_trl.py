@@ -29,12 +29,12 @@ def off_policy() -> list[Trajectory]:
     rng = np.random.default_rng(0)
     rewards = [1.0, 0.0] * 4
     batch = [
-        session(one.traces[:1], task=one.task, sample=one.sample, reward=reward)
-        for one, reward in zip(groups(tiny()), rewards, strict=True)
+        session(original.traces[:1], task=original.task, sample=original.sample, reward=reward)
+        for original, reward in zip(groups(tiny()), rewards, strict=True)
     ]
     return [
-        recaptured(one, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
-        for one in batch
+        recaptured(original, lambda each: each.logprobs + rng.normal(0, 0.4, len(each.ids)))
+        for original in batch
     ]
 
 
@@ -67,29 +67,29 @@ def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any
 
 def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any]:
     """The same samples as the padded batch that TRL's loss takes; prompts are equally long."""
-    start, longest = len(PROMPT), max(len(one.input_ids) for one in samples)
+    start, longest = len(PROMPT), max(len(row.input_ids) for row in samples)
 
     def pad(parts: list[np.ndarray]) -> torch.Tensor:
         return torch.stack(
-            [torch.from_numpy(np.pad(one, (0, longest - len(one)))) for one in parts]
+            [torch.from_numpy(np.pad(part, (0, longest - len(part)))) for part in parts]
         )
 
-    ids = pad([one.input_ids.astype(np.int64) for one in samples])
-    mask = pad([np.ones(len(one.input_ids), np.int64) for one in samples])
-    trained = pad([one.loss_mask.astype(np.float32) for one in samples])[:, start:]
-    sampled = pad([one.logprobs for one in samples])[:, start:]
+    ids = pad([row.input_ids.astype(np.int64) for row in samples])
+    mask = pad([np.ones(len(row.input_ids), np.int64) for row in samples])
+    trained = pad([row.loss_mask.astype(np.float32) for row in samples])[:, start:]
+    sampled = pad([row.logprobs for row in samples])[:, start:]
     old = sampled
     if config.importance is not None:
-        recomputed = [captured(tiny(), one.input_ids) * one.loss_mask for one in samples]
+        recomputed = [captured(tiny(), row.input_ids) * row.loss_mask for row in samples]
         old = pad(recomputed)[:, start:]
-    reference = [captured(tiny(REFERENCE), one.input_ids) for one in samples]
+    reference = [captured(tiny(REFERENCE), row.input_ids) for row in samples]
     return {
         "prompt_ids": ids[:, :start],
         "prompt_mask": mask[:, :start],
         "completion_ids": ids[:, start:],
         "completion_mask": mask[:, start:],
         "tool_mask": trained,
-        "advantages": torch.tensor([float(one.advantages[one.loss_mask][0]) for one in samples]),
+        "advantages": torch.tensor([float(row.advantages[row.loss_mask][0]) for row in samples]),
         "old_per_token_logps": old,
         "ref_per_token_logps": pad(reference)[:, start:],
         "importance_sampling_ratio": (old - sampled).exp().clamp(max=config.importance_high),
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_trl(
     loss = trl_trainer(theirs, config, tmp_path)._compute_loss(theirs, inputs)
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert float((one.grad - other.grad).abs().max()) < 1e-7
+    for ours_, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert float((ours_.grad - other.grad).abs().max()) < 1e-7
     # `test_clip_is_one_sided_and_asymmetric` has both sides of the clip by hand
     assert max(report.clip_fraction, report.importance_bounded) > 0.1

@@ -38,13 +38,13 @@ def test_updates_are_of_even_size(sessions: int, most: int, seed: int) -> None:
     rows = [Row(replace(sample, session=str(i))) for i in range(sessions)]
     config = GrpoConfig(sessions_per_update=most, seed=seed)
     first, again = (
-        [[row.sample.session for row in one] for one in Grpo(MODEL, config)._shuffle(rows)]
+        [[row.sample.session for row in update] for update in Grpo(MODEL, config)._shuffle(rows)]
         for _ in range(2)
     )
-    sizes = [len(one) for one in first]
+    sizes = [len(update) for update in first]
     assert len(sizes) == math.ceil(sessions / most)
     assert max(sizes) - min(sizes) <= 1
-    assert sorted(name for one in first for name in one) == sorted(map(str, range(sessions)))
+    assert sorted(name for update in first for name in update) == sorted(map(str, range(sessions)))
     assert first == again
 
 
@@ -58,12 +58,12 @@ def test_updates_are_counted_over_epochs() -> None:
 # --------------------------------------------------------------------------- without signal
 def test_groups_without_signal_are_left_out() -> None:
     """The update is the one without them, and the ledger counts their tokens."""
-    flat = [one for task in ("u", "v", "w") for one in flat_group(task)]
+    flat = [done for task in ("u", "v", "w") for done in flat_group(task)]
     alone, _ = prepare(groups(MODEL), GrpoConfig(), version=VERSION)
     samples, ledger = prepare(groups(MODEL) + flat, GrpoConfig(), version=VERSION)
     assert list(map(encode, samples)) == list(map(encode, alone))
     assert ledger.balanced
-    assert ledger.dropped == {Reason.NO_SIGNAL: sum(one.ledger.trained for one in flat)}
+    assert ledger.dropped == {Reason.NO_SIGNAL: sum(done.ledger.trained for done in flat)}
 
 
 @pytest.mark.parametrize("eager", [{}, {"kl": 0.1}], ids=["policy", "kl"])
@@ -101,7 +101,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
     assert (report.updates, report.updates_skipped) == (1, 1)
     assert report.skipped_because_of == (batch[5].session,)
     assert report.ledger.balanced
-    assert 0 < report.tokens_trained < sum(one.ledger.trained for one in batch)
+    assert 0 < report.tokens_trained < sum(done.ledger.trained for done in batch)
     assert report.ledger.dropped[Reason.NON_FINITE] > batch[5].ledger.trained
     assert all(map(math.isfinite, (report.loss, report.grad_norm, report.ratio_mean)))
     assert report.mismatch.total.non_finite == batch[5].ledger.trained
@@ -143,10 +143,10 @@ def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> Non
     samples, ledger = prepare(batch, GrpoConfig(drop_truncated=True), version=VERSION)
     assert ledger.balanced
     assert ledger.dropped == {Reason.TRUNCATED: stopped.ledger.trained}
-    rest = [one for one in kept if one.session != stopped.session]
+    rest = [row for row in kept if row.session != stopped.session]
     assert len(samples) == len(rest)
-    for one, other in zip(samples, rest, strict=True):
-        assert np.array_equal(one.advantages, other.advantages)
+    for row, other in zip(samples, rest, strict=True):
+        assert np.array_equal(row.advantages, other.advantages)
 
 
 # --------------------------------------------------------------------------- precision

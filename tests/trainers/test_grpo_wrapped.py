@@ -51,10 +51,10 @@ def test_two_processes_train_as_one_does(ranks: Ranks, case: str) -> None:
     last = expected[-1]
     assert (last.importance_bounded if "importance" not in changes else last.clip_fraction) > 0.1
     for results in ranks:
-        found, encoded = results[case]
-        assert float((found - weights(alone)).abs().max()) < 1e-5
-        for one, other in zip(encoded, expected, strict=True):
-            report = msgspec.json.decode(one, type=StepReport)
+        trained, encoded = results[case]
+        assert float((trained - weights(alone)).abs().max()) < 1e-5
+        for data, other in zip(encoded, expected, strict=True):
+            report = msgspec.json.decode(data, type=StepReport)
             assert (report.updates, report.ledger) == (other.updates, other.ledger)
             assert report.skipped_because_of == other.skipped_because_of
             for name in ("loss", "grad_norm", "importance_bounded", "clip_fraction", "ratio_mean"):
@@ -76,8 +76,8 @@ def test_a_resumed_run_goes_on_as_one_that_was_never_interrupted(
     alone = Grpo(lora(seed=9) if name == "lora" else tiny(seed=9), CONFIG)
     checkpoint.load(home / name / f"step-{SAVED:06d}", alone)
     expected = go_on(straight, slice(None))
-    for found in [go_on(alone, slice(None)), *(one[f"resumed {name}"][0] for one in ranks)]:
-        assert float((found - expected).abs().max()) < 1e-5
+    for trained in [go_on(alone, slice(None)), *(results[f"resumed {name}"][0] for results in ranks)]:
+        assert float((trained - expected).abs().max()) < 1e-5
 
 
 @pytest.mark.usefixtures("ranks")

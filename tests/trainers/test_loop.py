@@ -45,14 +45,14 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def learners() -> Iterator[set[int]]:
     """Threads in which a forward pass with gradient ran."""
-    found: set[int] = set()
+    threads: set[int] = set()
 
     def note(*_call: object) -> None:
         if torch.is_grad_enabled():
-            found.add(threading.get_ident())
+            threads.add(threading.get_ident())
 
     hook = register_module_forward_pre_hook(note)
-    yield found
+    yield threads
     hook.remove()
 
 
@@ -187,7 +187,7 @@ async def test_a_resumed_run_takes_the_tasks_of_its_checkpoint(tmp_path: Path) -
     chosen = {step: tasks[::-1] for step, tasks in state.extra["chosen"].items()}
     checkpoint.update(path, version=state.version, extra=state.extra | {"chosen": chosen})
     await run(write_config(tmp_path, schedule=plan | {"steps": 3}, heldout=None), folder)
-    started = {one.name.rpartition("-")[0] for one in (folder / "recordings").rglob("g*.rec")}
+    started = {path.name.rpartition("-")[0] for path in (folder / "recordings").rglob("g*.rec")}
     expected = [f"train{number}" for step in ("2", "3") for number in chosen[step]]
     assert {f"g{index:07d}-{name}" for index, name in enumerate(expected, 2)} < started
     assert len(started) == 6

@@ -44,7 +44,7 @@ class Case(NamedTuple):
     """A step that differs from a good one in one thing, and the alarms that it rings."""
 
     alarms: set[str]
-    change: Callable[[Trajectory], Trajectory] = lambda one: one
+    change: Callable[[Trajectory], Trajectory] = lambda done: done
     calls: Sequence[Call] = (READS,)
     lr: float = 1e-3
     noise: float = 0.0
@@ -53,9 +53,9 @@ class Case(NamedTuple):
 
 CASES: Mapping[str, Case] = {
     "good": Case(set()),
-    "failed": Case({"no_tokens", "no_signal"}, lambda one: replace(one, reward=None)),
+    "failed": Case({"no_tokens", "no_signal"}, lambda done: replace(done, reward=None)),
     "alike": Case(
-        {"no_tokens", "no_signal"}, lambda one: replace(one, reward=replace(one.reward, value=1.0))
+        {"no_tokens", "no_signal"}, lambda done: replace(done, reward=replace(done.reward, value=1.0))
     ),
     "no tool called": Case({"no_tool_calls"}, calls=[answer("I would read it.")] * 200),
     "not recognised": Case({"malformed"}, calls=[READS, answer("<tool_call>read a</tool_call>")]),
@@ -63,7 +63,7 @@ CASES: Mapping[str, Case] = {
     "bad arguments": Case({"malformed"}, calls=[READS, answer("", ("read", '{"path": '))]),
     "other weights": Case({"mismatch"}, noise=0.3),
     "rate too small": Case({"unchanged"}, lr=1e-30),
-    "sure of all": Case({"entropy"}, lambda one: recaptured(one, lambda it: it.logprobs / 1000)),
+    "sure of all": Case({"entropy"}, lambda done: recaptured(done, lambda it: it.logprobs / 1000)),
 }
 
 
@@ -72,7 +72,7 @@ async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path
     """Each cause rings its own alarm, and the good step none."""
     case, model = CASES[name], tiny()
     good = groups(model)
-    batch = [case.change(one) for one in good]
+    batch = [case.change(done) for done in good]
     ids = good[0].traces[0].ids
     weights = copy.deepcopy(model)  # those that the engine has
     before = score(model, ids, 1.0)
@@ -84,8 +84,8 @@ async def test_an_alarm_rings_for_what_really_happened(name: str, tmp_path: Path
     rollout = measure_rollout(batch, case.calls, version=VERSION)
     usual = measure_rollout(good, [], version=VERSION).entropy
     assert usual is not None
-    found = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
-    assert set(found) == case.alarms
+    alarms = find_alarms(rollout, report.ledger, published, [usual] * 5 + [rollout.entropy])
+    assert set(alarms) == case.alarms
 
 
 async def publish(weights: Any, sent: torch.nn.Module, probe: Probe, folder: Path) -> Publication:

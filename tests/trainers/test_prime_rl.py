@@ -93,15 +93,15 @@ async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -
     await finish(house, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
     await run(house, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
     first = tmp_path / "rollouts" / "step_1"
-    assert {one.name for one in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
+    assert {path.name for path in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
     assert msgspec.json.decode((first / "groups.json").read_bytes()) == ["a", "c"]
     batches = [read(first, rank)[0] for rank in (0, 1)]
-    assert [one.seq_lens for one in batches] == [[6, 6], [6, 6]]
+    assert [batch.seq_lens for batch in batches] == [[6, 6], [6, 6]]
     assert batches[0].input_ids == [10, 11, 12, 13, 14, 15] * 2
     assert batches[0].position_ids == [0, 1, 2, 3, 4, 5] * 2
     assert batches[0].loss_mask == [False, False, True, True, False, False] * 2
     assert batches[0].inference_logprobs == [0, 0, -0.5, -0.5, 0, -0.5] * 2
-    signs = [np.sign(one.advantages).tolist() for one in batches]
+    signs = [np.sign(batch.advantages).tolist() for batch in batches]
     assert signs[0] == [0, 0, 1, 1, 0, 0, 0, 0, -1, -1, 0, 0]
     assert not (tmp_path / "rollouts" / "step_2").exists()
     await finish(house, e=[1.0, 0.0])
@@ -116,8 +116,8 @@ def test_a_temperature_stands_where_the_logits_are(recipe: Any) -> None:
 
     A temperature of 0, where nothing is trained, would make them infinite.
     """
-    one = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
-    assert recipe.make_micro_batch([one]).temperatures == [1, 0.5, 1, 0.5, 1]
+    batch = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
+    assert recipe.make_micro_batch([batch]).temperatures == [1, 0.5, 1, 0.5, 1]
 
 
 def test_every_rank_gets_as_many_micro_batches(recipe: Any) -> None:
@@ -125,10 +125,10 @@ def test_every_rank_gets_as_many_micro_batches(recipe: Any) -> None:
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]
-    batches = [one for batches in ranks for one in batches]
-    assert all(len(one.input_ids) <= 10 for one in batches)
-    trained = [one for one in batches if any(one.loss_mask)]
-    assert sorted(n for one in trained for n in one.seq_lens) == sorted(lengths)
+    batches = [batch for batches in ranks for batch in batches]
+    assert all(len(batch.input_ids) <= 10 for batch in batches)
+    trained = [batch for batch in batches if any(batch.loss_mask)]
+    assert sorted(n for batch in trained for n in batch.seq_lens) == sorted(lengths)
     assert len(trained) == 4
 
 

@@ -46,7 +46,7 @@ def made_samples(count: int, vocabulary: int = 48) -> list[Sample]:
 def plain_loss(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
     """Mean negative log likelihood of the trained ids in float64, one sequence at a time."""
     return -torch.cat(
-        [log_probabilities(model, one.input_ids)[one.loss_mask[1:]] for one in samples]
+        [log_probabilities(model, row.input_ids)[row.loss_mask[1:]] for row in samples]
     ).mean()
 
 
@@ -94,7 +94,7 @@ def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shap
     """Every answer up to its end token, in the very context that the gateway would render."""
     arguments = json.loads if shape == "object" else str
     messages = [
-        serialize_message(one, reasoning_field=None, arguments=arguments) for one in CONVERSATION
+        serialize_message(message, reasoning_field=None, arguments=arguments) for message in CONVERSATION
     ]
     row: dict[str, Any] = {"messages": messages}
     if shape == "prompt_completion":
@@ -126,9 +126,9 @@ def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     record(tmp_path / "recorded", "a")
     export("parquet", tmp_path / "recorded", exported)
     got, left_out = read_set([lines, exported], rendering().tokenizer, rendering, 8)
-    assert [one.input_ids.tolist() for one in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
+    assert [row.input_ids.tolist() for row in got] == [[5, 6, 7], [1, 2], [10, 11, 12, 13, 14, 15]]
     masks = [[False, True, True], [False, True], [False, False, True, True, False, True]]
-    assert [one.loss_mask.tolist() for one in got] == masks
+    assert [row.loss_mask.tolist() for row in got] == masks
     assert left_out == {"untrained": 1, "too_long": 1}
 
 
@@ -218,7 +218,7 @@ def test_an_adapter_is_added_to_the_trained_model(tmp_path: Path) -> None:
     state = train(config, tmp_path / "run", Sinks(()), lambda _: None)
     first, last = (load(folder)[0] for folder in (config.model, tmp_path / "run" / MODEL))
     weights = last.state_dict()
-    changed = {name for name, one in first.state_dict().items() if not one.equal(weights[name])}
+    changed = {name for name, weight in first.state_dict().items() if not weight.equal(weights[name])}
     assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
     assert state.heldout[state.step] < state.heldout[0]
     again = msgspec.structs.replace(config, model=tmp_path / "run" / MODEL, lora=None)
@@ -235,8 +235,8 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, lora: Lor
         with pytest.raises(Killed):
             train(config, tmp_path / "run", KillingSinks(at), lambda _: None)
     run(config, tmp_path / "run")
-    one, other = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, resumed = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     changed = msgspec.structs.replace(config, every=9)
     with pytest.raises(UsageError, match="has another every"):
         run(changed, tmp_path / "run")

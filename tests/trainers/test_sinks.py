@@ -53,9 +53,9 @@ def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
     log_steps(tmp_path, steps=(3, 4), after=2)
     rows = [row for row in read_lines(tmp_path / METRICS) if "rollout/reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    found = read_lines(tmp_path / METRICS)
-    assert [row["step"] for row in found if row.get("alarm/no_signal") == 1.0] == [4]
-    assert found[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
+    lines = read_lines(tmp_path / METRICS)
+    assert [row["step"] for row in lines if row.get("alarm/no_signal") == 1.0] == [4]
+    assert lines[-1] == {"step": 4, "note": "alarm no_signal", "text": CAUSE}
 
 
 async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
             folder = tmp_path / "my run"
             log_steps(folder, steps=steps, after=after, server=served.url)
             with SyncClient(served.url) as client:
-                (found,) = client.runs()
-                assert found.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
-                return client.run_steps(found.name)
+                (name_,) = client.runs()
+                assert name_.name == f"my_run-{(folder / 'name').read_text().rstrip('.')}"
+                return client.run_steps(name_.name)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TUGLINE_TOKEN", TOKENS.client)
@@ -78,7 +78,7 @@ async def test_the_server_gets_what_the_file_has(tmp_path: Path) -> None:
                     '{"step":2,"time/step_s":1.5}\n{"step":2,"note":"held out","text":"all"}\n'
                 )
             steps = await asyncio.to_thread(run, (3, 4), 2)
-    assert [one.step for one in steps] == [0, 1, 2, 3, 4]
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4]
     assert steps[2] == protocol.RunStep(
         step=2, figures={"rollout/reward": 0.2, "time/step_s": 1.5}, notes={"held out": "all"}
     )
@@ -94,12 +94,12 @@ def test_figures_that_cannot_be_sent_stop_nobody(
     monkeypatch.setattr("tugline.trainers.sinks._SEND_S", 0.1)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     sinks = make_sinks((), Console(file=io.StringIO()), "http://127.0.0.1:9")
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         sinks.start(tmp_path, {}, 0)
         sinks.log(1, {"rollout/reward": 0.5})
         sinks.close()
     assert [row["step"] for row in read_lines(tmp_path / METRICS)] == [1]
-    assert [one["step"] for one in said if one["event"] == "figures not sent"] == [0, 1]
+    assert [entry["step"] for entry in logs if entry["event"] == "figures not sent"] == [0, 1]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures and alerts are in its own store on this machine."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in [one for one in sys.modules if one.partition(".")[0] == "trackio"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported
     log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
     with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tests.db")) as store:
-        found = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        metrics = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
         alerts = store.execute("SELECT title, text, level FROM alerts").fetchall()
-    figures = [(step, json.loads(text)) for step, text in found]
+    figures = [(step, json.loads(text)) for step, text in metrics]
     rewards = [(step, row["rollout/reward"]) for step, row in figures[:-1]]
     assert rewards == [(1, 0.1), (2, 0.2)]
     assert figures[-1] == (2, {"alarm/no_signal": 1.0})

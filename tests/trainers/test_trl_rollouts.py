@@ -76,7 +76,7 @@ def test_two_steps_of_trl_are_those_of_our_own_trainer(tmp_path: Path, script: A
         """Keeps the weights and the sessions of each version."""
 
         def _make_rows(self, task: Any, results: Sequence[Trajectory]) -> Any:
-            weights = {name: one.clone() for name, one in self.weights().items()}
+            weights = {name: weight.clone() for name, weight in self.weights().items()}
             steps[self.version] = (weights, list(results))
             return super()._make_rows(task, results)
 
@@ -94,7 +94,7 @@ def test_two_steps_of_trl_are_those_of_our_own_trainer(tmp_path: Path, script: A
     assert rollouts.tokens_left_out == 0
     logged = [row for row in trainer.state.log_history if "loss" in row]
     for (version, (weights, sessions)), theirs in zip(steps.items(), logged, strict=True):
-        assert {s.version for one in sessions for t in one.traces for s in t.spans} == {version}
+        assert {s.version for done in sessions for t in done.traces for s in t.spans} == {version}
         mismatch = assert_same_update(config, weights, sessions, theirs)
         assert mismatch.max_abs < 1e-4
     first, second = (weights for weights, _ in steps.values())
@@ -116,11 +116,11 @@ def plain_varlen(
     parts = []
     bounds = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
     for (start_q, end_q), (start_k, end_k) in bounds:
-        one = query[start_q:end_q].transpose(0, 1)[None]
+        part_ = query[start_q:end_q].transpose(0, 1)[None]
         seen = [part[start_k:end_k].transpose(0, 1)[None] for part in (key, value)]
         mask = causal_lower_right(end_q - start_q, end_k - start_k)
         made = scaled_dot_product_attention(
-            one, *seen, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+            part_, *seen, attn_mask=mask, scale=softmax_scale, enable_gqa=True
         )
         parts.append(made[0].transpose(0, 1))
     return torch.cat(parts)
@@ -151,7 +151,7 @@ def test_asynchronous_steps_of_trl_are_those_of_our_own_trainer(
             super().hand_over(group, number)
 
         def publish(self) -> None:
-            sent.append({name: one.clone() for name, one in self.weights().items()})
+            sent.append({name: weight.clone() for name, weight in self.weights().items()})
             super().publish()
 
     model = script.AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
