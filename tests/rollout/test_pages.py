@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from rig import rig, says
-from rollout.test_rollout import a_task, run_rollout
+from rollout.test_rollout import a_task, run_task
 from tugline.plugins import BUILT_IN, find
 from tugline.sandbox.limits import ProgramLimits
 from tugline.types import PluginSpec
@@ -43,7 +43,7 @@ async def test_examples_of_pages_work_in_a_rollout(
         files={"a.txt": ""},
     )
     async with rig(tmp_path / "gateway", says("Done.")) as it:
-        trajectory, _ = await run_rollout(task, it.gateway, tmp_path / "s")
+        trajectory, _ = await run_task(task, it.gateway, tmp_path / "s")
     assert trajectory.failure is None
     assert trajectory.reward is not None
     assert trajectory.reward.value == 1.0

@@ -40,7 +40,7 @@ class Typed(Shell):
         folder: Path,
         path: Path | str = "",
         call: Callable[[], int] | None = None,
-        limit: float = None,  # type: ignore[assignment]  # noqa: RUF013 - as people write it
+        limit: float = None,  # type: ignore[assignment]  # noqa: RUF013 - as in real plug-ins
         **more: int,
     ) -> None:
         super().__init__(command=["true"])

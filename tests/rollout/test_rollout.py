@@ -69,7 +69,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
         yield it.gateway
 
 
-async def run_rollout(
+async def run_task(
     task: Task,
     gateway: Gateway,
     folder: Path,
@@ -102,7 +102,7 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
     harness: PluginSpec, gateway: Gateway, tmp_path: Path
 ) -> None:
     """A real agent reads and edits; each stage is timed; the ledger is balanced."""
-    trajectory, stages = await run_rollout(a_task(harness), gateway, tmp_path)
+    trajectory, stages = await run_task(a_task(harness), gateway, tmp_path)
     assert trajectory.failure is None
     assert trajectory.status is Status.COMPLETED
     assert trajectory.reward is not None
@@ -127,7 +127,7 @@ async def test_pi_has_any_instruction_as_text(
     instruction: str, gateway: Gateway, tmp_path: Path
 ) -> None:
     """Also one that looks like a file or an option."""
-    trajectory, _ = await run_rollout(a_task(PI, instruction=instruction), gateway, tmp_path)
+    trajectory, _ = await run_task(a_task(PI, instruction=instruction), gateway, tmp_path)
     assert trajectory.failure is None
     assert gateway.read_calls("t-0")[0].messages[-1].content.lstrip(" ") == instruction
 
@@ -148,7 +148,7 @@ async def test_a_full_disk_is_not_a_failure_of_the_agent(
 ) -> None:
     """If it filled up while the agent ran."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
-    trajectory, _ = await run_rollout(a_task(ONCE), gateway, tmp_path)
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path)
     assert cause_of(trajectory) is Cause.DISK
     assert trajectory.ledger.sampled > 0
 
@@ -187,13 +187,13 @@ async def test_time_in_ready_does_not_count_towards_agent_s(
 ) -> None:
     """The agent's timeout starts once the session holds a slot of RUN, not while it waits."""
     slots = RecordedSlots()
-    await run_rollout(a_task(ONCE, limits=Limits(agent_s=60.0)), gateway, tmp_path, slots=slots)
+    await run_task(a_task(ONCE, limits=Limits(agent_s=60.0)), gateway, tmp_path, slots=slots)
     assert slots.events == [Status.INIT, Status.RUN, 60.0, Status.BUILD, Status.EVAL]
 
 
 async def test_waiting_for_an_eval_slot_has_its_own_cause(gateway: Gateway, tmp_path: Path) -> None:
     """If `total_s` is over while the session waits."""
-    trajectory, _ = await run_rollout(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, slots=NoEvalSlot(4.0))
     assert trajectory.status is Status.TIMED_OUT
     assert cause_of(trajectory) is Cause.WAIT_TIMEOUT
 
@@ -219,7 +219,7 @@ async def test_an_installation_does_not_count_towards_total_s(
     """Time counts again after it."""
     slots = StageSlots(60.0)
     harness = SlowInstall(slots)
-    trajectory, _ = await run_rollout(a_task(ONCE), gateway, tmp_path, Given(harness=harness), slots)
+    trajectory, _ = await run_task(a_task(ONCE), gateway, tmp_path, Given(harness=harness), slots)
     assert cause_of(trajectory) is Cause.INSTALL
     before, after = harness.used
     assert before == after
@@ -244,7 +244,7 @@ async def test_errors_of_list_weaknesses_are_ignored() -> None:
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])
 async def test_cancelling_ends_the_agent(delay: float, gateway: Gateway, tmp_path: Path) -> None:
     """A cancelled rollout leaves no process and no open session."""
-    task = asyncio.create_task(run_rollout(a_task(shell("sleep 300")), gateway, tmp_path))
+    task = asyncio.create_task(run_task(a_task(shell("sleep 300")), gateway, tmp_path))
     await asyncio.sleep(delay)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
