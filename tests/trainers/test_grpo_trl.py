@@ -1,4 +1,4 @@
-"""Loss and gradient equal those of the installed TRL, an independent implementation."""
+"""Loss and gradient, compared with those of the installed TRL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFERENCE = 1
 
 
 def off_policy() -> list[Trajectory]:
-    """One trace per session, as TRL has it, captured from weights that have moved since."""
+    """Sessions of one trace, as in TRL, with log probabilities of other weights."""
     rng = np.random.default_rng(0)
     rewards = [1.0, 0.0] * 4
     batch = [
@@ -39,7 +39,7 @@ def off_policy() -> list[Trajectory]:
 
 
 def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any:
-    """TRL's trainer, set as `config` says; imported here since that takes seconds."""
+    """TRL's trainer with this configuration; imported here, which takes seconds."""
     trl = importlib.import_module("trl")
     rows = importlib.import_module("datasets").Dataset.from_list([{"prompt": ""}])
     settings = trl.GRPOConfig(
@@ -66,7 +66,7 @@ def trl_trainer(model: PreTrainedModel, config: GrpoConfig, folder: Path) -> Any
 
 
 def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any]:
-    """The same samples as the padded batch that TRL's loss takes; prompts are equally long."""
+    """The samples as a padded batch of TRL; prompts have the same length."""
     start, longest = len(PROMPT), max(len(row.input_ids) for row in samples)
 
     def pad(parts: list[np.ndarray]) -> torch.Tensor:
@@ -112,7 +112,7 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
 def test_the_gradient_is_that_of_trl(
     tmp_path: Path, normalisation: str, options: dict[str, Any]
 ) -> None:
-    """Off-policy, with tokens clipped on both sides: loss and gradient agree within 1e-7."""
+    """Off-policy, with clipped tokens: loss and gradient agree within 1e-7."""
     config = GrpoConfig(normalisation=normalisation, max_grad_norm=1e9, **options)  # type: ignore[arg-type]
     batch = off_policy()
     ours, theirs = tiny(), tiny()
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_trl(
     loss = trl_trainer(theirs, config, tmp_path)._compute_loss(theirs, inputs)
     loss.backward()
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
-    for ours_, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert float((ours_.grad - other.grad).abs().max()) < 1e-7
-    # `test_clip_is_one_sided_and_asymmetric` has both sides of the clip by hand
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert float((own.grad - other.grad).abs().max()) < 1e-7
+    # `test_losses` of test_grpo_math.py has both sides of the clip
     assert max(report.clip_fraction, report.importance_bounded) > 0.1

@@ -1,4 +1,4 @@
-"""The recipe in `examples/prime_rl`: files as prime-rl's trainer decodes them."""
+"""The recipe in `examples/prime_rl` writes files that prime-rl's trainer can decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPE = Path(__file__).parents[2] / "examples" / "prime_rl"
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """prime-rl's struct: order, types and defaults of its fields."""
+    """prime-rl's struct, with its order, types and defaults of fields."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -51,7 +51,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sample(length: int, session: str = "s") -> Sample:
-    """A trace of this many tokens; from the third on they are sampled, at temperature 0.5."""
+    """A sample of this length; its tokens from the third on are trained, at temperature 0.5."""
     sampled = np.arange(length) >= 2
     return make_sample(
         range(length),
@@ -64,15 +64,15 @@ def sample(length: int, session: str = "s") -> Sample:
 
 
 def read(folder: Path, rank: int) -> list[MicroBatch]:
-    """What the trainer's receiver gets."""
+    """Decode a rank's file as the trainer does."""
     data = (folder / f"rank_{rank}.bin").read_bytes()
     batches = msgspec.msgpack.decode(data, type=list[MicroBatch])
-    assert msgspec.msgpack.encode(batches) == data  # byte for byte what its sender writes
+    assert msgspec.msgpack.encode(batches) == data  # the same bytes as its sender writes
     return batches
 
 
 async def run(house: House, out: Path, *arguments: str) -> None:
-    """The script, to the newest group."""
+    """Run the script until the newest group."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         RECIPE / "tugline_prime_rl.py",
@@ -84,11 +84,11 @@ async def run(house: House, out: Path, *arguments: str) -> None:
     assert await process.wait() == 0
 
 
-async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -> None:
-    """Two groups are a step; one without signal is not in it, and one is too little for a third.
+async def test_files_of_steps(house: House, tmp_path: Path) -> None:
+    """A step has two groups with signal; a single group is not written yet.
 
-    The next run goes on with the next step. Groups that were written and not acknowledged come
-    again to it, and are not written again.
+    The next run continues with the next step. Groups that were written but not acknowledged are
+    read again, and not written again.
     """
     await finish(house, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
     await run(house, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
@@ -111,32 +111,32 @@ async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -
     assert msgspec.json.decode(second.read_bytes()) == ["d", "e"]
 
 
-def test_a_temperature_stands_where_the_logits_are(recipe: Any) -> None:
-    """prime-rl divides the logits at a place by its temperature: those of the token after it.
+def test_temperatures_are_those_of_the_next_token(recipe: Any) -> None:
+    """prime-rl divides the logits at a position, which are of the next token, by its temperature.
 
-    A temperature of 0, where nothing is trained, would make them infinite.
+    It is never 0, which would make them infinite.
     """
-    batch = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
-    assert recipe.make_micro_batch([batch]).temperatures == [1, 0.5, 1, 0.5, 1]
+    row = msgspec.structs.replace(sample(5), temperatures=np.float32([1, 1, 0.5, 0, 0.5]))
+    assert recipe.make_micro_batch([row]).temperatures == [1, 0.5, 1, 0.5, 1]
 
 
-def test_every_rank_gets_as_many_micro_batches(recipe: Any) -> None:
-    """Each trace is in one of them, none is above the length; what fills up trains nothing."""
+def test_ranks_have_equally_many_micro_batches(recipe: Any) -> None:
+    """Each sample is in one, none is too long, and padding ones train nothing."""
     lengths = [9, 8, 5, 5, 4, 3, 2]
     ranks = recipe.pack([sample(length) for length in lengths], 10, 3)
     assert [len(batches) for batches in ranks] == [2, 2, 2]
-    batches = [batch for batches in ranks for batch in batches]
+    batches = [batch for of_rank in ranks for batch in of_rank]
     assert all(len(batch.input_ids) <= 10 for batch in batches)
     trained = [batch for batch in batches if any(batch.loss_mask)]
     assert sorted(n for batch in trained for n in batch.seq_lens) == sorted(lengths)
     assert len(trained) == 4
 
 
-def test_a_trace_that_is_too_long_is_left_out(recipe: Any, tmp_path: Path) -> None:
-    """It is counted, and nothing is cut; a second writer goes on after the step."""
+def test_long_samples_are_left_out(recipe: Any, tmp_path: Path) -> None:
+    """They are counted, not cut; a second writer continues after the step."""
 
     class Group:
-        """As much of a graded group as is written."""
+        """The fields of a graded group that are written."""
 
         id = "g"
         samples = (sample(5), sample(20))
