@@ -5,7 +5,6 @@ pytest 9.2 with xdist 3.8, Go 1.19, cargo 1.95, Jest 30 and Node 20.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 P, F = TestOutcome.PASS, TestOutcome.FAIL
 
 OUTPUTS = read_values(GOLDEN / "outputs.yaml")
+FORGED = read_values(GOLDEN / "forged.yaml")
 REAL = [tool for tool, output in OUTPUTS.items() if "file" in output]
 Case = tuple[str, bytes, dict[str, TestOutcome]]
 
@@ -39,24 +39,6 @@ def load_half(tool: str) -> tuple[str, bytes]:
     """The format and the first half of the output of a tool."""
     format_name, text, _ = load(tool)
     return format_name, text[: len(text) // 2]
-
-
-def go(*events: str) -> str:
-    """Output of ``go test -json`` for events ``ACTION [TEST]`` or ``output TEXT``."""
-    lines = []
-    for event in events:
-        action, _, rest = event.partition(" ")
-        field = {"Output": f"{rest}\n"} if action == "output" else {"Test": rest}
-        lines.append(json.dumps({"Action": action, "Package": "shop", **(field if rest else {})}))
-    return "\n".join(lines) + "\n"
-
-
-PROVE = """\
-t/a.t .. \n1..2\nok 1 - adds\nok 2 - subs\nok
-{}All tests successful.
-Files=1, Tests=2,  0 wallclock secs ( 0.00 usr +  0.01 sys =  0.01 CPU)
-Result: PASS
-"""
 
 
 def read(format_name: str, text: str | bytes) -> TestReport:
@@ -135,44 +117,20 @@ def test_names_of_tests_are_normalized(format_name: str, given: str, name: str) 
     assert FORMATS[format_name].normalize(given) == name
 
 
-LINES = {
-    "go another": go("output --- PASS: TestHidden (0.00s)"),
-    "go the same": go("output --- PASS: TestA (0.00s)"),
-    "cargo another": "test hidden ... ok",
-    "cargo the same": "test a ... ok",
-    "tap another": "ok 2 - hidden",
-    "tap the same": "ok 1 - a",
-}
-HONEST = {
-    "go": f"{go('run TestA')}HERE\n{go('fail TestA', 'fail')}",
-    "cargo": "running 1 test\nHERE\ntest a ... FAILED\ntest result: FAILED. 0 passed; 1 failed;\n",
-    "tap": "TAP version 13\nnot ok 1 - a\nHERE\n1..1\n",
-}
-
-
-@pytest.mark.parametrize("forged", LINES)
-def test_a_forged_line_does_not_pass(forged: str) -> None:
+@pytest.mark.parametrize("case", FORGED["lines"])
+def test_a_forged_line_does_not_pass(case: str) -> None:
     """It contradicts the runner's own count, or the worse of a test's two results counts."""
-    format_name = forged.partition(" ")[0]
-    honest = read(format_name, HONEST[format_name].replace("HERE", ""))
-    assert (list(honest.outcomes.values())[0], honest.inconsistency) == (F, "")  # noqa: RUF015
-    report = read(format_name, HONEST[format_name].replace("HERE", LINES[forged]))
+    given = FORGED["lines"][case]
+    honest = read(given["format"], given["output"].replace("HERE", ""))
+    assert (set(honest.outcomes.values()), honest.inconsistency) == ({F}, "")
+    report = read(given["format"], given["output"].replace("HERE", given["line"]))
     assert P not in report.outcomes.values() or report.inconsistency
 
 
-@pytest.mark.parametrize(
-    ("format_name", "text"),
-    [
-        ("cargo", ("running 2 tests\ntest a.rs ... ok\ntest forged ... ok\ntest b.rs ... ok\n"
-         "test result: ok. 2 passed; 0 failed;\n")),
-        ("tap", PROVE.format("t/b.t .. \n1..3\nok 1 - b\n")),
-        ("tap", PROVE.format("t/b.t .. \nok 1 - b\n")),
-        ("tap", PROVE.format("ok 2 - forged\n")),
-    ],
-)  # fmt: skip
-def test_each_run_is_checked_by_its_own_count(format_name: str, text: str) -> None:
+@pytest.mark.parametrize("case", FORGED["runs"])
+def test_each_run_is_checked_by_its_own_count(case: str) -> None:
     """Runs, files and programs have a count or plan of their own."""
-    report = read(format_name, text)
+    report = read(FORGED["runs"][case]["format"], FORGED["runs"][case]["output"])
     assert P not in report.outcomes.values() or report.inconsistency or not report.complete
 
 

@@ -1,6 +1,5 @@
 """Trace builders on hand-written sessions."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,13 @@ import pytest
 from calls import make_call as call
 from calls import read_calls
 from tugline.errors import CaptureError, ConfigError
+from tugline.schema import read_jsonl
 from tugline.traces.base import PrefixMerging, make_builder
-from tugline.types import Ledger, PluginSpec, Trace, TraceKind, VersionSpan
+from tugline.types import Ledger, PluginSpec, Trace, VersionSpan
 
-ROWS = list(map(json.loads, Path(__file__).with_name("sessions.jsonl").read_text().splitlines()))
+ROWS = [row for _, row in read_jsonl(Path(__file__).with_name("sessions.jsonl"))]
 """Sessions as calls (prompt, sampled ids, other fields), and the traces or the ledger of each."""
 ALL = ["per_request", "prefix_merging"]
-
-
-# --------------------------------------------------------------------------- by hand
-@pytest.mark.parametrize("builder", ALL)
-def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(builder: str) -> None:
-    """It forks no trace, though its prompt starts like another's; its tokens are trained."""
-    calls = [
-        call(0, [1], [2], thread="root"),
-        call(1, [1, 2, 3], [4], thread="root", parent=0),
-        call(2, [1, 7], [8], thread="a", parent_thread="root", kind=TraceKind.SUBAGENT, parent=0),
-        call(3, [1, 7, 8, 9], [10], thread="a", parent_thread="root", parent=2),
-    ]
-    built = make_builder(PluginSpec(builder)).build(calls)
-    agent = next(trace for trace in built.traces if trace.thread == "a")
-    assert agent.kind is TraceKind.SUBAGENT
-    assert agent.parent is not None
-    started = built.traces[agent.parent]
-    assert [span.call for span in started.spans][-1] == 1
-    assert built.ledger.trained == 4
 
 
 def describe(trace: Trace) -> list[object]:

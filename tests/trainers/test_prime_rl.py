@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from commands import run_program
 from graded import finish
 from house import House
 from served import TOKENS
@@ -73,15 +74,10 @@ def read(folder: Path, rank: int) -> list[MicroBatch]:
 
 async def run(house: House, out: Path, *arguments: str) -> None:
     """Run the script until the newest group."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        RECIPE / "tugline_prime_rl.py",
-        out,
-        "--no-follow",
-        *arguments,
-        env=os.environ | {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client},
-    )
-    assert await process.wait() == 0
+    script = (sys.executable, RECIPE / "tugline_prime_rl.py", out, "--no-follow", *arguments)
+    env = os.environ | {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client}
+    done = await asyncio.to_thread(run_program, *script, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_files_of_steps(house: House, tmp_path: Path) -> None:
