@@ -28,8 +28,7 @@ RUNTIMES = [
     pytest.param("container", id="container", marks=pytest.mark.podman),
 ]
 RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > $reward"
-FOLDER = "/logs/verifier"
-REWARDS = f"reward={FOLDER}/reward.txt; json={FOLDER}/reward.json\n"
+REWARDS = "reward=/logs/verifier/reward.txt; json=/logs/verifier/reward.json\n"
 """Shell variables for the files that a script may write."""
 
 Judge = Callable[..., TaskValidation]

@@ -157,10 +157,9 @@ async def test_failed_requests_and_bad_answers_are_retried(
     model: Model, outcome: SessionOutcome, script: list[int | float | str]
 ) -> None:
     """Each costs one attempt."""
-    model.script = script
-    tries = len(script) + 1
+    model.script = [*script]
     assert (await model.judge().evaluate(outcome)).reward.parts["right"] == 1.0
-    assert len(model.requests) == tries
+    assert len(model.requests) == len(script) + 1
 
 
 async def test_answers_in_a_code_block_or_after_reasoning_are_read(

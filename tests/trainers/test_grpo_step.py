@@ -45,20 +45,6 @@ def test_mismatch_is_measured_before_the_update(config: GrpoConfig) -> None:
     assert report.mismatch.total.max_abs == pytest.approx(0.25, abs=1e-5)
 
 
-def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
-    """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
-    rng = np.random.default_rng(6)
-    batch = [
-        recaptured(original, lambda each: each.logprobs - rng.uniform(0.5, 1, each.ids.size))
-        for original in groups(tiny())
-    ]
-    capped = Grpo(tiny(), GrpoConfig(importance="truncate")).step(batch, version=VERSION)
-    plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
-    assert (capped.ratio_mean, capped.clip_fraction) == (pytest.approx(1, abs=1e-5), 0)
-    assert plain.ratio_mean > 1.6
-    assert capped.mismatch.total.max_abs == pytest.approx(plain.mismatch.total.max_abs, abs=1e-5)
-
-
 # --------------------------------------------------------------------------- learning
 def test_models_that_change_their_logits_are_refused() -> None:
     """A soft-capped head is an error."""

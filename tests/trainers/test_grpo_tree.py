@@ -111,14 +111,7 @@ def linear() -> PreTrainedModel:
             **SMALL | {"head_dim": 16},
             num_experts=2,
             num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
             layer_types=["linear_attention", "full_attention"],
-            tie_word_embeddings=False,
         )
     )
 

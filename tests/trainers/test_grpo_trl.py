@@ -112,7 +112,10 @@ def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any
 def test_the_gradient_is_that_of_trl(
     tmp_path: Path, normalisation: str, options: dict[str, Any]
 ) -> None:
-    """Off-policy, with clipped tokens: loss and gradient agree within 1e-7."""
+    """Off-policy, with clipped tokens: loss and gradient agree within 1e-7.
+
+    With importance sampling the old log probabilities are the trainer's, so that ratios are 1.
+    """
     config = GrpoConfig(normalisation=normalisation, max_grad_norm=1e9, **options)  # type: ignore[arg-type]
     batch = off_policy()
     ours, theirs = tiny(), tiny()
@@ -124,5 +127,6 @@ def test_the_gradient_is_that_of_trl(
     assert report.loss == pytest.approx(loss.item(), abs=1e-7)
     for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert float((own.grad - other.grad).abs().max()) < 1e-7
+    assert (abs(report.ratio_mean - 1) < 1e-5) is (config.importance is not None)
     # `test_losses` of test_grpo_math.py has both sides of the clip
     assert max(report.clip_fraction, report.importance_bounded) > 0.1

@@ -16,10 +16,10 @@ from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.train import Grpo, StepReport
 
 pytestmark = [
-    pytest.mark.timeout(
-        600
-    ),  # two processes that wait for each other, on a machine that may be busy
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT
+    # two processes that wait for each other, on a machine that may be busy
+    pytest.mark.timeout(600),
+    # of PEFT
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
 
