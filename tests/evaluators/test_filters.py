@@ -63,11 +63,11 @@ def test_a_link_that_shadows_a_module_is_refused() -> None:
     assert filter_patch(patch, RULES)[1] == {"json": "would be imported in place of json"}
 
 
-@pytest.mark.parametrize("stands", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
-def test_a_folder_with_protected_files_is_not_replaced(stands: FileChange) -> None:
+@pytest.mark.parametrize("change", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
+def test_a_folder_with_protected_files_is_not_replaced(change: FileChange) -> None:
     """Otherwise all its tests could be removed at once."""
     rules = Rules(protected=["test_*.py"])
-    patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": stands, "c": stands})
+    patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": change, "c": change})
     kept, refused = filter_patch(patch, rules)
     assert list(refused) == ["a/b/test_x.py", "a/b"]
     assert list(kept.files) == ["a/b/x.py", "c"]
