@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=20)
     options = parser.parse_args()
+    if options.steps < 10:
+        parser.error(f"--steps is {options.steps}, must be at least 10: the first 8 are one epoch")
     print(
         "| tasks | spread | gain | staleness | signal, order | signal, pass_rate | passed at end |"
     )

@@ -216,6 +216,8 @@ def test_a_resumed_run_may_have_other_addresses(tmp_path: Path) -> None:
     store_config(folder, read_config(config, MODEL, server="http://c:2", engines=["http://d:2"]))
     with pytest.raises(UsageError, match="another engine, server"):
         store_config(folder, read_config(config, MODEL))
+    with pytest.raises(ConfigError, match=r"^--engine: urls\.0 is 'nonsense'"):
+        read_config(config, MODEL, engines=["nonsense"])
 
 
 REFUSED = [row for _, row in read_jsonl(Path(__file__).with_name("refused.jsonl"))]
