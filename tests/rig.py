@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,7 +27,9 @@ from tugline.testing import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
+from waiting import until
 
+__all__ = ["until"]
 RENDERING = rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
 ASK = [{"role": "user", "content": "Mend it."}]
@@ -229,13 +230,6 @@ async def rig(
             )
         )
         yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
-
-
-async def until(holds: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110 - bounded just above
-            await asyncio.sleep(0.005)
 
 
 def text_of(stream: str) -> str:

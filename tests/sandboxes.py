@@ -12,10 +12,9 @@ import contextlib
 import os
 import secrets
 import shutil
-import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
+from waiting import until
 
 DRIVERS = [
     "local",
@@ -191,26 +191,6 @@ async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield opened
 
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
-
-
-@contextlib.asynccontextmanager
-async def serve(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Something that listens on this machine; its port."""
-    talks: list[asyncio.Task[None]] = []
-
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talks.append(asyncio.current_task())  # type: ignore[arg-type]
-        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
-            await talk(reader, writer)
-
-    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
-    yield listening.sockets[0].getsockname()[1]
-    listening.close()
-    async with asyncio.timeout(20):
-        await asyncio.gather(*talks)
-
-
 async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer one HTTP request with what it was asked."""
     head = await reader.readuntil(b"\r\n\r\n")
@@ -250,9 +230,7 @@ async def kill_node(
     node.stdin.write(msgspec.json.encode((runtime, options, str(folder), spec, argv)))
     node.stdin.close()
     try:
-        async with asyncio.timeout(60):
-            while not begun():  # noqa: ASYNC110 - of another process
-                await asyncio.sleep(0.02)
+        await until(begun, 60)
     finally:
         node.kill()
         await node.wait()
@@ -328,16 +306,12 @@ def unique_sleep() -> str:
 
 async def wait_until_running(command: str) -> None:
     """Wait until a program has started."""
-    async with asyncio.timeout(20):
-        while not running(command):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: running(command))
 
 
 async def wait_until_gone(command: str) -> None:
     """Wait until nothing of a program is left; the kernel may be slow to bury what was killed."""
-    async with asyncio.timeout(20):
-        while running(command):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not running(command))
 
 
 def mount_table() -> str:

@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all."""
+"""Files that are replaced whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tugline.atomic import write_file
 
 
 def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
-    """Over an old one, and over what a crash has left."""
+    """Over an old file, and over a draft that a crash left."""
     path = tmp_path / "token"
     path.write_text("old")
     (tmp_path / "token.part").write_text("half of someth")

@@ -32,7 +32,7 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Lines]:
-    """What is logged from here on, read from its file."""
+    """Reads what is logged from here on."""
     path = tmp_path / "log.jsonl"
     log.configure(level="info", path=path)
     yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
@@ -43,8 +43,8 @@ def lines(tmp_path: Path) -> Iterator[Lines]:
             logging.getLogger().removeHandler(handler)
 
 
-async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: Path) -> None:
-    """Node, task, session and epoch stand in what the node, its rollout and the gateway say."""
+async def test_events_of_a_session_have_its_ids(lines: Lines, tmp_path: Path) -> None:
+    """Node, task, session and epoch, in events of the node, its rollout and the gateway."""
     async with observed(tmp_path) as rig:
         await rig.run(replace(task("t", AGENT), files={}))
         epoch = (await rig.control.database.read(sessions.get, "t-0")).epoch
@@ -64,8 +64,8 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
         assert named == ("t", "t-0", epoch, "here"), line
 
 
-async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) -> None:
-    """What is started inside goes on with the ids; what comes later does not have them."""
+async def test_bound_ids_reach_tasks_and_threads(lines: Lines) -> None:
+    """Those started inside the block have the ids; later events do not."""
     say = log.get("test").info
 
     async def task() -> None:
@@ -80,8 +80,8 @@ async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) 
     assert found == {"thread": "s", "task": "s", "outside": None}
 
 
-async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
-    """A request that nobody foresaw leaves its traceback in the log, not on the terminal."""
+async def test_server_exceptions_are_logged(lines: Lines) -> None:
+    """The traceback of an unexpected exception is in the log, not on the terminal."""
 
     async def app(_scope: dict[str, Any], _receive: Any, _send: Any) -> None:
         _divide()
@@ -93,8 +93,8 @@ async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
     assert "ZeroDivisionError" in line["exception"]
 
 
-def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
-    """A library's warning, with its traceback, is a line of JSON too."""
+def test_records_of_libraries_are_converted(lines: Lines) -> None:
+    """A library's warning, with its traceback, is a line of JSON."""
     try:
         _divide()
     except ZeroDivisionError:
@@ -108,10 +108,8 @@ def _divide() -> float:
     return len(threading.enumerate()) / 0
 
 
-def test_only_a_terminal_is_written_to_in_colour(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A file or a pipe behind stderr has no escape sequences."""
+def test_colours_need_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file or a pipe behind stderr gets no escape sequences."""
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
         log.configure()
@@ -121,8 +119,8 @@ def test_only_a_terminal_is_written_to_in_colour(
     assert "\x1b" not in text
 
 
-def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that was stderr once and is closed by now breaks nothing."""
+def test_events_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was stderr before and is closed now breaks nothing."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     log.configure()

@@ -29,7 +29,7 @@ SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
 
 
 class Collector:
-    """Keeps the spans that it is sent."""
+    """Keeps the spans that it receives."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -46,7 +46,7 @@ class Collector:
 
 
 @contextlib.asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+async def collect() -> AsyncIterator[tuple[Collector, str]]:
     """A real receiver on loopback, and its address."""
     taking = Collector()
     routes = [Route("/v1/traces", taking.take, methods=["POST"])]
@@ -55,7 +55,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
 
 
 def tracer_to(url: str) -> Tracer:
-    """A tracer that tells this collector."""
+    """A tracer that exports to this collector."""
     return open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
 
 
@@ -72,8 +72,8 @@ def values(span: Span) -> dict[str, Any]:
 
 
 async def test_a_session_is_one_trace(tmp_path: Path) -> None:
-    """Root, stages and model calls arrive at a real collector, with the counts of the capture."""
-    async with collecting() as (collector, url):
+    """Root, stages and model calls arrive at a real collector, with the recorded counts."""
+    async with collect() as (collector, url):
         tracer = tracer_to(url)
         async with observed(tmp_path, tracer=tracer) as rig:
             await rig.run(task("t", TWICE))
@@ -115,7 +115,7 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
 
 
 def failed_rollout() -> Rollout:
-    """A session whose harness is not there."""
+    """A session whose harness is missing."""
     failure = Failure(Boundary.HARNESS, "no such program")
     ended = {"status": Stage.FAILED, "traces": (), "ledger": Ledger(), "failure": failure}
     stages = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
@@ -125,8 +125,8 @@ def failed_rollout() -> Rollout:
     )
 
 
-async def test_a_dead_collector_holds_nothing_up() -> None:
-    """Telling returns at once, closing within its bound, whoever does not listen."""
+async def test_an_unreachable_collector_does_not_block() -> None:
+    """Exporting returns at once, closing within its bound."""
     rollout = failed_rollout()
     before = set(threading.enumerate())  # of other tracers in this process
     tracer = tracer_to("http://127.0.0.1:9")
@@ -142,9 +142,9 @@ async def test_a_dead_collector_holds_nothing_up() -> None:
             assert not thread.is_alive()
 
 
-async def test_a_failure_is_reported_where_it_happened() -> None:
-    """The root and the stage that failed have the error; the stages before it do not."""
-    async with collecting() as (collector, url):
+async def test_errors_are_on_the_failed_stage() -> None:
+    """And on the root; earlier stages have none."""
+    async with collect() as (collector, url):
         tracer = tracer_to(url)
         await asyncio.to_thread(tracer.export, failed_rollout())
         await asyncio.to_thread(tracer.close)
@@ -163,8 +163,8 @@ async def test_a_failure_is_reported_where_it_happened() -> None:
     assert values(root)["error.type"] == "harness"
 
 
-def test_the_environment_switches_it_on() -> None:
-    """Nothing is imported or sent unless an address is given; another protocol is refused."""
+def test_tracing_is_enabled_by_the_environment() -> None:
+    """Without an address nothing is imported or sent; other protocols are refused."""
     assert open_tracer({}, node="n") is None
     environ = {ENDPOINTS[0]: "http://127.0.0.1:9"}
     assert open_tracer(environ | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
@@ -172,8 +172,8 @@ def test_the_environment_switches_it_on() -> None:
         open_tracer(environ | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
 
 
-def test_without_the_extra_the_error_names_it() -> None:
-    """An installation that lacks the library says what to install, and needs it only if asked."""
+def test_a_missing_library_names_the_extra() -> None:
+    """Only if tracing is enabled."""
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from tugline.node.telemetry import open_tracer\n"

@@ -1,4 +1,4 @@
-"""The metrics page of a node, over real sessions."""
+"""The metrics page of a node with real sessions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tugline.types import Status
 from tugline.web.serve import serve
 
 
-async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
-    """Stages, tokens, calls and failures are those of three real sessions, of which one broke.
+async def test_the_page_counts_sessions(tmp_path: Path) -> None:
+    """Stages, tokens, calls and failures of three sessions, one of which failed twice.
 
-    In one process one page has the server and its node, and every metric once.
+    The page of a server with a node in the same process has every metric once.
     """
     async with observed(tmp_path) as rig:
         await rig.run(task("good", samples=2), task("bad", "exit(3)"))
@@ -41,8 +41,8 @@ async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
     assert found["tugline_gateway_answer_seconds_count"][()] == 2
 
 
-async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
-    """While two agents run and one more is ready, the page says so."""
+async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
+    """While two agents run and one more is ready."""
     script = f"{CALL}\nimport time; time.sleep(3)"
     async with observed(tmp_path) as rig:
         await rig.control.submit([task("slow", script, samples=3)])
@@ -56,7 +56,7 @@ async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
-    """One that does not answer, or has no such page, is down and left out of admission."""
+    """One without a metrics page is down, and left out of admission."""
     async with observed(tmp_path) as rig:
         (url,) = rig.engines.loads
         gone, other = "http://127.0.0.1:9", f"{url}/elsewhere"
@@ -69,8 +69,8 @@ async def test_engines_are_polled(tmp_path: Path) -> None:
     assert found["tugline_engine_running"][gone,] == 0
 
 
-async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:
-    """Prometheus scrapes it over HTTP, in the content type that it knows."""
+async def test_a_node_serves_its_page(tmp_path: Path) -> None:
+    """Over HTTP, in Prometheus' content type; with a health check."""
     async with (
         observed(tmp_path) as rig,
         serve(rig.metrics.make_app()) as url,

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from certificates import make_certificate
-from sandboxes import open_files, page, serve
+from peers import serve
+from sandboxes import open_files, page
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (

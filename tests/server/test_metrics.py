@@ -14,16 +14,16 @@ from tugline.types import Boundary, Callback, Ledger
 
 
 @contextlib.asynccontextmanager
-async def measured(open_control: Open) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
+async def open_metrics(open_control: Open) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
     """A control plane and its metrics since it was opened."""
     async with open_control() as control:
         started = await control.database.read(events.latest)
         yield control, ServerMetrics(control.database, started)
 
 
-async def test_what_there_is_now(open_control: Open) -> None:
+async def test_gauges_show_the_current_state(open_control: Open) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
-    async with measured(open_control) as (control, metrics):
+    async with open_metrics(open_control) as (control, metrics):
         await control.announce(4)
         told = a_task("a", 3, callback=Callback("http://127.0.0.1:9/"))
         node = await Idler.at_work(control, told, a_task("b", 2, tenant="other"), room=2)
@@ -44,9 +44,9 @@ async def test_what_there_is_now(open_control: Open) -> None:
     assert commits > 5
 
 
-async def test_what_has_happened(open_control: Open) -> None:
-    """Leases, requeues by their reason, results, failures and tokens, as they were committed."""
-    async with measured(open_control) as (control, metrics):
+async def test_counters_count_committed_events(open_control: Open) -> None:
+    """Leases, requeues by reason, results, failures and tokens."""
+    async with open_metrics(open_control) as (control, metrics):
         node = await Idler.at_work(control, a_task("a", 4))
         await node.release("a-0")
         await node.release("a-1", "no disk", Boundary.INFRASTRUCTURE)
@@ -66,8 +66,8 @@ async def test_what_has_happened(open_control: Open) -> None:
 
 
 async def test_each_event_is_counted_once(open_control: Open) -> None:
-    """Pages one after the other and at the same time, more events than are read at once."""
-    async with measured(open_control) as (control, metrics):
+    """With consecutive and concurrent pages, and more events than are read at once."""
+    async with open_metrics(open_control) as (control, metrics):
         for first in range(0, 3000, 1000):
             await control.submit([a_task(f"t{n}") for n in range(first, first + 1000)])
             await asyncio.gather(metrics.page(), metrics.page())
@@ -75,12 +75,12 @@ async def test_each_event_is_counted_once(open_control: Open) -> None:
         assert found["tugline_events_total"]["task.accepted",] == 3000
 
 
-async def test_a_server_counts_from_its_start(open_control: Open) -> None:
-    """What an earlier process did is not counted again, so that a rate has no jump."""
-    async with measured(open_control) as (control, _):
+async def test_counters_begin_at_the_start_of_the_server(open_control: Open) -> None:
+    """Events of an earlier process are not counted again."""
+    async with open_metrics(open_control) as (control, _):
         await control.submit([a_task("a")])
     await asyncio.sleep(0.01)
-    async with measured(open_control) as (control, metrics):
+    async with open_metrics(open_control) as (control, metrics):
         assert len(await control.events(EventQuery(after=0))) == 1
         await control.submit([a_task("b")])
         found = read(await metrics.page())
