@@ -105,12 +105,12 @@ class Dying(LocalRuntime):
         async with super().open(*args) as sandbox:
             run = sandbox.run
 
-            async def lose(*args: Any, **how: Any) -> None:
-                await run(*args, **how)
+            async def run_and_fail(*args: Any, **options: Any) -> None:
+                await run(*args, **options)
                 msg = "the machine is gone"
                 raise SandboxError(msg)
 
-            sandbox.run = lose  # type: ignore[method-assign,assignment]
+            sandbox.run = run_and_fail  # type: ignore[method-assign,assignment]
             yield sandbox
 
 

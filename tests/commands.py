@@ -52,10 +52,8 @@ def run_program(
     *argv: object, timeout: float = 110, check: bool = False, **how: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run another program to its end."""
-    words = [str(word) for word in argv]
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, check=check, **how
-    )
+    text = [str(part) for part in argv]
+    return subprocess.run(text, capture_output=True, text=True, timeout=timeout, check=check, **how)
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -78,10 +78,10 @@ def host_programs() -> tuple[Mount, ...]:
 def left(engine: str, directory: Path) -> list[str]:
     """Containers of boxes below `directory`, and mounts there."""
     # Podman answers 500 while another process removes one.
-    found = ContainerEngine(engine).run_blocking(
+    listed = ContainerEngine(engine).run_blocking(
         lambda docker: retry(partial(docker.containers.list, all=True), 0.1, 0.3, 1.0)
     )
-    places = [one["Labels"].get(DIRECTORY, "") for one in found or ()]
+    places = [one["Labels"].get(DIRECTORY, "") for one in listed or ()]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [one for one in places + mounts if str(directory) in one]
 

@@ -35,9 +35,9 @@ def showing(*urls: str) -> tuple[Message, ...]:
     return tuple(Message(Role.USER, images=(Image(url),)) for url in urls)
 
 
-def whole(one: Call) -> list[int]:
-    """All ids that a call leaves behind."""
-    return [*one.prompt_ids.tolist(), *one.sampled_ids.tolist()]
+def whole(call: Call) -> list[int]:
+    """Prompt and sampled ids of a call."""
+    return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
 
 
 class Drawn(NamedTuple):
@@ -113,8 +113,8 @@ def _next(
     prompt = base.prompt_ids.tolist() or fresh
     if way == "again":
         known = seen[base.number]
-        shown = showing(*(_URL[one] for one in known))
-        links |= {"parent": None, "messages": shown}
+        messages = showing(*(_URL[one] for one in known))
+        links |= {"parent": None, "messages": messages}
         return make_call(number, prompt, [], **links), known
     if way == "edit":
         prompt = whole(base)[: draw.below(len(whole(base)) + 1)] + fresh
@@ -149,8 +149,8 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
         nothing = asked.sampled_ids
         text = {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}
         return replace(ended, prompt_ids=nothing, **text)
-    said = make_call(asked.number, asked.prompt_ids, sampled)
-    return replace(ended, sampled_ids=said.sampled_ids, logprobs=said.logprobs)
+    answered = make_call(asked.number, asked.prompt_ids, sampled)
+    return replace(ended, sampled_ids=answered.sampled_ids, logprobs=answered.logprobs)
 
 
 _URL = {Image(url).digest: url for url in ("data:a", "data:b")}

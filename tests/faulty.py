@@ -183,12 +183,12 @@ class Client(Rig):
             return response.status, response.headers, await response.json()
 
     async def expect(
-        self, dialect: Dialect, codes: int | set[int], words: str, **sent: Any
+        self, dialect: Dialect, codes: int | set[int], text: str, **sent: Any
     ) -> tuple[int, Mapping[str, str]]:
         """Status and headers of an error with one of these codes; `sent` is what is sent."""
         code, headers, reply = await self.send(dialect, **sent)
         assert code in ({codes} if isinstance(codes, int) else codes)
-        check(dialect, code, reply, words)
+        check(dialect, code, reply, text)
         return code, headers
 
     async def stream(self, dialect: Dialect) -> tuple[int, str]:
@@ -239,8 +239,8 @@ KINDS = {
 }
 
 
-def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
+def check(dialect: Dialect, code: int, reply: Any, text: str) -> None:
     """The dialect's own shape, a kind that goes with the status, and a message that helps."""
     kind = reply["error"][dialect.kind]
     assert kind in KINDS[code], f"{dialect.name}: {kind} with {code}"
-    assert words in reply["error"]["message"], reply
+    assert text in reply["error"]["message"], reply

@@ -55,13 +55,13 @@ Values = dict[tuple[str, ...], float]
 
 def read(page: bytes) -> dict[str, Values]:
     """Samples by name and by the values of their labels, which are in order of their names."""
-    found: dict[str, Values] = {}
+    samples: dict[str, Values] = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[
+            samples.setdefault(sample.name, {})[
                 tuple(value for _, value in sorted(sample.labels.items()))
             ] = sample.value
-    return found
+    return samples
 
 
 @dataclass
@@ -81,9 +81,9 @@ class Observed:
         left = sum(each.samples for each in tasks)
         query = ResultQuery(after=0, wait_s=60, task=tuple(each.id for each in tasks))
         while left > 0:
-            found = await self.control.results(query)
-            assert found.items, "nothing has ended within a minute"
-            left, query = left - len(found.items), replace(query, after=found.cursor)
+            page = await self.control.results(query)
+            assert page.items, "nothing has ended within a minute"
+            left, query = left - len(page.items), replace(query, after=page.cursor)
 
 
 @contextlib.asynccontextmanager

@@ -150,10 +150,11 @@ class Driver:
 
     def left(self, folder: Path) -> list[str]:
         """Processes, mounts, containers and records of sandboxes below `folder`."""
-        found = [f"process {pid}" for pid in users(folder)]
-        found += left(self.options["engine"], folder) if self.name == "container" else []
+        leftovers = [f"process {pid}" for pid in users(folder)]
+        leftovers += left(self.options["engine"], folder) if self.name == "container" else []
         records = {RECORD, ".started", "container.json"}
-        return found + [str(one) for one in folder.rglob("*") if one.name.endswith(tuple(records))]
+        files = [path for path in folder.rglob("*") if path.name.endswith(tuple(records))]
+        return leftovers + [str(path) for path in files]
 
 
 @pytest.fixture(params=DRIVERS)
@@ -169,18 +170,18 @@ def driver(
     if name in {"stand-in", "apptainer"}:
         monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
         workspace = Workspace(image=str(request.getfixturevalue("image")))
-        found = Driver(name, workspace, {"disk_mb": 64})
+        made = Driver(name, workspace, {"disk_mb": 64})
     else:
-        found = Driver(name)
+        made = Driver(name)
     if name == "stand-in" and shutil.which("bwrap") is not None:
         program = tmp_path / "bin" / "apptainer"
         program.parent.mkdir()
         program.write_text(STAND_IN)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    if problem := found.runtime.check_available():
+    if problem := made.runtime.check_available():
         pytest.skip(problem)
-    return found
+    return made
 
 
 @pytest.fixture
@@ -262,25 +263,25 @@ def read_log(sandbox: Sandbox) -> str:
 
 def running(command: str) -> list[int]:
     """Processes of this machine with `command` in their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
             if command.encode() in line and b"State:\tZ" not in (entry / "status").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def users(folder: Path) -> list[int]:
     """Processes that have something of `folder` in their command line or mounted."""
-    found = set(running(str(folder)))
+    pids = set(running(str(folder)))
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if str(folder) in (entry / "mountinfo").read_text():
-                found.add(int(entry.name))
-    return sorted(found)
+                pids.add(int(entry.name))
+    return sorted(pids)
 
 
 def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:

@@ -42,10 +42,10 @@ CONDITIONS = {"service_started", "service_healthy", "service_completed_successfu
 def tool(name: str) -> str:
     """A program of this environment, or of the machine."""
     here = Path(sys.executable).with_name(name)
-    found = str(here) if here.exists() else shutil.which(name)
-    if found is None:
+    path = str(here) if here.exists() else shutil.which(name)
+    if path is None:
         pytest.skip(f"{name} is not installed")
-    return found
+    return path
 
 
 def check(*argv: str | Path) -> None:
@@ -64,9 +64,9 @@ def documents() -> Iterator[dict[str, Any]]:
 
 def pods() -> dict[str, dict[str, Any]]:
     """Specifications of pods, by name."""
-    found = {each["metadata"]["name"]: each["spec"].get("template") for each in documents()
+    templates = {each["metadata"]["name"]: each["spec"].get("template") for each in documents()
              if each["kind"] in {"Deployment", "StatefulSet"}}  # fmt: skip
-    return {name: template["spec"] for name, template in found.items()}
+    return {name: template["spec"] for name, template in templates.items()}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

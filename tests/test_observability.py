@@ -33,7 +33,7 @@ def full_name(metric: Metric) -> str:
 
 
 def make_row(metric: Metric) -> str:
-    """Its make_row in the table of the docs."""
+    """Its row in the table of the docs."""
     labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # type: ignore[attr-defined]
     return f"| `{full_name(metric)}` | {metric.type} | {labels} | {metric.documentation} |"
 

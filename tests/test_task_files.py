@@ -162,9 +162,9 @@ def test_the_template_has_every_field(tmp_path: Path) -> None:
     lines = [line.removeprefix("# ") for line in text.splitlines()]
     start = lines.index("runtime:")
     callback = lines.index("callback:")
-    kept = [line for line in lines[start - 1 : callback - 1] if ":" in line and line[0] != "-"]
-    told = [line for line in kept if not line[0].isupper()]
-    (full,) = load_tasks([make_file(tmp_path, "f.yaml", text + "\n".join(told))])
+    fields = [line for line in lines[start - 1 : callback - 1] if ":" in line and line[0] != "-"]
+    settings = [line for line in fields if not line[0].isupper()]
+    (full,) = load_tasks([make_file(tmp_path, "f.yaml", text + "\n".join(settings))])
     assert full == task
     for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
         for name, sentence in field_docs(kind).items():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from commands import run_python
 from observed import CALL, observed, task
 from tugline.errors import UsageError
 from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
@@ -39,8 +39,8 @@ class Collector:
         """The OTLP route for traces."""
         sent = ExportTraceServiceRequest.FromString(await request.body())
         for part in sent.resource_spans:
-            found = part.resource.attributes
-            self.resource |= {one.key: one.value.string_value for one in found}
+            attributes = part.resource.attributes
+            self.resource |= {one.key: one.value.string_value for one in attributes}
             self.spans += [span for scope in part.scope_spans for span in scope.spans]
         return Response(media_type="application/x-protobuf")
 
@@ -61,14 +61,14 @@ def tracer_to(url: str) -> Tracer:
 
 def values(span: Span) -> dict[str, Any]:
     """The attributes as plain values."""
-    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for one in span.attributes:
         kind = one.value.WhichOneof("value")
         value = getattr(one.value, kind)
         if kind == "array_value":
             value = [each.string_value for each in value.values]
-        found[one.key] = value
-    return found
+        plain[one.key] = value
+    return plain
 
 
 async def test_a_session_is_one_trace(tmp_path: Path) -> None:
@@ -95,21 +95,21 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     assert attributes["tugline.node"] == "here"
     assert attributes["tugline.status"] == "completed"
     assert attributes["tugline.tokens.sampled"] == sum(len(call.sampled_ids) for call in calls)
-    (judged,) = by_name["eval"].events
-    assert judged.name == "gen_ai.evaluation.result"
+    (evaluation,) = by_name["eval"].events
+    assert evaluation.name == "gen_ai.evaluation.result"
 
     chats = [span for span in collector.spans if span.parent_span_id == run.span_id]
     assert [span.name for span in chats] == ["chat scripted"] * 2
     assert all(span.kind == Span.SPAN_KIND_CLIENT for span in chats)
     for span, call in zip(chats, calls, strict=True):
-        found = values(span)
-        assert found["gen_ai.operation.name"] == "chat"
-        assert found["gen_ai.provider.name"] == "embedded"
-        assert found["gen_ai.usage.input_tokens"] == len(call.prompt_ids)
-        assert found["gen_ai.usage.output_tokens"] == len(call.sampled_ids) > 0
-        assert found["gen_ai.response.finish_reasons"] == ["stop"]
-        assert found["gen_ai.request.temperature"] == 1.0
-        assert found["gen_ai.response.time_to_first_chunk"] >= 0
+        attributes = values(span)
+        assert attributes["gen_ai.operation.name"] == "chat"
+        assert attributes["gen_ai.provider.name"] == "embedded"
+        assert attributes["gen_ai.usage.input_tokens"] == len(call.prompt_ids)
+        assert attributes["gen_ai.usage.output_tokens"] == len(call.sampled_ids) > 0
+        assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
+        assert attributes["gen_ai.request.temperature"] == 1.0
+        assert attributes["gen_ai.response.time_to_first_chunk"] >= 0
         assert run.start_time_unix_nano <= span.start_time_unix_nano
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= run.end_time_unix_nano
 
@@ -172,14 +172,10 @@ def test_tracing_is_enabled_by_the_environment() -> None:
         open_tracer(environ | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
 
 
-def test_a_missing_library_names_the_extra() -> None:
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only if tracing is enabled."""
-    program = (
-        "import sys; sys.modules['opentelemetry'] = None\n"
-        "from tugline.node.telemetry import open_tracer\n"
-        "assert open_tracer({}, node='n') is None\n"
-        "open_tracer({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:9'}, node='n')\n"
-    )
-    done = run_python(program)
-    assert "UsageError: " in done.stderr
-    assert "pip install 'tugline[otel]'" in done.stderr
+    monkeypatch.delitem(sys.modules, "tugline.node.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    assert open_tracer({}, node="n") is None
+    with pytest.raises(UsageError, match=r"pip install 'tugline\[otel\]'"):
+        tracer_to("http://127.0.0.1:9")

@@ -20,15 +20,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_data_folder(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
-    """Make a folder as ``tugline make_data_folder`` leaves it."""
+    """Make a folder as ``tugline up`` leaves it."""
     folder.mkdir()
     (folder / "server.json").write_text(f'{{"url": "{url}"}}')
     (folder / "tokens.json").write_text('{"client": "c", "join": "j", "read": "r"}')
 
 
-def test_sources_of_url_and_token_have_an_order(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_of_url_and_token(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments, then the environment, then files; a named folder comes before the environment."""
     make_data_folder(here / "tugline-data")
     assert find_server() == ("http://127.0.0.1:7700", "c")
@@ -51,7 +49,7 @@ def test_a_token_is_only_sent_to_its_own_server(here: Path) -> None:
 
 def test_errors_say_how_to_name_a_server(here: Path) -> None:
     """Without any server, and with a damaged file."""
-    with pytest.raises(UsageError, match="start one with `tugline make_data_folder`"):
+    with pytest.raises(UsageError, match="start one with `tugline up`"):
         find_server()
     make_data_folder(here / "tugline-data")
     (here / "tugline-data" / "server.json").write_text("{")

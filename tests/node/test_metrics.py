@@ -23,22 +23,22 @@ async def test_the_page_counts_sessions(tmp_path: Path) -> None:
         stats = rig.node.stats
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
-    found = read(page)
-    assert found["tugline_sessions"]["completed",] == 2
-    assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
-    assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
-    assert found["tugline_node_leases_total"]["leased",] == 4
+    samples = read(page)
+    assert samples["tugline_sessions"]["completed",] == 2
+    assert samples["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
+    assert samples["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
+    assert samples["tugline_node_leases_total"]["leased",] == 4
     for stage in ("init", "ready", "run", "build"):
-        assert found["tugline_node_stage_seconds_count"][stage,] == 4
-    assert found["tugline_node_stage_seconds_count"]["eval",] == 2
-    assert found["tugline_node_stage_slots"]["run",] == 2
-    assert set(found["tugline_node_stage_sessions"].values()) == {0}
-    tokens = found["tugline_node_ledger_tokens_total"]
+        assert samples["tugline_node_stage_seconds_count"][stage,] == 4
+    assert samples["tugline_node_stage_seconds_count"]["eval",] == 2
+    assert samples["tugline_node_stage_slots"]["run",] == 2
+    assert set(samples["tugline_node_stage_sessions"].values()) == {0}
+    tokens = samples["tugline_node_ledger_tokens_total"]
     assert sum(tokens.values()) > 0
     assert tokens["trained", ""] == stats.trained
-    assert found["tugline_gateway_calls_total"] == {("complete",): 2}
-    assert found["tugline_gateway_tokens_total"]["sampled",] == sum(tokens.values())
-    assert found["tugline_gateway_answer_seconds_count"][()] == 2
+    assert samples["tugline_gateway_calls_total"] == {("complete",): 2}
+    assert samples["tugline_gateway_tokens_total"]["sampled",] == sum(tokens.values())
+    assert samples["tugline_gateway_answer_seconds_count"][()] == 2
 
 
 async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
@@ -48,11 +48,11 @@ async def test_the_page_shows_the_stages_of_sessions(tmp_path: Path) -> None:
         await rig.control.submit([task("slow", script, samples=3)])
         stages = rig.node.pools.by_stage
         await until(lambda: stages[Status.RUN].waiting == 1, 20)
-        found = read(await rig.metrics.render())
-    sessions = found["tugline_node_stage_sessions"]
+        samples = read(await rig.metrics.render())
+    sessions = samples["tugline_node_stage_sessions"]
     assert (sessions["run",], sessions["ready",]) == (2, 1)
-    assert found["tugline_node_stage_waiting"]["run",] == 1
-    assert found["tugline_node_sessions"][()] == 3
+    assert samples["tugline_node_stage_waiting"]["run",] == 1
+    assert samples["tugline_node_sessions"][()] == 3
 
 
 async def test_engines_are_polled(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ async def test_engines_are_polled(tmp_path: Path) -> None:
         (load,) = await rig.engines.poll()
         assert load is rig.engines.loads[url]
         assert load.waiting == 0
-        found = read(await rig.metrics.render())
-    assert found["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
-    assert found["tugline_engine_running"][gone,] == 0
+        samples = read(await rig.metrics.render())
+    assert samples["tugline_engine_up"] == {(url,): 1, (gone,): 0, (other,): 0}
+    assert samples["tugline_engine_running"][gone,] == 0
 
 
 async def test_a_node_serves_its_page(tmp_path: Path) -> None:

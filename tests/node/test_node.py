@@ -337,5 +337,5 @@ async def test_a_node_reports_missing_sandboxes_when_it_registers(tmp_path: Path
             bench.node.id = ""
             await control.database.write(leases.expire_node, view.id, "a test")
             await until(lambda: bench.node.id)
-            shown = await control.database.read(nodes.list_views)
-            assert [one.fault for one in shown if one.state == "live"] == [""]
+            views = await control.database.read(nodes.list_views)
+            assert [one.fault for one in views if one.state == "live"] == [""]

@@ -22,12 +22,12 @@ async def test_a_pool_serves_by_turn() -> None:
     """The lowest turn is next, whenever it came; cancelled waiters are skipped."""
     pool, order = Pool(1), []
 
-    async def one(turn: tuple[int, int]) -> None:
+    async def acquire(turn: tuple[int, int]) -> None:
         async with pool.acquire(turn):
             order.append(turn)
 
     async with pool.acquire((9, 9)):
-        tasks = [asyncio.create_task(one(turn)) for turn in ((2, 0), (1, 1), (1, 0), (0, 5))]
+        tasks = [asyncio.create_task(acquire(turn)) for turn in ((2, 0), (1, 1), (1, 0), (0, 5))]
         await asyncio.sleep(0)
         tasks[3].cancel()
         await asyncio.sleep(0)
@@ -42,14 +42,14 @@ async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
     pool = Pool(1)
     got = asyncio.Event()
 
-    async def one() -> None:
+    async def acquire() -> None:
         async with pool.acquire((0, 0)):
             got.set()
 
     async with pool.acquire((0, 0)):
-        first = asyncio.create_task(one())
+        first = asyncio.create_task(acquire())
         await asyncio.sleep(0)
-        second = asyncio.create_task(one())
+        second = asyncio.create_task(acquire())
         await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait_for(got.wait(), 20)
@@ -64,10 +64,7 @@ async def test_a_slot_given_to_a_cancelled_waiter_is_not_lost() -> None:
 async def test_target_of_ready_sessions(
     init_s: float | None, most: int | None, target: int
 ) -> None:
-    """One until times are known, then slots x INIT
-
-    RUN and a margin, up to the bound.
-    """
+    """One until times are known, then slots * INIT / RUN and a margin, up to the bound."""
     node = make_pools(ready_max=most)
     if init_s is not None:
         node.mean_s[Status.INIT].add(init_s)

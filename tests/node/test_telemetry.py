@@ -37,7 +37,7 @@ async def test_each_attempt_is_traced(tmp_path: Path) -> None:
         sessions = (await rig.control.database.read(stats.counts)).sessions
     assert page["tugline_node_untraced_total"] == {(): 1}
     assert sessions == {"completed": 2, "failed": 1}
-    traced = sorted(tracer.exported, key=lambda one: (one.session.id, one.session.epoch))
+    traced = sorted(tracer.exported, key=lambda each: (each.session.id, each.session.epoch))
     assert [one.session.id for one in traced] == ["bad-0", "bad-0", "good-0"]
     first, bad, good = traced
     assert bad.session.epoch > first.session.epoch

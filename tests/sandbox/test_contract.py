@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import uvloop
 
+from peers import serve
 from sandboxes import (
     DRIVERS,
     WITH_PYTHON,
@@ -26,7 +27,6 @@ from sandboxes import (
     read_log,
     run_shell,
     running,
-    serve,
     unique_sleep,
     wait_until_gone,
     wait_until_running,

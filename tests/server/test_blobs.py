@@ -45,8 +45,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 async def _names(blobs: Blobs, than: float) -> set[str]:
-    found: AsyncIterator[list[str]] = blobs.list_older(than)
-    return {name async for names in found for name in names}
+    pages: AsyncIterator[list[str]] = blobs.list_older(than)
+    return {name async for names in pages for name in names}
 
 
 async def test_blobs_are_stored_replaced_and_deleted(blobs: Blobs) -> None:

@@ -265,9 +265,9 @@ async def test_a_lost_connection_is_reopened(postgres_url: str) -> None:
         await database.write(_add("before"))
         await database.read(_names)
         _end_connections(postgres_url)
-        found = asyncio.gather(*(database.read(_names) for _ in range(4)))
+        reading = asyncio.gather(*(database.read(_names) for _ in range(4)))
         await database.write(_add("later"))
-        assert all("before" in names for names in await found)
+        assert all("before" in names for names in await reading)
         assert await database.read(_names) == ["before", "later"]
 
 

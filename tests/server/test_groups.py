@@ -25,9 +25,9 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
     view = await control.database.read(tasks.view, "t")
     assert (view.state, view.usable, view.reason) == (TaskState.RELEASED, 1, "")
     assert view.missing == (0, 2)
-    found = await control.results(ResultQuery(groups=True))
-    assert [group.id for group in found.groups] == ["u", "t"]
-    assert [item.session for item in found.items] == ["u-0", "t-0", "t-1", "t-2"]
+    page = await control.results(ResultQuery(groups=True))
+    assert [group.id for group in page.groups] == ["u", "t"]
+    assert [item.session for item in page.items] == ["u-0", "t-0", "t-1", "t-2"]
 
 
 async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
@@ -50,10 +50,10 @@ async def test_a_deadline_releases_a_group(open_control: Open) -> None:
     """Within a second; samples of a lost node do not delay it."""
     async with open_control(lease_s=0.5) as control:
         await Idler.at_work(control, a_task("t", 3, group=Group(deadline_s=0.4)), room=1)
-        found = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
-        [view] = found.groups
+        page = await asyncio.wait_for(control.results(ResultQuery(groups=True, wait_s=20)), 20)
+        [view] = page.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
-        assert {item.status for item in found.items} == {Status.CANCELLED}
+        assert {item.status for item in page.items} == {Status.CANCELLED}
 
 
 async def test_cancelling_a_task(control: ControlPlane) -> None:

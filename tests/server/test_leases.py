@@ -149,12 +149,13 @@ async def test_the_failed_boundary_decides_about_retries(
     for attempt in range(tries):
         [work] = (await node.ask()).work
         assert work.session.attempt == attempt
-        kept = (await node.commit("t-0", failure=boundary)).outcome
-        assert kept is (CommitOutcome.REQUEUED if attempt < tries - 1 else CommitOutcome.COMMITTED)
-    found = await control.database.read(results.get, "t-0")
-    assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
-    assert found.failure == Failure(boundary, "it broke")
-    assert found.reward is None
+        commit = await node.commit("t-0", failure=boundary)
+        final = attempt == tries - 1
+        assert commit.outcome is (CommitOutcome.COMMITTED if final else CommitOutcome.REQUEUED)
+    view = await control.database.read(results.get, "t-0")
+    assert (view.status, view.attempt) == (Status.FAILED, tries - 1)
+    assert view.failure == Failure(boundary, "it broke")
+    assert view.reward is None
 
 
 async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) -> None:
@@ -172,8 +173,8 @@ async def test_infrastructure_failures_cost_no_attempt(control: ControlPlane) ->
         outcome = (await node.commit("t-0", failure=Boundary.RUNTIME)).outcome
         final = CommitOutcome.COMMITTED if pause_s == 60.0 else CommitOutcome.REQUEUED
         assert outcome is final, pause_s
-    found = await control.database.read(results.get, "t-0")
-    assert (found.status, found.attempt) == (Status.FAILED, 0)
+    view = await control.database.read(results.get, "t-0")
+    assert (view.status, view.attempt) == (Status.FAILED, 0)
 
 
 async def test_a_broken_node_is_quarantined(control: ControlPlane) -> None:
@@ -251,11 +252,11 @@ async def test_the_last_attempt_of_a_lost_node_fails_the_session(control: Contro
     lost = [await Idler.at_work(control, task, name="a") for _ in range(2)]
     assert lost[1].held["t-0"].epoch > lost[0].held["t-0"].epoch, "its successor gets it at once"
     await Idler.join(control, "a")
-    found = await control.database.read(results.get, "t-0")
-    assert found.failure is not None
-    assert found.failure.boundary is Boundary.INFRASTRUCTURE
-    assert "try 2, the last" in found.failure.message
-    assert (found.bytes, found.reward) == (0, None)
+    view = await control.database.read(results.get, "t-0")
+    assert view.failure is not None
+    assert view.failure.boundary is Boundary.INFRASTRUCTURE
+    assert "try 2, the last" in view.failure.message
+    assert (view.bytes, view.reward) == (0, None)
 
 
 async def test_stale_sessions_are_restarted(control: ControlPlane) -> None:

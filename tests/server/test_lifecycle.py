@@ -74,8 +74,8 @@ class Lifecycle:
                 end = End(Status.COMPLETED, reward=1.0, digest=f"end {next(self.numbers)}")
                 self._commit_result(Lease(node, session.id, session.epoch), end)
         self.check()
-        found = self._do(lambda tx: tasks.page(tx, TaskQuery(limit=1000))).tasks
-        assert all(task.state is TaskState.RELEASED for task in found)
+        listed = self._do(lambda tx: tasks.page(tx, TaskQuery(limit=1000))).tasks
+        assert all(task.state is TaskState.RELEASED for task in listed)
 
     # ------------------------------------------------------------------ what happens
     def step(self) -> None:
@@ -178,10 +178,10 @@ class Lifecycle:
             return
         entry = self.random.choice(entries)
         if self.random.random() < 0.3:
-            found = self._do(partial(results.cancel_task, task=entry.task, by="me"))
+            response = self._do(partial(results.cancel_task, task=entry.task, by="me"))
         else:
-            found = self._do(partial(results.cancel_session, session=entry.id, by="me"))
-        self.cancelled |= {*found.ended, *found.stopping}
+            response = self._do(partial(results.cancel_session, session=entry.id, by="me"))
+        self.cancelled |= {*response.ended, *response.stopping}
 
     def _announce(self) -> None:
         """New weights."""
@@ -220,11 +220,11 @@ class Lifecycle:
             own = [entry for entry in entries.values() if entry.task == task.id]
             ended = all(Status(entry.status) in TERMINAL for entry in own)
             assert (task.state is TaskState.RELEASED) == ended
-            judged = {
+            rewarded = {
                 over[e.id].sample for e in own if e.id in over and over[e.id].reward is not None
             }
-            assert task.usable == len(judged)
-            assert not ended or set(task.missing) == set(range(task.samples)) - judged
+            assert task.usable == len(rewarded)
+            assert not ended or set(task.missing) == set(range(task.samples)) - rewarded
         counts = stats.counts(tx).sessions
         for status in Status:
             assert counts.get(status, 0) == sum(e.status == status for e in entries.values())

@@ -27,8 +27,8 @@ async def _finish_tasks(database: Database, **samples: int) -> None:
             await database.write(finish, f"{name}-{n}", n / 4)
 
 
-def _ids(found: Results) -> list[str]:
-    return [item.session for item in found.items]
+def _ids(page: Results) -> list[str]:
+    return [item.session for item in page.items]
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ async def test_results_are_read_in_pages(
     """In the order of their commits, or as whole groups: as many as fit, and at least one."""
     await _finish_tasks(database, a=4, b=2, c=1)
     pages, cursor = [], 0
-    while (found := await database.read(op, cursor, limit)).items:
-        pages.append(" ".join(_ids(found)))
-        cursor = found.cursor
+    while (page := await database.read(op, cursor, limit)).items:
+        pages.append(" ".join(_ids(page)))
+        cursor = page.cursor
     assert pages == expected
-    assert found.cursor == cursor, "the cursor stays where there is nothing new"
+    assert page.cursor == cursor, "the cursor stays where there is nothing new"
 
 
 async def test_a_consumer_resumes_at_its_acknowledged_position(database: Database) -> None:
@@ -161,23 +161,23 @@ async def test_readers_wait_for_single_tasks(control: ControlPlane) -> None:
     assert not any(task.done() for task in waiting)
     await control.database.write(finish, "a-0", 1.0)
     async with asyncio.timeout(8):
-        found, whole, told = await asyncio.gather(*waiting)
-    assert _ids(found) == _ids(whole) == ["a-0"]
-    assert [event.kind for event in told] == [EventKind.RESULT, EventKind.RELEASED]
+        page, groups, recorded = await asyncio.gather(*waiting)
+    assert _ids(page) == _ids(groups) == ["a-0"]
+    assert [event.kind for event in recorded] == [EventKind.RESULT, EventKind.RELEASED]
 
 
 async def test_events_are_recorded_in_order(database: Database) -> None:
     """Every result and release has an event at its own position, of its task and of all."""
     await _finish_tasks(database, a=2, b=1)
-    found: list[Event] = await database.read(events.page, 0, 100)
-    assert [event.position for event in found] == list(range(1, len(found) + 1))
+    listed: list[Event] = await database.read(events.page, 0, 100)
+    assert [event.position for event in listed] == list(range(1, len(listed) + 1))
     result, released = EventKind.RESULT, EventKind.RELEASED
-    assert [event.kind for event in found[2:]] == [result, result, released, result, released]
-    assert [event.task for event in found[2:]] == ["a", "a", "a", "b", "b"]
-    assert await database.read(events.page, 2, 3) == found[2:5]
+    assert [event.kind for event in listed[2:]] == [result, result, released, result, released]
+    assert [event.task for event in listed[2:]] == ["a", "a", "a", "b", "b"]
+    assert await database.read(events.page, 2, 3) == listed[2:5]
     of_b = await database.read(events.page, 0, 100, "b")
-    assert of_b == [event for event in found if event.task == "b"]
-    assert found[2].session == "a-1"
-    assert found[2].detail.items() >= {"status": "completed", "sample": 1, "reward": 0.25}.items()
+    assert of_b == [event for event in listed if event.task == "b"]
+    assert listed[2].session == "a-1"
+    assert listed[2].detail.items() >= {"status": "completed", "sample": 1, "reward": 0.25}.items()
     items = (await database.read(results.page, 0, 100)).items
-    assert [item.position for item in items] == [found[n].position for n in (2, 3, 5)]
+    assert [item.position for item in items] == [listed[n].position for n in (2, 3, 5)]

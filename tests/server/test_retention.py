@@ -58,9 +58,9 @@ async def test_tasks_with_undelivered_callbacks_are_kept(control: ControlPlane) 
     """Pending and dead callbacks still need their result."""
     write = control.database.write
     await finish_tasks(control, "plain")
-    told = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
-    told += " VALUES (1, 'plain', 'session.result', 'http://127.0.0.1:9/', 'x', 'dead', 0)"
-    await write(Tx.run, told)
+    insert = "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
+    insert += " VALUES (1, 'plain', 'session.result', 'http://127.0.0.1:9/', 'x', 'dead', 0)"
+    await write(Tx.run, insert)
     delete, later = tasks.delete_finished, time.time() + 60
     assert await write(delete, later) == 0
     await write(Tx.run, "UPDATE outbox SET state = 'delivered'")

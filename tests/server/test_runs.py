@@ -11,8 +11,8 @@ from tugline.server.store import stats
 
 async def get_steps(control: ControlPlane, run: str, after: int = -1) -> dict[int, RunStep]:
     """Steps by number."""
-    found = await control.database.read(stats.list_steps, run, StepQuery(after=after))
-    return {one.step: one for one in found}
+    steps = await control.database.read(stats.list_steps, run, StepQuery(after=after))
+    return {one.step: one for one in steps}
 
 
 async def test_reports_of_a_step_are_merged(control: ControlPlane) -> None:

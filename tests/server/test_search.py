@@ -36,7 +36,7 @@ async def find(control: ControlPlane, q: str, **query: Any) -> list[str]:
 async def test_search_in_tasks_and_failures(control: ControlPlane) -> None:
     """Terms match by prefix, those of two characters as a whole; all of them in one text."""
     await control.database.write(fill)
-    for found, queries in {
+    for expected, queries in {
         "a-0 a-1 c-0 c-1 c-2": ("FIX",),
         "a-0 a-1": ("calc.py", "add() sub", "mend", "kind=mend"),
         "a-1": ("137", "memory_x", "a-1"),
@@ -45,8 +45,8 @@ async def test_search_in_tasks_and_failures(control: ControlPlane) -> None:
         "": ("memory x", "fix 137", "ix", "sa", "' OR 1 --", "NOT (", ")"),
     }.items():
         for q in queries:
-            assert await find(control, q) == found.split(), q
-            assert await find(control, q, newest=True) == found.split()[::-1], q
+            assert await find(control, q) == expected.split(), q
+            assert await find(control, q, newest=True) == expected.split()[::-1], q
     assert await find(control, "fix", status=Status.FAILED) == ["a-1"]
     assert await find(control, "fix", task="c") == ["c-0", "c-1", "c-2"]
 
@@ -75,7 +75,7 @@ async def test_search_is_combined_with_filters(control: ControlPlane, newest: bo
     for session in ("t00-1", "t07-0", "t19-1", "other-1"):
         await control.database.write(finish, session, failure="a common cause")
     failed = sorted(["t00-1", "t07-0", "t19-1", "other-1"], reverse=newest)
-    failed.sort(key=lambda one: one.startswith("other"), reverse=newest)
+    failed.sort(key=lambda session: session.startswith("other"), reverse=newest)
     for limit in (1, 2, 100):
         options = {"newest": newest, "limit": limit}
         assert await find(control, "comm", status=Status.FAILED, **options) == failed
@@ -95,7 +95,7 @@ async def test_search_by_parts_of_ids(
     monkeypatch.setattr(sessions, "_FEW_TASKS", few_tasks)
     samples = {"mend": 3, "later": 2, "few-12": 1, "many": 14}
     await control.database.write(submit, *(task(name, "x", n) for name, n in samples.items()))
-    for q, found in {
+    for q, expected in {
         "end-1": ["mend-1"],
         "mend": ["mend-0", "mend-1", "mend-2"],
         "mend-": ["mend-0", "mend-1", "mend-2"],
@@ -103,7 +103,7 @@ async def test_search_by_parts_of_ids(
         "12": ["few-12-0", "many-12"],
         "-1": ["mend-1", "later-1", "few-12-0", *(f"many-{n}" for n in (1, 10, 11, 12, 13))],
     }.items():
-        assert await find(control, q) == found, q
+        assert await find(control, q) == expected, q
     for nothing in ("mend-3", "1111111", "-1111111", "d-1111111", "nothing", "99"):
         assert await find(control, nothing) == [], nothing
 

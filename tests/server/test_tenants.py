@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from leased import Idler, Open, a_task, finish, on_postgres, statements, submit
+from tugline.config import from_mapping
 from tugline.errors import ConfigError, QuotaExceeded
 from tugline.protocol import NodeRegistration
 from tugline.server.settings import DEFAULTS, ServerSettings, TenantSettings
@@ -24,11 +25,7 @@ NOW = 1_000_000.0
 
 def _settings(**tenants: Any) -> ServerSettings:
     """Server settings with these limits, or weights, of tenants."""
-    made = {
-        name: TenantSettings(**one) if isinstance(one, dict) else one
-        for name, one in tenants.items()
-    }
-    return ServerSettings(tenants=made)
+    return from_mapping({"tenants": tenants}, ServerSettings)
 
 
 async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:

@@ -94,10 +94,10 @@ async def _list_all(database: Database, state: DeliveryState | None = None) -> l
 async def _wait_for(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
     """Wait until this many callbacks are in this state."""
     async with asyncio.timeout(30):
-        while len(found := await _list_all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
+        while len(deliveries := await _list_all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
             await asyncio.sleep(0.01)
-    assert len(found) == count
-    return found
+    assert len(deliveries) == count
+    return deliveries
 
 
 def _sender(
@@ -120,14 +120,14 @@ async def _deliver(
 async def test_results_and_releases_are_sent(database: Database, receiver: Receiver) -> None:
     """A callback for each result and one for the group, signed, each with its own id."""
     sent = await _deliver(database, receiver, 3, samples=2)
-    notices = [msgspec.json.decode(body, type=WebhookBody) for _, body in receiver.got]
-    assert [verify(SECRET, *got) for got in receiver.got] == [notice.id for notice in notices]
+    bodies = [msgspec.json.decode(body, type=WebhookBody) for _, body in receiver.got]
+    assert [verify(SECRET, *got) for got in receiver.got] == [body.id for body in bodies]
     assert {headers["Content-Type"] for headers, _ in receiver.got} == {"application/json"}
-    assert {(one.id, one.kind) for one in sent} == {(one.delivery, one.kind) for one in notices}
+    assert {(one.id, one.kind) for one in sent} == {(one.delivery, one.kind) for one in bodies}
     assert len(receiver.ids) == 3
-    found = {one.result.session: one.result.reward for one in notices if one.result}
-    assert found == {"t-0": 0.0, "t-1": 1.0}
-    [group] = [notice.group for notice in notices if notice.group]
+    rewards = {one.result.session: one.result.reward for one in bodies if one.result}
+    assert rewards == {"t-0": 0.0, "t-1": 1.0}
+    [group] = [body.group for body in bodies if body.group]
     assert (group.id, group.usable, group.missing) == ("t", 2, ())
 
 
@@ -149,8 +149,8 @@ async def test_servers_share_the_outbox(postgres_url: str, receiver: Receiver) -
         _sender(one),
         _sender(other),
     ):
-        tells = [_run_task((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
-        await asyncio.gather(*tells)
+        tasks = [_run_task((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
+        await asyncio.gather(*tasks)
         await _wait_for(one, DeliveryState.DELIVERED, 40)
     assert len(receiver.ids) == len(receiver.got) == 40
 
@@ -181,9 +181,9 @@ async def test_a_callback_is_dead_after_its_last_try(
         assert [(one.tries, one.error.startswith(error)) for one in dead] == [(tries, True)] * 2
         assert set(receiver.ids.values()) == {tries}
         assert (await database.read(stats.counts)).dead_deliveries == 2
-        told = await database.read(events.page, 0, 100, "t")
-        gone = {one.detail["delivery"] for one in told if one.kind is EventKind.DEAD}
-        assert gone == {one.id for one in dead}
+        recorded = await database.read(events.page, 0, 100, "t")
+        reported = {one.detail["delivery"] for one in recorded if one.kind is EventKind.DEAD}
+        assert reported == {one.id for one in dead}
         receiver.answer = lambda _count: web.Response()
         again = await database.write(events.retry_delivery, dead[0].id)
         assert (again.state, again.tries) == (DeliveryState.PENDING, 0)

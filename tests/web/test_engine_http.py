@@ -33,18 +33,6 @@ async def ask(http: EngineHttp) -> str:
         return (await reply.read()).decode()
 
 
-async def test_a_connection_serves_many_requests() -> None:
-    """One after the other."""
-
-    async def handle(peer: Peer) -> None:
-        while True:
-            await peer.next_request()
-            await peer.send(sized(peer.number))
-
-    async with engine(handle) as http:
-        assert [await ask(http) for _ in range(3)] == ["1", "1", "1"]
-
-
 @pytest.mark.parametrize("early", [True, False], ids=["before", "at the next request"])
 async def test_a_closed_idle_connection_is_replaced(*, early: bool) -> None:
     """The request is sent again on a new one, without an error."""

@@ -64,8 +64,8 @@ async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
         message = await receive()
         assert isinstance(message["body"], bytes)
         body, more = body + message["body"], message["more_body"]
-    said = b"%d %b" % (len(body), hashlib.sha256(body).hexdigest().encode())
-    await Http(scope, receive, send).reply(200, said)
+    text = b"%d %b" % (len(body), hashlib.sha256(body).hexdigest().encode())
+    await Http(scope, receive, send).reply(200, text)
 
 
 BODY = bytes(range(256)) * 800
@@ -91,19 +91,19 @@ class Cycle:
 
 async def test_old_cycles_are_collected_when_idle() -> None:
     """Ordinary collections leave them out to stay short."""
-    gone, idle = asyncio.Event(), False
+    collected, idle = asyncio.Event(), False
     callbacks = len(gc.callbacks)
     async with managed_gc(lambda: idle, every_s=0.001, full=1):
         ring = Cycle()
-        found = weakref.ref(ring, lambda _: gone.set())
+        reference = weakref.ref(ring, lambda _: collected.set())
         gc.collect(1)
         del ring
         gc.collect()
         await asyncio.sleep(0)
-        assert found() is not None
+        assert reference() is not None
         idle = True
         async with asyncio.timeout(20):
-            await gone.wait()
+            await collected.wait()
     assert len(gc.callbacks) == callbacks
 
 

@@ -73,8 +73,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     other = await server.commit(node, "t-0", epoch, result("t-0", "t", reward=0.5))
     assert other.refusal == (409, "fenced")
     view = (await server.ask("GET", "/v1/sessions/t-0/result")).json
-    shown = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
-    assert view.items() >= shown.items()
+    expected = {"status": "completed", "reward": 1.0, "bytes": len(data), "version": 3}
+    assert view.items() >= expected.items()
 
     async def fetch(**headers: str) -> Answer:
         return await server.ask("GET", "/v1/sessions/t-0/trajectory", headers=headers)
@@ -95,9 +95,9 @@ async def test_local_recordings_can_be_read(server: Served, tmp_path: Path) -> N
     response = await server.ask("GET", path, "read")
     assert (response.status, response.headers["content-type"]) == (200, "application/gzip")
     block = gzip.decompress(response.body)
-    shown = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])["session"]
-    assert [turn["call"] for turn in shown["turns"]] == [0, 1, 2, 3, 4, 5]
-    assert shown["recording"] == f"t-0.{epoch}.rec"
+    view = msgspec.json.decode(block[4 : 4 + int.from_bytes(block[:4], "little")])["session"]
+    assert [turn["call"] for turn in view["turns"]] == [0, 1, 2, 3, 4, 5]
+    assert view["recording"] == f"t-0.{epoch}.rec"
     packed = await server.ask("GET", f"{path}?files=true", "read")
     assert (packed.status, packed.headers["content-type"]) == (200, "application/x-tar")
     with tarfile.open(fileobj=io.BytesIO(packed.body)) as archive:
@@ -119,8 +119,8 @@ async def test_a_node_over_http(server: Served) -> None:
     """Register, lease, renew, release, drain."""
     node, epoch = await server.start("worker")
     (seen,) = (await server.ask("GET", "/v1/nodes", "read")).json
-    shown = {"name": "worker", "state": "live", "slots": 8, "running": 1}
-    assert seen.items() >= shown.items()
+    expected = {"name": "worker", "state": "live", "slots": 8, "running": 1}
+    assert seen.items() >= expected.items()
     held = {"held": [{"session": "t-0", "epoch": epoch, "status": "run"}]}
     renewed = await server.ask("POST", f"/v1/nodes/{node.node}/renew", node.token, json=held)
     assert renewed.json["stop"] == []

@@ -27,11 +27,11 @@ def _path(route: Route, ident: str = "t") -> str:
 
 async def test_every_route_needs_its_token(server: Served) -> None:
     """No token, unknown tokens, one of a lost node, and every role that the route does not list."""
-    gone = await server.join("again")
-    await server.lease(gone, wait_s=0)
+    lost = await server.join("again")
+    await server.lease(lost, wait_s=0)
     await server.join("again")
     node = await server.join()
-    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], gone.token)
+    strangers = (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1], lost.token)
     keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
     for route in GUARDED:
         for key in strangers:
@@ -125,9 +125,9 @@ async def test_the_audit_log_names_people(server: Served) -> None:
 async def test_a_failing_audit_log_is_logged(server: Served) -> None:
     """The change itself succeeds."""
     (server.control.folder / "audit.jsonl").mkdir()
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logged:
         await server.submit()
-    assert [(one["event"], one["tasks"]) for one in said] == [("audit log not written", ["t"])]
+    assert [(one["event"], one["tasks"]) for one in logged] == [("audit log not written", ["t"])]
 
 
 def test_invalid_tokens_are_refused() -> None:
@@ -162,8 +162,8 @@ async def test_submissions_per_minute_are_limited(tmp_path: Path) -> None:
             response = await _post(server, tenant=tenant)
             assert response.refusal == (429, "quota")
             assert response.headers["retry-after"] == "20"
-            said = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
-            assert response.problem.detail == f"{said} submit again in 20 s"
+            detail = f"tenant is '{tenant}', for which a token may submit 2 times a minute;"
+            assert response.problem.detail == f"{detail} submit again in 20 s"
         assert (await _post(server, "ann-token", tenant="a")).status == 200
         assert (await _post(server, id="f", tenant="free")).status == 201
         for _ in range(3):
@@ -186,8 +186,8 @@ async def test_a_tenants_token_changes_only_its_own_work(server_of_each: Served)
         await server.ask("POST", "/v1/sessions/theirs-0/cancel", "ann-token"),
     ):
         assert response.refusal == (403, "forbidden")
-        said = "this token is for the work of tenant 'lab' only, not of 'other'"
-        assert response.problem.detail == said
+        expected = "this token is for the work of tenant 'lab' only, not of 'other'"
+        assert response.problem.detail == expected
     assert (await server.ask("GET", "/v1/tasks/mine", "ann-token")).json["tenant"] == "lab"
     assert (await server.ask("GET", "/v1/tasks/theirs", "ann-token")).status == 200
     for path in ("tasks/mine", "sessions/mine-0"):

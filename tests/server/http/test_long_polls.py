@@ -65,9 +65,9 @@ async def test_shutdown_does_not_wait_for_clients(tmp_path: Path) -> None:
         await until(lambda: house.app.waits.open == len(asking))
         async with asyncio.timeout(2):
             await house.stop()
-        *polls, told = await asyncio.gather(*asking[:3])
+        *polls, stream = await asyncio.gather(*asking[:3])
     assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
-    assert (told.status, told.body) == (200, b": events\n\n")
+    assert (stream.status, stream.body) == (200, b": events\n\n")
 
 
 async def test_many_clients_wait_at_once(server: Served) -> None:

@@ -24,7 +24,7 @@ from served import TOKENS, Served, result, serve
 from tugline.protocol import NodeRegistered
 
 DOCUMENT = json.loads(FILE.read_bytes())
-OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+OPERATIONS = [each.ok() for each in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 # not among the checks: those that want answers kept between requests, or send requests of their own
 PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
 # a schema cannot say that `min_usable` is at most `samples`, or that a file's path is relative
@@ -48,9 +48,9 @@ async def _serve_with_data(folder: Path) -> AsyncIterator[tuple[str, NodeRegiste
         node, epoch = await server.start(samples=4, callback={"url": "http://127.0.0.1:9/"})
         assert (await server.commit(node, "t-0", epoch, result("t-0", "t"))).status == 200
         await server.lease(node, 1)
-        living = asyncio.create_task(_keep_lease(server, node))
+        leasing = asyncio.create_task(_keep_lease(server, node))
         yield server.url, node
-        living.cancel()
+        leasing.cancel()
 
 
 async def _keep_lease(server: Served, node: NodeRegistered) -> None:
@@ -87,7 +87,9 @@ def _request_options(case: Case, url: str, node: NodeRegistered, *, real: bool) 
 
 
 @pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis does
-@pytest.mark.parametrize(("operation", "mode"), MODES, ids=lambda one: getattr(one, "label", one))
+@pytest.mark.parametrize(
+    ("operation", "mode"), MODES, ids=lambda case: getattr(case, "label", case)
+)
 def test_the_server_conforms_to_its_document(
     operation: APIOperation, mode: GenerationMode, address: tuple[str, NodeRegistered]
 ) -> None:
@@ -132,11 +134,11 @@ def test_every_number_of_a_task_has_a_range(name: str) -> None:
 
 def test_every_query_parameter_is_described() -> None:
     """Each has a description."""
-    dumb = [
+    undescribed = [
         f"{method} {path} {parameter['name']}"
         for path, methods in DOCUMENT["paths"].items()
         for method, operation in methods.items()
         for parameter in operation["parameters"]
         if parameter["in"] == "query" and not parameter["description"]
     ]
-    assert not dumb
+    assert not undescribed
