@@ -1,7 +1,7 @@
-"""Sandboxes under attack, and helpers to run attacks in them.
+"""Places that are attacked, and words to attack them with.
 
-An attack is a Python script in a sandbox. On `local`, which contains nothing, the same script must
-succeed wherever that is harmless: no attack fails because of a mistake in it.
+An attack is a Python script in a box. On `local`, which contains nothing, the same script must
+succeed wherever it harms nobody: no attack fails because it was written wrongly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHIN = 20.0
 IMAGE = DEBIAN
 
 
-class Output(NamedTuple):
+class Said(NamedTuple):
     """What a program wrote, and how it ended."""
 
     text: str
@@ -37,31 +37,31 @@ class Arena(Driver):
     folder: Path
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, name: str = "attacker", options: dict[str, Any] | None = None, **spec: Any
+    async def box(
+        self, name: str = "attacker", options: dict[str, Any] | None = None, **place: Any
     ) -> AsyncIterator[Sandbox]:
-        """A sandbox, with `options` of its runtime and fields of its `SandboxSpec`."""
+        """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
         runtime = self.bounded(**options) if options else self.runtime
-        given = SandboxSpec(**{"workspace": self.workspace, **spec})
+        given = SandboxSpec(**{"workspace": self.workspace, **place})
         async with runtime.open(self.folder / name, given) as sandbox:
             yield sandbox
 
 
-async def python(sandbox: Sandbox, code: str, *given: object, timeout_s: float = WITHIN) -> Output:
-    """Run a Python script with arguments."""
-    return await run(sandbox, "python3", "-I", "-c", code, *map(str, given), timeout_s=timeout_s)
+async def python(box: Sandbox, code: str, *given: object, timeout_s: float = WITHIN) -> Said:
+    """What a script says."""
+    return await said(box, "python3", "-I", "-c", code, *map(str, given), timeout_s=timeout_s)
 
 
-async def shell(sandbox: Sandbox, script: str, *given: object, timeout_s: float = WITHIN) -> Output:
-    """Run a shell script with arguments."""
-    return await run(sandbox, "sh", "-c", script, "sh", *map(str, given), timeout_s=timeout_s)
+async def shell(box: Sandbox, script: str, *given: object, timeout_s: float = WITHIN) -> Said:
+    """What a shell script says."""
+    return await said(box, "sh", "-c", script, "sh", *map(str, given), timeout_s=timeout_s)
 
 
-async def run(sandbox: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Output:
-    """Run a program."""
-    name = f"run-{secrets.token_hex(4)}"
-    end = await sandbox.run(argv, env={}, timeout_s=timeout_s, log_name=name)
-    return Output((sandbox.logs / f"{name}.log").read_text(errors="replace"), end)
+async def said(box: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Said:
+    """What a program says."""
+    name = f"said-{secrets.token_hex(4)}"
+    end = await box.run(argv, env={}, timeout_s=timeout_s, log_name=name)
+    return Said((box.logs / f"{name}.log").read_text(errors="replace"), end)
 
 
 def token() -> str:

@@ -23,6 +23,7 @@ import msgspec
 import pytest
 
 from containers import DEBIAN, host_programs, left
+from peers import serve
 from tugline.plugins import find
 from tugline.sandbox.base import Exit, Mount, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.limits import RECORD
@@ -30,6 +31,7 @@ from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 from waiting import until
 
+__all__ = ["serve"]
 DRIVERS = [
     "local",
     "bubblewrap",

@@ -53,7 +53,7 @@ async def test_put_through_planted_links(
 
     Also if the path itself leads out.
     """
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
         for root in (sandbox.workdir, sandbox.home):
             files = [f"{link}/{name}" for link in LINKS for name in ("secret", "new")]
@@ -68,7 +68,7 @@ async def test_put_through_planted_links(
 
 async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> None:
     """What is read is the box's own: neither by name nor as part of the agent's work."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         await python(sandbox, PLANT, outside, sandbox.workdir, sandbox.home)
         for root in (sandbox.workdir, sandbox.home):
             for path in (*(f"{link}/secret" for link in LINKS), "file", "loop", "../x"):
@@ -94,7 +94,7 @@ while True:
 
 async def test_swap_a_folder_for_a_link_meanwhile(anywhere: Arena, outside: Path) -> None:
     """A race for the moment between a look and a write is not won, in hundreds of tries."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         swapping = asyncio.create_task(
             python(sandbox, SWAP, outside, sandbox.workdir, timeout_s=60)
         )
@@ -136,7 +136,7 @@ open("honest", "w").write("work")
 
 async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
     """Pipes, devices, names that are no text, a terabyte of nothing, folders without end."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         got = await python(sandbox, TRAPS, sandbox.workdir)
         assert got.exit.code == 0, got.text
         async with asyncio.timeout(DEADLINE):
@@ -157,7 +157,7 @@ async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
 
 async def test_link_what_is_shared_into_the_work(sandbox: Arena) -> None:
     """A hard link to a file of the task's own base does not let a write through to it."""
-    async with sandbox.open(files={"given.txt": "given"}) as box:
+    async with sandbox.box(files={"given.txt": "given"}) as box:
         await shell(box, "ln given.txt linked; ln -s given.txt soft; echo more >> linked")
         await box.put(box.workdir, {"linked": "put"})
         patch = await box.diff()
@@ -169,7 +169,7 @@ async def test_link_what_is_shared_into_the_work(sandbox: Arena) -> None:
 async def test_leave_traps_for_who_cleans_up(sandbox: Arena, outside: Path) -> None:
     """Nor does tidying a box follow a link, or stop at what cannot be removed by its owner."""
     code = "import os, sys; os.symlink(sys.argv[1], 'out'); os.makedirs('a/b'); os.chmod('a', 0)"
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         await python(box, code, outside)
         await python(box, code.replace("'out'", "'/tmp/out'"), outside)
     assert await asyncio.to_thread(sandbox.runtime.reap, sandbox.folder) >= 0

@@ -56,7 +56,7 @@ async def ask(box: Sandbox, asks: list[tuple[str, str, str]]) -> list[str]:
 
 async def ask_gateway(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
     """The answers to (method, path, key), asked in a box that reaches `url`."""
-    async with arena.open() as sandbox:
+    async with arena.box() as sandbox:
         origin = f"http://{urlsplit(await sandbox.expose(url)).netloc}"
         return await ask(sandbox, [(how, f"{origin}{path}", key) for how, path, key in asks])
 
@@ -64,7 +64,7 @@ async def ask_gateway(arena: Arena, url: str, asks: list[tuple[str, str, str]]) 
 async def test_reach_the_control_plane(anywhere: Arena) -> None:
     """Not even with a token that is right: there is no way to it."""
     store = f"sqlite:{anywhere.folder}/store.db"
-    async with served.serve(store, anywhere.folder / "server") as server, anywhere.open() as box:
+    async with served.serve(store, anywhere.folder / "server") as server, anywhere.box() as box:
         codes = await ask(box, [("GET", f"{server.url}/v1/tasks", served.TOKENS.client)])
     assert (codes == ["200"]) is not anywhere.isolated, codes
 
@@ -72,7 +72,7 @@ async def test_reach_the_control_plane(anywhere: Arena) -> None:
 async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
     """Tokens that are sampled past the gateway are in no record."""
     replica = gateway.gateway._upstream.replicas[0].url
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         await sandbox.expose(gateway.url)
         got = await python(sandbox, CONNECT, urlsplit(replica).netloc)
     assert ("reached" in got.text) is not anywhere.isolated, got.text
@@ -85,7 +85,7 @@ async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
         own = socket.gethostbyname(socket.gethostname())
     with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104
         port = listener.getsockname()[1]
-        async with anywhere.open() as sandbox:
+        async with anywhere.box() as sandbox:
             places = [f"{host}:{port}" for host in ("127.0.0.1", own, "::1", "localhost")]
             got = await python(sandbox, CONNECT, *places)
     reached = got.text.count("reached")
@@ -95,7 +95,7 @@ async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
 async def test_reach_anything_else(sandbox: Arena) -> None:
     """No route, no name, no metadata service: there is loopback and nothing else."""
     look = "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '; cat /proc/net/route"
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         devices = await shell(box, look)
         got = await python(box, CONNECT, "169.254.169.254:80", "8.8.8.8:53", "example.org:80")
         began = asyncio.get_running_loop().time()
@@ -139,7 +139,7 @@ async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
     name = f"{folder}{token()}"
     try:
         with listening(name):
-            async with anywhere.open() as sandbox:
+            async with anywhere.box() as sandbox:
                 got = await python(sandbox, SOCKET, name)
     except PermissionError:
         pytest.skip(f"{folder} is not ours to write to")
@@ -184,7 +184,7 @@ async def test_command_the_gateway(sandbox: Arena, gateway: Rig) -> None:
 
 async def test_an_evaluators_box_has_no_network(sandbox: Arena, gateway: Rig) -> None:
     """What does not reach for the gateway has no way to it; nor to another box's."""
-    async with sandbox.open("agent") as agent, sandbox.open("judge") as judge:
+    async with sandbox.box("agent") as agent, sandbox.box("judge") as judge:
         inside = urlsplit(await agent.expose(gateway.url)).netloc
         assert "reached" in (await python(agent, CONNECT, inside)).text
         assert "refused" in (await python(judge, CONNECT, inside)).text
@@ -200,7 +200,7 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
             "http://localhost:1/",
             "http://a.example/",
         ]
-        async with sandbox.open(options={"allow": ["localhost:*", "b.example:443"]}) as box:
+        async with sandbox.box(options={"allow": ["localhost:*", "b.example:443"]}) as box:
             await box.expose(gateway.url)
             codes = await ask(box, [("GET", url, "none") for url in urls])
     assert codes == ["403"] * len(urls)
@@ -220,7 +220,7 @@ for family in range(46):
 
 async def test_open_a_socket_of_another_family(sandbox: Arena) -> None:
     """Such as vsock, which no network namespace holds: it leads to the machine below this one."""
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         lines = (await python(box, FAMILIES)).text.splitlines()
     ends = [(int(family), end) for family, end in map(str.split, lines)]
     assert (1, "opened") in ends

@@ -36,7 +36,7 @@ print("found" if found() else "nothing")
 async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path]]:
     """Another session with a secret in its files, its environment and its command line."""
     folder = arena.folder / "victim"
-    async with arena.open("victim", files={"answer.txt": secret}) as sandbox:
+    async with arena.box("victim", files={"answer.txt": secret}) as sandbox:
         await sandbox.put(sandbox.home, {"settings.json": secret})
         mark = token()
         program = ("sh", "-c", "sleep 60; true", mark, f"--key={secret}")
@@ -54,7 +54,7 @@ async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path
 async def test_read_another_sessions_files(anywhere: Arena) -> None:
     """By the path they have on the node, and by /proc of whatever runs."""
     secret = token()
-    async with victim(anywhere, secret) as (_, folder), anywhere.open() as sandbox:
+    async with victim(anywhere, secret) as (_, folder), anywhere.box() as sandbox:
         got = await python(sandbox, READ, secret, folder)
     assert got.text == ("nothing\n" if anywhere.isolated else "found\n")
 
@@ -73,7 +73,7 @@ for pid in os.listdir("/proc"):
 async def test_read_another_sessions_environment(anywhere: Arena) -> None:
     """Keys that another agent was given in its environment or command line."""
     secret = token()
-    async with victim(anywhere, secret), anywhere.open() as sandbox:
+    async with victim(anywhere, secret), anywhere.box() as sandbox:
         got = await python(sandbox, ENVIRONMENTS, secret[::-1])
     assert got.exit.code == 0, got.text
     found = {line.split()[-1] for line in got.text.splitlines()}
@@ -85,7 +85,7 @@ async def test_read_the_nodes_files(anywhere: Arena) -> None:
     secret = token()
     (anywhere.folder / "node").mkdir()
     (anywhere.folder / "node" / "token").write_text(secret)
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         got = await shell(
             sandbox, 'cat "$1"; ls -A "$2"', anywhere.folder / "node/token", Path.home()
         )
@@ -114,7 +114,7 @@ async def test_see_processes_of_the_host(
 ) -> None:
     """Neither those of the node nor anybody's."""
     mark = str(outsider.args[-1])  # type: ignore[index]
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         got = await shell(sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
     assert (mark in got.text) is not anywhere.isolated
 
@@ -123,7 +123,7 @@ async def test_signal_processes_of_the_host(
     anywhere: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
     """A process that is not in the sandbox cannot be ended."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         await python(sandbox, "import os, sys; os.kill(int(sys.argv[1]), 9)", outsider.pid)
     await asyncio.sleep(0.05)
     assert (outsider.poll() is None) is anywhere.isolated
@@ -141,7 +141,7 @@ async def test_attach_to_processes_of_the_host(
     anywhere: Arena, outsider: subprocess.Popen[bytes]
 ) -> None:
     """Nor can it be debugged."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         got = await python(sandbox, ATTACH, outsider.pid)
     if not anywhere.isolated and "attached" not in got.text:
         pytest.skip("this machine lets nobody debug another's child")
@@ -186,7 +186,7 @@ def find_on_the_node(name: str) -> list[Path]:
 async def test_leave_something_for_another_session(anywhere: Arena, channel: str) -> None:
     """Keyrings of the kernel, temporary files and shared memory are no channel, nor to the node."""
     name = token()
-    async with anywhere.open("first") as one, anywhere.open("second") as two:
+    async with anywhere.box("first") as one, anywhere.box("second") as two:
         mine = await python(one, channel, name, "leave")
         got = await python(two, channel, name, "look")
         on_the_node = await asyncio.to_thread(find_on_the_node, name)

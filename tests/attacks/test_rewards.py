@@ -44,7 +44,7 @@ async def earned(
     files = FILES if base is None else {}
     workspace = replace(base or arena.workspace, image=arena.workspace.image)
     turn = next(TURNS)
-    async with arena.open(f"agent-{turn}", files=files, workspace=workspace) as sandbox:
+    async with arena.box(f"agent-{turn}", files=files, workspace=workspace) as sandbox:
         env = {"HOME": str(sandbox.home), **ATTACKS["variables"]}
         end = await sandbox.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
@@ -88,7 +88,7 @@ async def test_honest_work_is_rewarded_beside_busy_loops(sandbox: Arena) -> None
     if sandbox.name == "bubblewrap" and find_cgroup_parent().cpu is None:
         pytest.skip("no control groups of the processor can be made here")
     mark = token()
-    async with sandbox.open("busy") as box:
+    async with sandbox.box("busy") as box:
         loops = asyncio.create_task(shell(box, LOOPS, mark, timeout_s=120))
         async with asyncio.timeout(30):
             while len(running(mark)) < 150:  # noqa: ASYNC110

@@ -52,7 +52,7 @@ async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
         pytest.skip(reason)
     if how == MAPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what is mapped")
-    async with arena.open(options={"disk_mb": 32}) as sandbox:
+    async with arena.box(options={"disk_mb": 32}) as sandbox:
         got = await python(sandbox, how)
         assert got.exit.cause is Cause.AGENT_DISK, got
         assert (await shell(sandbox, "echo well")).text == "well\n"

@@ -25,7 +25,7 @@ async def still_works(box: Sandbox) -> None:
 async def test_fork_bomb(sandbox: Arena) -> None:
     """The host stays quick, the box ends in time with all that was forked, and can be used."""
     mark = token()
-    async with sandbox.open(options={"processes": 32}) as box:
+    async with sandbox.box(options={"processes": 32}) as box:
         bomb = asyncio.create_task(python(box, LOOP, mark, timeout_s=1))
         await asyncio.sleep(0.5)
         began = time.monotonic()
@@ -58,7 +58,7 @@ async def test_take_the_processors_from_another_session(sandbox: Arena) -> None:
     if sandbox.name == "bubblewrap" and find_cgroup_parent().cpu is None:
         pytest.skip("no control groups of the processor can be made here")
     few = os.cpu_count() or 1
-    async with sandbox.open("many") as one, sandbox.open("few") as two:
+    async with sandbox.box("many") as one, sandbox.box("few") as two:
         many, own = await asyncio.gather(
             python(one, BUSY, 150, 5, timeout_s=60), python(two, BUSY, few, 3, timeout_s=60)
         )
@@ -77,7 +77,7 @@ done
 @pytest.mark.parametrize("where", ["work", "home", "tmp", "shm"])
 async def test_fill_the_disk(sandbox: Arena, where: str) -> None:
     """One box cannot take the node's disk, nor its memory by files that are held there."""
-    async with sandbox.open(options={"disk_mb": 64, "memory_mb": 256}) as box:
+    async with sandbox.box(options={"disk_mb": 64, "memory_mb": 256}) as box:
         folders = {"work": box.workdir, "home": box.home, "tmp": "/tmp", "shm": "/dev/shm"}  # noqa: S108
         got = await shell(box, FILL, folders[where])
         held = sum(
@@ -88,14 +88,14 @@ async def test_fill_the_disk(sandbox: Arena, where: str) -> None:
         assert held < 500 << 20, got.text
         stopped = got.exit.cause in {Cause.AGENT_DISK, Cause.AGENT_MEMORY}
         assert stopped or got.exit.code == 3, got
-    async with sandbox.open("next") as box:
+    async with sandbox.box("next") as box:
         await still_works(box)
 
 
 async def test_eat_memory(sandbox: Arena) -> None:
     """The program that takes too much ends, and it is known why; nobody else's does."""
     eat = "held = []\nwhile True: held.append(b'x' * (1 << 24))"
-    async with sandbox.open(options={"memory_mb": 256}) as box:
+    async with sandbox.box(options={"memory_mb": 256}) as box:
         got = await python(box, eat)
         assert got.exit.cause is Cause.AGENT_MEMORY or "MemoryError" in got.text, got
         assert got.exit.code != 0
@@ -114,7 +114,7 @@ async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
         "    dead += os.waitpid(-1, os.WNOHANG)[0] > 0\n"
         "print('living', 20 - dead)"
     )
-    async with sandbox.open(options={"memory_mb": 256}) as box:
+    async with sandbox.box(options={"memory_mb": 256}) as box:
         if any(
             "memory" in line for line in await asyncio.to_thread(sandbox.runtime.list_weaknesses)
         ):
@@ -140,7 +140,7 @@ DAEMONS = {
 async def test_leave_a_daemon(sandbox: Arena, how: str) -> None:
     """Whatever a program leaves behind is dead when its run is over."""
     mark = token()
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         got = await shell(box, f'{DAEMONS[how]} sleep 0.1; echo "$1"', mark)
         assert (got.exit.code, got.text) == (0, f"{mark}\n")
         assert not running(mark)
@@ -240,7 +240,7 @@ async def test_forge_or_take_the_runners_words(sandbox: Arena, attack: str) -> N
     Root in a container can open the pipes of process 1 in `/proc`.
     """
     script, times = WORDS[attack]
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         for _ in range(times):
             got = await python(box, script, timeout_s=60)
             assert (got.exit.code, got.exit.timed_out) == (7, False)
@@ -311,7 +311,7 @@ OUT_OF_REACH = {
 async def test_reach_for_the_first_process_or_a_device(sandbox: Arena, attack: str) -> None:
     """The program prints what it can do, which is harmless, and the box goes on."""
     script, harmless = OUT_OF_REACH[attack]
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         assert (await python(box, script)).text == harmless
         await still_works(box)
 
@@ -357,7 +357,7 @@ def place_of(box: Sandbox) -> list[str]:
 
 async def test_be_spared_when_memory_or_processors_are_short(sandbox: Arena) -> None:
     """Process 1 keeps its place; programs come first, and how far they can go back is bounded."""
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         await still_works(box)
         before = place_of(box)
         got = await python(box, FAVOUR)
@@ -389,7 +389,7 @@ for path in paths:
 
 async def test_tune_the_kernel(anywhere: Arena) -> None:
     """Nothing of it can be opened for writing, where a container's escape usually begins."""
-    async with anywhere.open() as sandbox:
+    async with anywhere.box() as sandbox:
         got = await python(sandbox, TUNE)
     if not anywhere.isolated and not got.text:
         pytest.skip("not root: the kernel refuses already")
@@ -420,7 +420,7 @@ async def test_mount_what_is_read_only_for_writing(sandbox: Arena, tmp_path: Pat
     tools, name = tmp_path / "toolbox", token()
     tools.mkdir()
     mounts = (Mount("/opt/toolbox", str(tools)),)
-    async with sandbox.open(mounts=mounts) as box:
+    async with sandbox.box(mounts=mounts) as box:
         got = await python(box, MOUNT, "/opt/toolbox", name)
     assert got.exit.code == 0, got.text
     assert "wrote /opt" not in got.text
@@ -452,7 +452,7 @@ async def test_poison_the_toolbox(sandbox: Arena, tmp_path: Path) -> None:
     tools = tmp_path / "toolbox"
     tools.mkdir()
     (tools / "tool").write_text("sound")
-    async with sandbox.open(mounts=(Mount("/opt/toolbox", str(tools)),)) as box:
+    async with sandbox.box(mounts=(Mount("/opt/toolbox", str(tools)),)) as box:
         assert (await shell(box, "cat /opt/toolbox/tool")).text == "sound"
         got = await python(box, POISON, "/opt/toolbox", box.home)
     assert (got.exit.code, got.text) == (0, "")
@@ -465,10 +465,10 @@ async def test_poison_what_a_task_begins_with(sandbox: Arena, tmp_path: Path) ->
     base.mkdir()
     (base / "tool").write_text("sound")
     workspace = Workspace(image=sandbox.workspace.image, folder=str(base))
-    async with sandbox.open("first", workspace=workspace) as box:
+    async with sandbox.box("first", workspace=workspace) as box:
         got = await python(box, POISON, box.workdir, box.home)
         assert "did" in got.text
-    async with sandbox.open("second", workspace=workspace) as box:
+    async with sandbox.box("second", workspace=workspace) as box:
         assert (await shell(box, "cat tool; ls -A")).text == "soundtool\n"
     assert (base / "tool").read_text() == "sound"
     assert [entry.name for entry in base.iterdir()] == ["tool"]
@@ -477,7 +477,7 @@ async def test_poison_what_a_task_begins_with(sandbox: Arena, tmp_path: Path) ->
 async def test_become_another_user(sandbox: Arena) -> None:
     """Setuid programs give nothing, and what rights there are say nothing outside."""
     look = "grep -h NoNewPrivs /proc/self/status; cat /etc/shadow 2>/dev/null | wc -l"
-    async with sandbox.open() as box:
+    async with sandbox.box() as box:
         got = (await shell(box, look)).text.split()
     assert got[1] == "1"
     if sandbox.name == "bubblewrap":

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import uvloop
 
-from peers import serve
 from sandboxes import (
     DRIVERS,
     WITH_PYTHON,
@@ -27,6 +26,7 @@ from sandboxes import (
     read_log,
     run_shell,
     running,
+    serve,
     unique_sleep,
     wait_until_gone,
     wait_until_running,

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from certificates import make_certificate
-from peers import serve
-from sandboxes import open_files, page
+from sandboxes import open_files, page, serve
 from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox import network
 from tugline.sandbox.network import (
