@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from house import House, leased, task
+from house import LiveServer, leased, task
 from tugline.types import (
     Boundary,
     Distribution,
@@ -50,7 +50,7 @@ ONCE = Group(attempts=1, retry_s=0)
 """Nothing is tried again."""
 
 
-async def finish(house: House, traces: int = 1, **tasks: list[float | None]) -> None:
+async def finish(house: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
     """Submit these tasks, and play a node that earns these rewards, task by task."""
     async with house.client() as client:
         for name, rewards in tasks.items():

@@ -6,25 +6,20 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+from leased import a_task
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
-from tugline.types import PluginSpec, Task, Workspace
+from tugline.types import Task, Workspace
 
 DONE = Exit(0, timed_out=False, seconds=1.0)
 
 
 def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = None) -> Task:
     """A task with these files."""
-    return Task(
-        id="t",
-        instruction="Mend the bill.",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        files=dict(files or {}),
-        workspace=workspace or Workspace(),
-    )
+    given = {"files": dict(files or {}), "workspace": workspace or Workspace()}
+    return a_task("t", instruction="Mend the bill.", **given)
 
 
 def change(content: str | bytes | FileChange | None) -> FileChange | None:

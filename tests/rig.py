@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from msgspec.structs import replace
 
+from leased import a_task
 from tiny import rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
@@ -24,7 +25,7 @@ from tugline.gateway.session import LiveSession
 from tugline.inference.server import create_app
 from tugline.recording.file import Recording, read
 from tugline.testing import Reply, ScriptedEngine
-from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.types import Call, Ids, Limits, Policy, Sampling, Session
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 from waiting import until
@@ -192,15 +193,8 @@ async def rig(
         for play in plays
         if not isinstance(play, str)
     ]
-    task = Task(
-        id="t",
-        instruction="",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        limits=limits or Limits(),
-        sampling=sampling or Sampling(),
-        sampling_policy=policy,
-    )
+    given = {"limits": limits or Limits(), "sampling": sampling or Sampling()}
+    task = a_task("t", instruction="", sampling_policy=policy, **given)
     async with contextlib.AsyncExitStack() as stack:
         urls = [play for play in plays if isinstance(play, str)]
         for engine in engines:

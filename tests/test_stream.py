@@ -13,7 +13,7 @@ import pytest
 
 from commands import run_program
 from graded import finish
-from house import House
+from house import LiveServer
 from served import TOKENS
 from tugline.stream import GradedGroup, GroupStream
 
@@ -36,7 +36,7 @@ def read(stream: GroupStream) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_groups_are_flat_arrays_with_advantages(house: House) -> None:
+async def test_groups_are_flat_arrays_with_advantages(house: LiveServer) -> None:
     """Equal rewards have no advantage."""
     await finish(house, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
     stream = GroupStream("me", house.url, TOKENS.client, follow=False)
@@ -56,7 +56,7 @@ async def test_groups_are_flat_arrays_with_advantages(house: House) -> None:
     assert all(not one.advantages.any() for one in (*b.samples, *c.samples))
 
 
-async def test_sessions_without_a_reward_are_no_samples(house: House) -> None:
+async def test_sessions_without_a_reward_are_no_samples(house: LiveServer) -> None:
     """They are in `missing`; trajectory and failure are available."""
     await finish(house, a=[1.0, None])
     stream = GroupStream("me", house.url, TOKENS.client, follow=False)
@@ -66,7 +66,7 @@ async def test_sessions_without_a_reward_are_no_samples(house: House) -> None:
     assert group.missing == (1,)
 
 
-async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(house: House) -> None:
+async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(house: LiveServer) -> None:
     """A group that was read but not acknowledged comes again; acknowledged ones do not.
 
     Restarting the server changes nothing.
@@ -94,7 +94,7 @@ async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(house: Hous
     assert [one.id for one in await asyncio.to_thread(read, stream)] == ["d"]
 
 
-async def start_consumer(house: House) -> asyncio.subprocess.Process:
+async def start_consumer(house: LiveServer) -> asyncio.subprocess.Process:
     """Start a consumer in its own process."""
     arguments = (sys.executable, "-c", CONSUMER, house.url, TOKENS.client)
     pipe = asyncio.subprocess.PIPE
@@ -116,7 +116,7 @@ async def acknowledge(process: asyncio.subprocess.Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_data_loader_reads_in_a_worker_process(house: House) -> None:
+async def test_a_data_loader_reads_in_a_worker_process(house: LiveServer) -> None:
     """The example acknowledges what its worker has read; the next run continues after it."""
     await finish(house, **{name: [1.0, 0.0] for name in "abcdefghijkl"})
     assert await run_example(house) == [f"{name} {name}-0=1 {name}-1=0" for name in "abcdefghijkl"]
@@ -124,7 +124,7 @@ async def test_a_data_loader_reads_in_a_worker_process(house: House) -> None:
     assert await run_example(house) == ["m m-0=1"]
 
 
-async def run_example(house: House) -> list[str]:
+async def run_example(house: LiveServer) -> list[str]:
     """The lines that it prints."""
     where = {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client}
     script = Path(__file__).parents[1] / "examples" / "torch_dataset.py"

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from house import House, commit, held, leased, task
+from house import LiveServer, commit, held, leased, task
 from served import TOKENS, spoil
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
@@ -18,7 +18,7 @@ from tugline.types import Limits, Reward, Status
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[Client]:
+async def client(house: LiveServer) -> AsyncIterator[Client]:
     """A client that may submit."""
     async with house.client(deadline_s=10.0) as made:
         yield made
@@ -55,7 +55,7 @@ async def test_calls_to_an_unreachable_server_end() -> None:
         await client.status()
 
 
-async def test_a_stream_survives_a_restart(house: House, client: Client) -> None:
+async def test_a_stream_survives_a_restart(house: LiveServer, client: Client) -> None:
     """No result is lost and none comes twice."""
     await client.submit([task("a", samples=2), task("b", samples=2)])
     await house.finish(limit=2)
@@ -70,7 +70,7 @@ async def test_a_stream_survives_a_restart(house: House, client: Client) -> None
     assert got == ["a-0", "a-1", "b-0", "b-1"]
 
 
-async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
+async def test_a_call_rides_out_a_restart(house: LiveServer, client: Client) -> None:
     """Submitted while the server is away, kept when it is back."""
     await house.stop()
     submitting = asyncio.create_task(client.submit(task()))
@@ -80,7 +80,7 @@ async def test_a_call_rides_out_a_restart(house: House, client: Client) -> None:
     assert accepted.new
 
 
-async def test_a_lost_trajectory_does_not_stop_readers(house: House, client: Client) -> None:
+async def test_a_lost_trajectory_does_not_stop_readers(house: LiveServer, client: Client) -> None:
     """Its result comes without it, as for a damaged one; later results are whole.
 
     All results can be read, or those of some tasks.
@@ -97,7 +97,7 @@ async def test_a_lost_trajectory_does_not_stop_readers(house: House, client: Cli
     assert kept == [[False, False, True], [True], [True]]
 
 
-async def test_results_come_with_their_trajectories(house: House, client: Client) -> None:
+async def test_results_come_with_their_trajectories(house: LiveServer, client: Client) -> None:
     """In order, and again from the acknowledged position."""
     await client.submit(task(samples=3))
     await house.finish(t_1=0.5)
@@ -114,7 +114,7 @@ async def test_results_come_with_their_trajectories(house: House, client: Client
     assert await client.consumers() == []
 
 
-async def test_auto_ack_covers_finished_loop_bodies(house: House, client: Client) -> None:
+async def test_auto_ack_covers_finished_loop_bodies(house: LiveServer, client: Client) -> None:
     """A result whose loop body was left comes again; those before it do not."""
     await client.submit(task(samples=3))
     await house.finish()
@@ -129,7 +129,7 @@ async def test_auto_ack_covers_finished_loop_bodies(house: House, client: Client
         await anext(client.results(auto_ack=True))
 
 
-async def test_waiting_ends_with_the_release(house: House, client: Client) -> None:
+async def test_waiting_ends_with_the_release(house: LiveServer, client: Client) -> None:
     """Views have the order of the ids, whether tasks have ended already or not."""
     await client.submit([task("a"), task("b")])
     await house.finish(limit=1)
@@ -152,7 +152,7 @@ async def test_events_are_followed_from_a_position(client: Client) -> None:
         assert (await anext(events)).task == "b"
 
 
-async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client: Client) -> None:
+async def test_a_log_is_followed_to_its_end(house: LiveServer, client: Client) -> None:
     """Also over a restart of the server; `tail` reads the end alone."""
     await client.submit(task())
     async with leased(house.url) as (node, _, work), asyncio.timeout(30):
@@ -168,7 +168,7 @@ async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client:
     assert [piece async for piece in client.log("t-0", tail=4)] == [b"two\n"]
 
 
-async def test_cancelling_reaches_the_node(house: House, client: Client) -> None:
+async def test_cancelling_reaches_the_node(house: LiveServer, client: Client) -> None:
     """Queued sessions end at once; running ones are stopped by their node."""
     await client.submit([task("a"), task("b")])
     async with leased(house.url) as (node, name, work), asyncio.timeout(20):
@@ -182,7 +182,7 @@ async def test_cancelling_reaches_the_node(house: House, client: Client) -> None
         await client.cancel()
 
 
-async def test_a_pause_names_nodes_that_do_not_apply_it(house: House, client: Client) -> None:
+async def test_a_pause_names_nodes_that_do_not_apply_it(house: LiveServer, client: Client) -> None:
     """The block is not entered, and calls go on."""
     assert (await client.announce(3)).version == 3
     async with NodeClient(house.url, TOKENS.join) as node:
@@ -201,7 +201,7 @@ async def test_a_pause_names_nodes_that_do_not_apply_it(house: House, client: Cl
         assert (await client.weights()).paused is None
 
 
-async def test_a_replaced_node_is_fenced(house: House) -> None:
+async def test_a_replaced_node_is_fenced(house: LiveServer) -> None:
     """Its requests fail as a lost lease; a wrong token is another error."""
     hello = NodeRegistration(name="n", slots=1, capacity=1)
     async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 
-from house import House
+from house import LiveServer
 from observed import read
 from served import Served
 from tugline.protocol import Event
@@ -46,10 +45,8 @@ async def test_disconnected_clients_are_dropped(
     await until(lambda: server.app.waits.open == 0)
 
 
-async def test_shutdown_does_not_wait_for_clients(tmp_path: Path) -> None:
+async def test_shutdown_does_not_wait_for_clients(house: LiveServer) -> None:
     """Long polls get 503, streams end, and the server is down within two seconds."""
-    house = House(tmp_path)
-    await house.start()
     async with aiohttp.ClientSession() as http:
         served = Served(house.url, house.app, house.control, http)
         node = await served.join()
