@@ -31,7 +31,7 @@ from tugline.types import (
 
 
 def showing(*urls: str) -> tuple[Message, ...]:
-    """The messages of a call that adds these pictures."""
+    """Messages with these pictures."""
     return tuple(Message(Role.USER, images=(Image(url),)) for url in urls)
 
 
@@ -41,14 +41,14 @@ def whole(call: Call) -> list[int]:
 
 
 class Drawn(NamedTuple):
-    """A session in an order of arrival, and which pictures each call's prompt holds."""
+    """A session's calls in order of arrival, and the pictures in each call's prompt."""
 
     calls: list[Call]
     images: dict[int, tuple[str, ...]]
 
 
 class _Bytes:
-    """Choices read from drawn bytes; 0 once they are used up."""
+    """Choices read from drawn bytes; 0 after their end."""
 
     def __init__(self, data: bytes) -> None:
         self._left = iter(data)
@@ -71,13 +71,13 @@ _OUTCOME = (
 
 
 def session(data: bytes, name: str = "s") -> Drawn:
-    """The session that these bytes spell."""
+    """Decode a session from bytes."""
     draw = _Bytes(data)
     grown: list[Call] = []
     seen: dict[int, tuple[str, ...]] = {}
     for number in range(1 + draw.below(9)):
         one, pictures = _next(draw, number, grown, seen)
-        grown.append(_ended(draw, one, name))
+        grown.append(_with_answer(draw, one, name))
         seen[number] = pictures
     random.Random(draw.below(256)).shuffle(grown)
     return Drawn(grown, seen)
@@ -86,7 +86,7 @@ def session(data: bytes, name: str = "s") -> Drawn:
 def _next(
     draw: _Bytes, number: int, grown: list[Call], seen: dict[int, tuple[str, ...]]
 ) -> tuple[Call, tuple[str, ...]]:
-    """A call's question: its prompt, its links, and the pictures that its prompt holds."""
+    """A call without its answer, and the pictures that its prompt holds."""
     back = draw.below(2 * len(grown)) if grown else 0
     base = grown[-1 - back if back < len(grown) else -1] if grown else None
     way = _WAYS[draw.below(len(_WAYS))]
@@ -132,7 +132,7 @@ def _next(
     return make_call(number, prompt, [], **(links | {"messages": added})), _digests(added)
 
 
-def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
+def _with_answer(draw: _Bytes, asked: Call, name: str) -> Call:
     """The same call with an answer."""
     sampled = draw.ids()
     swap = draw.below(len(sampled) + 1)

@@ -1,4 +1,4 @@
-"""Graded groups of a real server, from a node that a test plays."""
+"""Graded groups on a real server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ONCE = Group(attempts=1, retry_s=0)
 
 
 async def finish(house: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
-    """Submit these tasks, and play a node that earns these rewards, task by task."""
+    """Submit tasks, and commit sessions with these rewards, task by task."""
     async with house.client() as client:
         for name, rewards in tasks.items():
             await client.submit(task(name, samples=len(rewards), group=ONCE))

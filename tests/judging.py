@@ -1,4 +1,4 @@
-"""Boxes and outcomes for tests of evaluators."""
+"""Sandboxes and session outcomes for tests of evaluators."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = N
 
 
 def change(content: str | bytes | FileChange | None) -> FileChange | None:
-    """What a patch has for it."""
+    """The content of a file in a patch."""
     if content is None or isinstance(content, FileChange):
         return content
     return FileChange(content.encode() if isinstance(content, str) else content)
 
 
 def patch(files: Mapping[str, str | FileChange | None]) -> Patch:
-    """A patch to texts."""
+    """A patch of files."""
     return Patch({path: change(content) for path, content in files.items()})
 
 
 class Judge:
-    """Judges patches of a task in sandboxes under a folder, which begin with `base`.
+    """Evaluates patches of a task in sandboxes that begin with the files `base`.
 
-    They are opened with `spec` by `runtime`, the local one if none is given.
+    They are opened with `spec` by `runtime`, by default the local one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Judge:
             yield sandbox
 
     def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> SessionOutcome:
-        """What an agent left that made this patch."""
+        """The outcome of a session with this patch."""
         return SessionOutcome(
             self.task, patch(files or {}), self.open_sandbox, self.timeout_s, exit=DONE
         )

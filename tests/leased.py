@@ -79,7 +79,7 @@ def finish(
 
 @contextlib.contextmanager
 def statements(tx: Tx) -> Iterator[list[str]]:
-    """The SQL that runs inside the block."""
+    """SQL statements that run inside the block."""
     seen: list[str] = []
 
     def noted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ def statements(tx: Tx) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def limited_files(size: int) -> Iterator[None]:
-    """No file grows beyond `size` bytes inside the block, as on a disk that is full."""
+    """No file can grow beyond `size` bytes inside the block, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -114,7 +114,7 @@ async def read_pages(control: ControlPlane, op: Callable[..., Page], query: Any)
 
 
 class Clock:
-    """A clock of the database that a test moves forward."""
+    """A database clock that a test can move forward."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:
         self.ahead_s = ahead_s

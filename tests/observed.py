@@ -1,4 +1,4 @@
-"""A server and a node in one process, with all that watches them, over a scripted engine."""
+"""A server and a node in one process, with their metrics, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read(page: bytes) -> dict[str, Values]:
 
 @dataclass
 class Observed:
-    """What runs."""
+    """Parts of the running process."""
 
     control: ControlPlane
     node: Node
@@ -76,7 +76,7 @@ class Observed:
     pages: ServerMetrics
 
     async def run(self, *tasks: Task) -> None:
-        """Submit, and wait until all of it is over."""
+        """Submit tasks, and wait until all have ended."""
         await self.control.submit(tasks)
         left = sum(each.samples for each in tasks)
         query = ResultQuery(after=0, wait_s=60, task=tuple(each.id for each in tasks))
@@ -90,7 +90,7 @@ class Observed:
 async def observed(
     folder: Path, play: Play | None = None, tracer: Tracer | None = None
 ) -> AsyncIterator[Observed]:
-    """All of it, up while the block lasts."""
+    """A server and a node that run while the block lasts."""
     engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context

@@ -13,7 +13,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class Peer(NamedTuple):
-    """The engine's end of a connection."""
+    """A connection from the server's end."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter

@@ -1,4 +1,4 @@
-"""Engines, gateway and an open session for tests, spoken to in raw HTTP."""
+"""Engines, gateway and an open session for tests, with requests as raw HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ids(text: str, *, end: bool = True) -> list[int]:
 
 
 def says(text: str, **how: Any) -> Play:
-    """An engine that always gives this answer, whatever the prompt already holds of it."""
+    """An engine that always gives this answer, less what the prompt already has of it."""
 
     def reply(prompt: Ids, _request: str) -> Reply:
         whole = ids(text)
@@ -55,7 +55,7 @@ def says(text: str, **how: Any) -> Play:
 
 
 def in_turn(*texts: str, **how: Any) -> Play:
-    """An engine that gives these answers one after the other, then the last one for ever."""
+    """An engine that gives these answers one after the other, then always the last one."""
     rest = list(texts)
 
     def reply(prompt: Ids, request: str) -> Reply:
@@ -65,7 +65,7 @@ def in_turn(*texts: str, **how: Any) -> Play:
 
 
 def cut_once(text: str, after: int) -> Play:
-    """An engine that drops its first connection after so many tokens."""
+    """An engine that drops its first connection after this many tokens."""
     times = iter((True,))
 
     def reply(prompt: Ids, request: str) -> Reply:
@@ -76,7 +76,7 @@ def cut_once(text: str, after: int) -> Play:
 
 
 class Constrained(Embedded):
-    """An engine format with constrained decoding; keeps what it is asked for."""
+    """An engine format with constrained decoding, which keeps the constraints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Rig:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """What is on disk."""
+        """Recorded calls."""
         return self.gateway.read_calls("s1")
 
     async def read(self, messages: Sequence[Any] = ASK, **fields: Any) -> str:
@@ -163,7 +163,7 @@ class Rig:
 
     @property
     def running(self) -> int:
-        """Requests that the engines are working on."""
+        """Requests in progress on the engines."""
         return sum(engine.stats().running for engine in self.engines)
 
 

@@ -1,8 +1,8 @@
-"""Every sandbox driver for tests, each with a workspace that all of them can run programs in.
+"""Every sandbox driver for tests, each with a workspace in which programs can run.
 
-Apptainer is replaced by a stand-in where it is not installed: bubblewrap behind the command line
-that we use, so all of our own side is exercised everywhere. What Apptainer itself makes of those
-options is only tested where it is.
+Where Apptainer is not installed, a stand-in replaces it: bubblewrap behind the command line that we
+use, so that our own side is tested everywhere. What Apptainer makes of those options is tested
+only where it is installed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Driver:
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Driver:
-    """Each driver that works here."""
+    """Each driver that works on this machine."""
     name = request.param
     if name == "container":
         engine = request.getfixturevalue("podman")
@@ -195,7 +195,7 @@ async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
 
 
 async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one HTTP request with what it was asked."""
+    """Respond to an HTTP request with its head."""
     head = await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
     await writer.drain()
@@ -245,7 +245,7 @@ async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **en
 
 
 async def run_session(sandbox: Sandbox) -> None:
-    """What every provider must do, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
+    """The contract of providers, for ``a.py`` and ``pkg/b.py``: files in, output, changes out."""
     await sandbox.put(sandbox.home, {"settings.json": "{}"})
     script = (
         'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
@@ -259,7 +259,7 @@ async def run_session(sandbox: Sandbox) -> None:
 
 
 def read_log(sandbox: Sandbox) -> str:
-    """What programs have written so far."""
+    """Output of the programs so far."""
     return (sandbox.logs / "agent.log").read_text()
 
 
@@ -277,7 +277,7 @@ def running(command: str) -> list[int]:
 
 
 def users(folder: Path) -> list[int]:
-    """Processes that have something of `folder` in their command line or mounted."""
+    """Processes that have `folder` in their command line or mounted."""
     pids = set(running(str(folder)))
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -298,12 +298,12 @@ def dig(folder: Path, names: Iterable[str]) -> Iterator[int]:
 
 
 def open_files() -> int:
-    """How many files this process has open."""
+    """Number of open files of this process."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 def unique_sleep() -> str:
-    """A command that can be told from all others."""
+    """A command that no other process has."""
     return f"sleep 99.{secrets.randbelow(10**9):09d}"
 
 
@@ -313,10 +313,10 @@ async def wait_until_running(command: str) -> None:
 
 
 async def wait_until_gone(command: str) -> None:
-    """Wait until nothing of a program is left; the kernel may be slow to bury what was killed."""
+    """Wait until a program has ended."""
     await until(lambda: not running(command))
 
 
 def mount_table() -> str:
-    """What is mounted on this machine."""
+    """The mounts of this machine."""
     return Path("/proc/self/mountinfo").read_text()

@@ -1,4 +1,4 @@
-"""A training run that takes seconds: a random model, an agent with one call, a reward by chance."""
+"""A training run of seconds: a random model, an agent with one call, a random reward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def never(_outcome: SessionOutcome) -> float:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's vocabulary, as other trainers take it."""
+    """The demo's vocabulary as a tokenizer of transformers."""
     end = "<|im_end|>"
     vocabulary = str(WARM_START / "tokenizer.json")
     return PreTrainedTokenizerFast(tokenizer_file=vocabulary, eos_token=end, pad_token=end)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from house import LiveServer, commit, held, leased, task
-from served import TOKENS, spoil
+from served import TOKENS, damage_results
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.errors import FencedError, Invalid, Missing, ServerError, UsageError
@@ -87,7 +87,7 @@ async def test_a_lost_trajectory_does_not_stop_readers(house: LiveServer, client
     """
     await client.submit([task("a", samples=3), task("b"), task("c")])
     await house.finish()
-    spoil(house.folder, "a-0", "a-1")
+    damage_results(house.folder, "a-0", "a-1")
     some = client.results(tasks=("a", "c"), follow=False)
     read = {one.view.session: one async for one in some}
     assert [name for name, one in read.items() if one.trajectory] == ["a-2", "c-0"]

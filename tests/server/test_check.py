@@ -10,7 +10,7 @@ from typing import Any
 
 from commands import run_command
 from recording.verify.recorded import work
-from served import Served, flip_bit, serve, spoil
+from served import Served, damage_results, flip_bit, serve
 
 
 async def check(folder: Path, *options: object) -> tuple[int, Any]:
@@ -34,7 +34,7 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         await server.ask("POST", "/v1/tasks/u/cancel")
         sound = await check(tmp_path, *store)
         assert sound == (0, {"results": 4, "recordings": 0, "damaged": {}})
-        name = spoil(tmp_path, "t-1", "t-3")
+        name = damage_results(tmp_path, "t-1", "t-3")
         code, running = await check(tmp_path, *store)
         assert (code, running["results"]) == (1, 4)
         assert list(running["damaged"]) == ["t-1", "t-3"]
