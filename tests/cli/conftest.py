@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from commands import TUGLINE, run_command
-from house import LiveServer
+from house import House
 from served import TOKENS
 from tugline import log
 from tugline.cli.app import main
@@ -34,7 +34,7 @@ class Done(NamedTuple):
 class Shell:
     """A folder to work in, in which ``tugline up`` seems to have been started."""
 
-    def __init__(self, folder: Path, house: LiveServer) -> None:
+    def __init__(self, folder: Path, house: House) -> None:
         self.folder, self.house = folder, house
         data = folder / "tugline-data"
         data.mkdir(parents=True)
@@ -101,6 +101,6 @@ async def end(process: asyncio.subprocess.Process) -> Done:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, house: LiveServer) -> Shell:
+def shell(tmp_path: Path, house: House) -> Shell:
     """Where commands are typed."""
     return Shell(tmp_path / "work", house)

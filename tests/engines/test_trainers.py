@@ -14,7 +14,7 @@ import zstandard
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
 from graded import ONCE, finish, trajectory
-from house import LiveServer, task
+from house import House, task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
@@ -59,7 +59,7 @@ def read(url: str) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_data_of_tinker_is_the_stream(house: LiveServer, tmp_path: Path) -> None:
+async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> None:
     """Read back from the bytes of its request: inputs, and what is one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
@@ -76,7 +76,7 @@ async def test_data_of_tinker_is_the_stream(house: LiveServer, tmp_path: Path) -
         assert any(datum["advantages"])
 
 
-async def work(house: LiveServer) -> None:
+async def work(house: House) -> None:
     """Play a node on which every session has two traces, and earns what its task's id says."""
     async with NodeClient(house.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
@@ -88,7 +88,7 @@ async def work(house: LiveServer) -> None:
                 await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
 
 
-async def test_rows_of_verl_are_the_stream(house: LiveServer, tmp_path: Path) -> None:
+async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl

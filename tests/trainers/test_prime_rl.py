@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from graded import finish
-from house import LiveServer
+from house import House
 from served import TOKENS
 from trainers.sessions import sample as make_sample
 from tugline.types import Sample
@@ -71,7 +71,7 @@ def read(folder: Path, rank: int) -> list[MicroBatch]:
     return batches
 
 
-async def run(house: LiveServer, out: Path, *arguments: str) -> None:
+async def run(house: House, out: Path, *arguments: str) -> None:
     """The script, to the newest group."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -84,7 +84,7 @@ async def run(house: LiveServer, out: Path, *arguments: str) -> None:
     assert await process.wait() == 0
 
 
-async def test_steps_have_what_the_trainer_reads(house: LiveServer, tmp_path: Path) -> None:
+async def test_steps_have_what_the_trainer_reads(house: House, tmp_path: Path) -> None:
     """Two groups are a step; one without signal is not in it, and one is too little for a third.
 
     The next run goes on with the next step. Groups that were written and not acknowledged come

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from graded import finish
-from house import LiveServer
+from house import House
 from served import TOKENS
 from tugline.errors import UsageError
 
@@ -58,7 +58,7 @@ class RolloutFnTrainOutput:
 
 
 @pytest.fixture
-def recipe(house: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+def recipe(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe's module, on the stand-ins; it finds the server."""
     monkeypatch.setenv("TUGLINE_SERVER", house.url)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
@@ -78,7 +78,7 @@ def arguments(groups: int, sessions: int) -> Namespace:
     return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
 
 
-async def test_a_batch_is_what_slime_trains_on(house: LiveServer, recipe: Any) -> None:
+async def test_a_batch_is_what_slime_trains_on(house: House, recipe: Any) -> None:
     """Ids, mask, logprobs, versions and advantages are the stream's; siblings share an id.
 
     slime drops rollouts from a batch of the wrong size, so a session without a reward is there: it
@@ -108,7 +108,7 @@ async def test_a_batch_is_what_slime_trains_on(house: LiveServer, recipe: Any) -
     assert instead == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
 
 
-async def test_a_group_comes_again_until_slime_has_saved(house: LiveServer, recipe: Any) -> None:
+async def test_a_group_comes_again_until_slime_has_saved(house: House, recipe: Any) -> None:
     """What slime took since its last checkpoint is there for the next run; groups stay in order."""
     await finish(house, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
     args = arguments(1, 2)
@@ -129,7 +129,7 @@ async def test_a_group_comes_again_until_slime_has_saved(house: LiveServer, reci
     assert await asyncio.to_thread(run) == ["a", "c", "c", "d"]
 
 
-async def test_what_slime_would_misread_is_refused(house: LiveServer, recipe: Any) -> None:
+async def test_what_slime_would_misread_is_refused(house: House, recipe: Any) -> None:
     """A group of another size, and an evaluation."""
     await finish(house, a=[1.0, 0.0])
     args = arguments(1, 8)
