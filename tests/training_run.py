@@ -15,19 +15,13 @@ from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
 
 AGENT = """
-import http.client, json, os
+import json, os, urllib.request as r
 messages = [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]
-headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
-headers["content-type"] = "application/json"
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 for _ in range(1):
-    model = http.client.HTTPConnection(host)
-    body = json.dumps({"model": "m", "messages": messages})
-    model.request("POST", f"/{path}/chat/completions", body, headers)
-    reply = model.getresponse()
-    if reply.status != 200:
-        raise SystemExit(1)
-    answer = json.load(reply)["choices"][0]["message"]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    answer = json.load(r.urlopen(r.Request(url, body, head)))["choices"][0]["message"]
     if len(answer["content"] or "") % 2:
         break
     messages += [answer, {"role": "user", "content": "Go on."}]
