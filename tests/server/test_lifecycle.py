@@ -81,7 +81,7 @@ class Lifecycle:
     def step(self) -> None:
         """Take one random step and check the invariants."""
         names = ["grant"] * 5 + ["renew"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
-        names += ["join", "again", "release", "cancel", "announce"]
+        names += ["join", "commit_again", "release", "cancel", "announce"]
         getattr(self, f"_{self.random.choice(names)}")()
         self.check()
 
