@@ -1,4 +1,4 @@
-"""The client without await: every method of the other one, from any thread."""
+"""The blocking client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from house import House, task
+from house import LiveServer, task
 from served import TOKENS
 from tugline.client.api import Client
 from tugline.client.sync import SyncClient
@@ -19,7 +19,7 @@ def test_both_clients_have_the_same_methods() -> None:
         assert getattr(SyncClient, name).__wrapped__ is getattr(Client, name)
 
 
-async def test_it_does_what_the_other_one_does(house: House) -> None:
+async def test_calls_from_another_thread(house: LiveServer) -> None:
     """Calls, lists, streams, blocks and errors."""
 
     def work() -> None:
