@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import zstandard
 
-from house import LiveServer, leased, task
+from live_server import LiveServer, leased, task
 from tugline.types import (
     Boundary,
     Distribution,
@@ -50,12 +50,12 @@ ONCE = Group(attempts=1, retry_s=0)
 """Nothing is tried again."""
 
 
-async def finish(house: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
+async def finish(live: LiveServer, traces: int = 1, **tasks: list[float | None]) -> None:
     """Submit tasks, and commit sessions with these rewards, task by task."""
-    async with house.client() as client:
+    async with live.client() as client:
         for name, rewards in tasks.items():
             await client.submit(task(name, samples=len(rewards), group=ONCE))
-            async with leased(house.url, 99) as (node, _, *work):
+            async with leased(live.url, 99) as (node, _, *work):
                 for of in (each.session for each in work):
                     done = trajectory(of.id, name, of.sample, rewards[of.sample], traces)
                     await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))

@@ -13,7 +13,7 @@ import pytest
 
 from commands import run_program
 from graded import finish
-from house import LiveServer
+from live_server import LiveServer
 from served import TOKENS
 from tugline.stream import GradedGroup, GroupStream
 
@@ -36,10 +36,10 @@ def read(stream: GroupStream) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_groups_are_flat_arrays_with_advantages(house: LiveServer) -> None:
+async def test_groups_are_flat_arrays_with_advantages(live: LiveServer) -> None:
     """Equal rewards have no advantage."""
-    await finish(house, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
-    stream = GroupStream("me", house.url, TOKENS.client, follow=False)
+    await finish(live, a=[1.0, 0.0, 1.0], b=[1.0, 1.0], c=[0.5])
+    stream = GroupStream("me", live.url, TOKENS.client, follow=False)
     a, b, c = await asyncio.to_thread(read, stream)
     assert [one.id for one in (a, b, c)] == ["a", "b", "c"]
     assert [one.session for one in a.samples] == ["a-0", "a-1", "a-2"]
@@ -56,47 +56,47 @@ async def test_groups_are_flat_arrays_with_advantages(house: LiveServer) -> None
     assert all(not one.advantages.any() for one in (*b.samples, *c.samples))
 
 
-async def test_sessions_without_a_reward_are_no_samples(house: LiveServer) -> None:
+async def test_sessions_without_a_reward_are_no_samples(live: LiveServer) -> None:
     """They are in `missing`; trajectory and failure are available."""
-    await finish(house, a=[1.0, None])
-    stream = GroupStream("me", house.url, TOKENS.client, follow=False)
+    await finish(live, a=[1.0, None])
+    stream = GroupStream("me", live.url, TOKENS.client, follow=False)
     (group,) = await asyncio.to_thread(read, stream)
     assert [one.session for one in group.samples] == ["a-0"]
     assert [one.failure is None for one in group.trajectories] == [True, False]
     assert group.missing == (1,)
 
 
-async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(house: LiveServer) -> None:
+async def test_a_killed_consumer_resumes_at_its_last_acknowledgement(live: LiveServer) -> None:
     """A group that was read but not acknowledged comes again; acknowledged ones do not.
 
     Restarting the server changes nothing.
     """
-    await finish(house, a=[1.0, 0.0], b=[0.0, 1.0])
-    first = await start_consumer(house)
+    await finish(live, a=[1.0, 0.0], b=[0.0, 1.0])
+    first = await start_consumer(live)
     assert await read_line(first) == "a a-0 a-1"
     await acknowledge(first)
     assert await read_line(first) == "b b-0 b-1"
     first.send_signal(signal.SIGKILL)
     await first.wait()
-    second = await start_consumer(house)
+    second = await start_consumer(live)
     assert await read_line(second) == "b b-0 b-1"
     await acknowledge(second)
-    await house.stop()
-    await house.start()
-    await finish(house, c=[1.0, 0.0])
+    await live.stop()
+    await live.start()
+    await finish(live, c=[1.0, 0.0])
     assert await read_line(second) == "c c-0 c-1"
     await acknowledge(second)
-    await finish(house, d=[1.0])  # read once c is acknowledged
+    await finish(live, d=[1.0])  # read once c is acknowledged
     assert await read_line(second) == "d d-0"
     second.send_signal(signal.SIGKILL)
     await second.wait()
-    stream = GroupStream("trainer", house.url, TOKENS.client, follow=False)
+    stream = GroupStream("trainer", live.url, TOKENS.client, follow=False)
     assert [one.id for one in await asyncio.to_thread(read, stream)] == ["d"]
 
 
-async def start_consumer(house: LiveServer) -> asyncio.subprocess.Process:
+async def start_consumer(live: LiveServer) -> asyncio.subprocess.Process:
     """Start a consumer in its own process."""
-    arguments = (sys.executable, "-c", CONSUMER, house.url, TOKENS.client)
+    arguments = (sys.executable, "-c", CONSUMER, live.url, TOKENS.client)
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe)
 
@@ -116,17 +116,17 @@ async def acknowledge(process: asyncio.subprocess.Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_data_loader_reads_in_a_worker_process(house: LiveServer) -> None:
+async def test_a_data_loader_reads_in_a_worker_process(live: LiveServer) -> None:
     """The example acknowledges what its worker has read; the next run continues after it."""
-    await finish(house, **{name: [1.0, 0.0] for name in "abcdefghijkl"})
-    assert await run_example(house) == [f"{name} {name}-0=1 {name}-1=0" for name in "abcdefghijkl"]
-    await finish(house, m=[1.0])
-    assert await run_example(house) == ["m m-0=1"]
+    await finish(live, **{name: [1.0, 0.0] for name in "abcdefghijkl"})
+    assert await run_example(live) == [f"{name} {name}-0=1 {name}-1=0" for name in "abcdefghijkl"]
+    await finish(live, m=[1.0])
+    assert await run_example(live) == ["m m-0=1"]
 
 
-async def run_example(house: LiveServer) -> list[str]:
+async def run_example(live: LiveServer) -> list[str]:
     """The lines that it prints."""
-    where = {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client}
+    where = {"TUGLINE_SERVER": live.url, "TUGLINE_TOKEN": TOKENS.client}
     script = Path(__file__).parents[1] / "examples" / "torch_dataset.py"
     argv = (sys.executable, script, "mine")
     done = await asyncio.to_thread(run_program, *argv, env=os.environ | where, check=True)

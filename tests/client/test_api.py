@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from house import LiveServer, commit, held, leased, task
+from live_server import LiveServer, commit, held, leased, task
 from served import TOKENS, damage_results
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
@@ -18,9 +18,9 @@ from tugline.types import Limits, Reward, Status
 
 
 @pytest.fixture
-async def client(house: LiveServer) -> AsyncIterator[Client]:
+async def client(live: LiveServer) -> AsyncIterator[Client]:
     """A client that may submit."""
-    async with house.client(deadline_s=10.0) as made:
+    async with live.client(deadline_s=10.0) as made:
         yield made
 
 
@@ -55,39 +55,39 @@ async def test_calls_to_an_unreachable_server_end() -> None:
         await client.status()
 
 
-async def test_a_stream_survives_a_restart(house: LiveServer, client: Client) -> None:
+async def test_a_stream_survives_a_restart(live: LiveServer, client: Client) -> None:
     """No result is lost and none comes twice."""
     await client.submit([task("a", samples=2), task("b", samples=2)])
-    await house.finish(limit=2)
+    await live.finish(limit=2)
     async with aclosing(client.results()) as results, asyncio.timeout(30):
         got = [(await anext(results)).view.session for _ in range(2)]
         waiting = asyncio.ensure_future(anext(results))
         await asyncio.sleep(0.1)
-        await house.stop()
-        await house.start()
-        await house.finish()
+        await live.stop()
+        await live.start()
+        await live.finish()
         got += [one.view.session for one in (await waiting, await anext(results))]
     assert got == ["a-0", "a-1", "b-0", "b-1"]
 
 
-async def test_a_call_rides_out_a_restart(house: LiveServer, client: Client) -> None:
+async def test_a_call_rides_out_a_restart(live: LiveServer, client: Client) -> None:
     """Submitted while the server is away, kept when it is back."""
-    await house.stop()
+    await live.stop()
     submitting = asyncio.create_task(client.submit(task()))
     await asyncio.sleep(0.2)
-    await house.start()
+    await live.start()
     (accepted,) = await submitting
     assert accepted.new
 
 
-async def test_a_lost_trajectory_does_not_stop_readers(house: LiveServer, client: Client) -> None:
+async def test_a_lost_trajectory_does_not_stop_readers(live: LiveServer, client: Client) -> None:
     """Its result comes without it, as for a damaged one; later results are whole.
 
     All results can be read, or those of some tasks.
     """
     await client.submit([task("a", samples=3), task("b"), task("c")])
-    await house.finish()
-    damage_results(house.folder, "a-0", "a-1")
+    await live.finish()
+    damage_results(live.folder, "a-0", "a-1")
     some = client.results(tasks=("a", "c"), follow=False)
     read = {one.view.session: one async for one in some}
     assert [name for name, one in read.items() if one.trajectory] == ["a-2", "c-0"]
@@ -97,10 +97,10 @@ async def test_a_lost_trajectory_does_not_stop_readers(house: LiveServer, client
     assert kept == [[False, False, True], [True], [True]]
 
 
-async def test_results_come_with_their_trajectories(house: LiveServer, client: Client) -> None:
+async def test_results_come_with_their_trajectories(live: LiveServer, client: Client) -> None:
     """In order, and again from the acknowledged position."""
     await client.submit(task(samples=3))
-    await house.finish(t_1=0.5)
+    await live.finish(t_1=0.5)
     got = [one async for one in client.results("trainer", follow=False)]
     assert [one.view.session for one in got] == ["t-0", "t-1", "t-2"]
     trajectory = await client.trajectory("t-1")
@@ -114,10 +114,10 @@ async def test_results_come_with_their_trajectories(house: LiveServer, client: C
     assert await client.consumers() == []
 
 
-async def test_auto_ack_covers_finished_loop_bodies(house: LiveServer, client: Client) -> None:
+async def test_auto_ack_covers_finished_loop_bodies(live: LiveServer, client: Client) -> None:
     """A result whose loop body was left comes again; those before it do not."""
     await client.submit(task(samples=3))
-    await house.finish()
+    await live.finish()
     async with aclosing(client.results("trainer", auto_ack=True)) as results:
         async for one in results:
             if one.view.sample == 1:
@@ -129,14 +129,14 @@ async def test_auto_ack_covers_finished_loop_bodies(house: LiveServer, client: C
         await anext(client.results(auto_ack=True))
 
 
-async def test_waiting_ends_with_the_release(house: LiveServer, client: Client) -> None:
+async def test_waiting_ends_with_the_release(live: LiveServer, client: Client) -> None:
     """Views have the order of the ids, whether tasks have ended already or not."""
     await client.submit([task("a"), task("b")])
-    await house.finish(limit=1)
+    await live.finish(limit=1)
     waiting = asyncio.create_task(client.wait(["b", "a"]))
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    await house.finish()
+    await live.finish()
     views = await asyncio.wait_for(waiting, 20)
     assert [view.id for view in views] == ["b", "a"]
     assert {view.state for view in views} == {TaskState.RELEASED}
@@ -152,26 +152,26 @@ async def test_events_are_followed_from_a_position(client: Client) -> None:
         assert (await anext(events)).task == "b"
 
 
-async def test_a_log_is_followed_to_its_end(house: LiveServer, client: Client) -> None:
+async def test_a_log_is_followed_to_its_end(live: LiveServer, client: Client) -> None:
     """Also over a restart of the server; `tail` reads the end alone."""
     await client.submit(task())
-    async with leased(house.url) as (node, _, work), asyncio.timeout(30):
+    async with leased(live.url) as (node, _, work), asyncio.timeout(30):
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
         async with aclosing(client.log("t-0", follow=True)) as log:
             assert await anext(log) == b"one\n"
-            await house.stop()
-            await house.start()
+            await live.stop()
+            await live.start()
             await node.log("t-0", epoch, 4, b"two\n")
             await commit(node, work)
             assert [piece async for piece in log] == [b"two\n"]
     assert [piece async for piece in client.log("t-0", tail=4)] == [b"two\n"]
 
 
-async def test_cancelling_reaches_the_node(house: LiveServer, client: Client) -> None:
+async def test_cancelling_reaches_the_node(live: LiveServer, client: Client) -> None:
     """Queued sessions end at once; running ones are stopped by their node."""
     await client.submit([task("a"), task("b")])
-    async with leased(house.url) as (node, name, work), asyncio.timeout(20):
+    async with leased(live.url) as (node, name, work), asyncio.timeout(20):
         ask = LeaseRequest(capacity=0, held=held(work), wait_s=10.0)
         polling = asyncio.create_task(node.lease(name, ask))
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)
@@ -182,10 +182,10 @@ async def test_cancelling_reaches_the_node(house: LiveServer, client: Client) ->
         await client.cancel()
 
 
-async def test_a_pause_names_nodes_that_do_not_apply_it(house: LiveServer, client: Client) -> None:
+async def test_a_pause_names_nodes_that_do_not_apply_it(live: LiveServer, client: Client) -> None:
     """The block is not entered, and calls go on."""
     assert (await client.announce(3)).version == 3
-    async with NodeClient(house.url, TOKENS.join) as node:
+    async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="deaf", slots=1, capacity=1))
 
         async def apply_late() -> None:
@@ -201,16 +201,16 @@ async def test_a_pause_names_nodes_that_do_not_apply_it(house: LiveServer, clien
         assert (await client.weights()).paused is None
 
 
-async def test_a_replaced_node_is_fenced(house: LiveServer) -> None:
+async def test_a_replaced_node_is_fenced(live: LiveServer) -> None:
     """Its requests fail as a lost lease; a wrong token is another error."""
     hello = NodeRegistration(name="n", slots=1, capacity=1)
-    async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:
+    async with NodeClient(live.url, TOKENS.join) as old, NodeClient(live.url, TOKENS.join) as new:
         welcome = await old.register(hello)
         await new.register(hello)
         for late in (old.renew(welcome.node, Renewal()), old.drain(welcome.node)):
             with pytest.raises(FencedError):
                 await late
-    async with NodeClient(house.url, TOKENS.read) as wrong:
+    async with NodeClient(live.url, TOKENS.read) as wrong:
         with pytest.raises(ServerError, match="join") as raised:
             await wrong.register(hello)
     assert raised.value.status == 403

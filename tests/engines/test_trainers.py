@@ -14,7 +14,7 @@ import zstandard
 from engines.servers import ROOT, installed
 from exports.made import export, record, two_turns
 from graded import ONCE, finish, trajectory
-from house import House, task
+from live_server import LiveServer, task
 from served import TOKENS
 from tugline.client.nodes import NodeClient
 from tugline.protocol import LeaseRequest, NodeRegistration
@@ -59,14 +59,14 @@ def read(url: str) -> list[GradedGroup]:
         return list(stream)
 
 
-async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> None:
+async def test_data_of_tinker_is_the_stream(live: LiveServer, tmp_path: Path) -> None:
     """Read back from the bytes of its request: inputs, and what is one token ahead of them.
 
     Groups without signal have no data; another temperature than 1 is refused.
     """
-    await finish(house, a=[1.0, 0.0, None], b=[1.0, 1.0])
-    groups = await asyncio.to_thread(read, house.url)
-    sent = await run(house.url, tmp_path, "tinker", "send_tinker.py")
+    await finish(live, a=[1.0, 0.0, None], b=[1.0, 1.0])
+    groups = await asyncio.to_thread(read, live.url)
+    sent = await run(live.url, tmp_path, "tinker", "send_tinker.py")
     assert "must be 1" in sent["refused"]
     for sample, datum in zip(groups[0].samples, sent["data"], strict=True):
         assert datum["input"] == sample.input_ids[:-1].tolist()
@@ -76,9 +76,9 @@ async def test_data_of_tinker_is_the_stream(house: House, tmp_path: Path) -> Non
         assert any(datum["advantages"])
 
 
-async def work(house: House) -> None:
+async def work(live: LiveServer) -> None:
     """Act as a node whose sessions have two traces, and the reward of `REWARDS`."""
-    async with NodeClient(house.url, TOKENS.join) as node:
+    async with NodeClient(live.url, TOKENS.join) as node:
         welcome = await node.register(NodeRegistration(name="played", slots=9, capacity=9))
         ask = LeaseRequest(capacity=9, applied=welcome.control.generation, wait_s=2.0)
         while True:
@@ -88,7 +88,7 @@ async def work(house: House) -> None:
                 await node.commit(of.id, of.epoch, zstandard.compress(encode(done)))
 
 
-async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None:
+async def test_rows_of_verl_are_the_stream(live: LiveServer, tmp_path: Path) -> None:
     """The manager and workers of verl put our traces into its queue, in a real Ray.
 
     It has the ids, mask, logprobs, reward and versions of the stream, under the keys by which verl
@@ -96,11 +96,11 @@ async def test_rows_of_verl_are_the_stream(house: House, tmp_path: Path) -> None
     rows one has. A session without a reward fails its prompt and has no rows.
     """
     body = msgspec.json.encode(task("replaced", group=ONCE)).decode()
-    working = asyncio.create_task(work(house))
-    made = await run(house.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
+    working = asyncio.create_task(work(live))
+    made = await run(live.url, tmp_path, "verl", "run_verl.py", MODEL, body, "2", "3")
     working.cancel()
-    groups = await asyncio.to_thread(read, house.url)
-    async with house.client() as client:
+    groups = await asyncio.to_thread(read, live.url)
+    async with live.client() as client:
         sampling = (await client.task_body("prompt1-2")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 1.0, 0)
     assert made["prompts"] == {"prompt0": "finished", "prompt1": "failure"}

@@ -15,7 +15,7 @@ import pytest
 
 from commands import run_program
 from graded import finish
-from house import House
+from live_server import LiveServer
 from served import TOKENS
 from trainers.sessions import sample as make_sample
 from tugline.types import Sample
@@ -72,22 +72,22 @@ def read(folder: Path, rank: int) -> list[MicroBatch]:
     return batches
 
 
-async def run(house: House, out: Path, *arguments: str) -> None:
+async def run(live: LiveServer, out: Path, *arguments: str) -> None:
     """Run the script until the newest group."""
     script = (sys.executable, RECIPE / "tugline_prime_rl.py", out, "--no-follow", *arguments)
-    env = os.environ | {"TUGLINE_SERVER": house.url, "TUGLINE_TOKEN": TOKENS.client}
+    env = os.environ | {"TUGLINE_SERVER": live.url, "TUGLINE_TOKEN": TOKENS.client}
     done = await asyncio.to_thread(run_program, *script, env=env)
     assert done.returncode == 0, done.stderr
 
 
-async def test_files_of_steps(house: House, tmp_path: Path) -> None:
+async def test_files_of_steps(live: LiveServer, tmp_path: Path) -> None:
     """A step has two groups with signal; a single group is not written yet.
 
     The next run continues with the next step. Groups that were written but not acknowledged are
     read again, and not written again.
     """
-    await finish(house, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
-    await run(house, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
+    await finish(live, a=[1.0, 0.0], b=[1.0, 1.0], c=[0.0, None, 1.0], d=[1.0, 0.0])
+    await run(live, tmp_path, "--groups", "2", "--ranks", "2", "--seq-len", "12")
     first = tmp_path / "rollouts" / "step_1"
     assert {path.name for path in first.iterdir()} == {"groups.json", "rank_0.bin", "rank_1.bin"}
     assert msgspec.json.decode((first / "groups.json").read_bytes()) == ["a", "c"]
@@ -100,9 +100,9 @@ async def test_files_of_steps(house: House, tmp_path: Path) -> None:
     signs = [np.sign(batch.advantages).tolist() for batch in batches]
     assert signs[0] == [0, 0, 1, 1, 0, 0, 0, 0, -1, -1, 0, 0]
     assert not (tmp_path / "rollouts" / "step_2").exists()
-    await finish(house, e=[1.0, 0.0])
+    await finish(live, e=[1.0, 0.0])
     arguments = ("--groups", "2", "--ranks", "2", "--seq-len", "12", "--consumer", "another")
-    await run(house, tmp_path, *arguments)
+    await run(live, tmp_path, *arguments)
     second = tmp_path / "rollouts" / "step_2" / "groups.json"
     assert msgspec.json.decode(second.read_bytes()) == ["d", "e"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from graded import finish
-from house import House
+from live_server import LiveServer
 from served import TOKENS
 from tugline.errors import UsageError
 
@@ -58,9 +58,9 @@ class RolloutFnTrainOutput:
 
 
 @pytest.fixture
-def recipe(house: House, monkeypatch: pytest.MonkeyPatch) -> Any:
+def recipe(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The recipe's module, with those types and the address of the server."""
-    monkeypatch.setenv("TUGLINE_SERVER", house.url)
+    monkeypatch.setenv("TUGLINE_SERVER", live.url)
     monkeypatch.setenv("TUGLINE_TOKEN", TOKENS.client)
     for name in ("slime", "slime.rollout", "slime.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -78,13 +78,13 @@ def arguments(groups: int, sessions: int) -> Namespace:
     return Namespace(rollout_batch_size=groups, n_samples_per_prompt=sessions)
 
 
-async def test_a_batch_has_the_fields_of_slime(house: House, recipe: Any) -> None:
+async def test_a_batch_has_the_fields_of_slime(live: LiveServer, recipe: Any) -> None:
     """Ids, mask, log probabilities, versions and advantages; traces of a session share an id.
 
     slime needs batches of the same size, so that a session without a reward is in it: it trains
     nothing and does not change the mean.
     """
-    await finish(house, traces=2, a=[1.0, 0.0, None])
+    await finish(live, traces=2, a=[1.0, 0.0, None])
     args = arguments(1, 3)
     with closing(recipe.TuglineGroups(args)) as source:
         output = await asyncio.to_thread(recipe.generate_rollout, args, 7, source, evaluation=False)
@@ -108,9 +108,9 @@ async def test_a_batch_has_the_fields_of_slime(house: House, recipe: Any) -> Non
     assert advantages == pytest.approx([0.9998, 0.9998, -0.9998, -0.9998, 0.0])
 
 
-async def test_groups_are_read_again_until_slime_has_saved(house: House, recipe: Any) -> None:
+async def test_groups_are_read_again_until_slime_has_saved(live: LiveServer, recipe: Any) -> None:
     """The next run has those since the last checkpoint, in the same order."""
-    await finish(house, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
+    await finish(live, a=[1.0, 0.0], b=[None, None], c=[0.0, 1.0], d=[1.0, 1.0])
     args = arguments(1, 2)
 
     def take(source: Any, rollout_id: int) -> str:
@@ -129,9 +129,9 @@ async def test_groups_are_read_again_until_slime_has_saved(house: House, recipe:
     assert await asyncio.to_thread(run) == ["a", "c", "c", "d"]
 
 
-async def test_other_batches_are_refused(house: House, recipe: Any) -> None:
+async def test_other_batches_are_refused(live: LiveServer, recipe: Any) -> None:
     """Groups of another size, and evaluations."""
-    await finish(house, a=[1.0, 0.0])
+    await finish(live, a=[1.0, 0.0])
     args = arguments(1, 8)
     with closing(recipe.TuglineGroups(args)) as source:
         with pytest.raises(UsageError, match="task a has 2 samples, --n-samples-per-prompt is 8"):

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from house import LiveServer
+from live_server import LiveServer
 from observed import read
 from served import Served
 from tugline.protocol import Event
@@ -45,10 +45,10 @@ async def test_disconnected_clients_are_dropped(
     await until(lambda: server.app.waits.open == 0)
 
 
-async def test_shutdown_does_not_wait_for_clients(house: LiveServer) -> None:
+async def test_shutdown_does_not_wait_for_clients(live: LiveServer) -> None:
     """Long polls get 503, streams end, and the server is down within two seconds."""
     async with aiohttp.ClientSession() as http:
-        served = Served(house.url, house.app, house.control, http)
+        served = Served(live.url, live.app, live.control, http)
         node = await served.join()
         lease = f"/v1/nodes/{node.node}/lease"
         asking = [
@@ -59,9 +59,9 @@ async def test_shutdown_does_not_wait_for_clients(house: LiveServer) -> None:
                 *(served.ask("GET", "/v1/events", headers=SSE) for _ in range(5)),
             )
         ]
-        await until(lambda: house.app.waits.open == len(asking))
+        await until(lambda: live.app.waits.open == len(asking))
         async with asyncio.timeout(2):
-            await house.stop()
+            await live.stop()
         *polls, stream = await asyncio.gather(*asking[:3])
     assert [answer.refusal for answer in polls] == [(503, "stopping")] * 2
     assert (stream.status, stream.body) == (200, b": events\n\n")

@@ -50,9 +50,6 @@ class LiveServer:
             return [one.session.id for one in work]
 
 
-House = LiveServer
-
-
 @contextlib.asynccontextmanager
 async def leased(
     url: str, room: int = 1, wait_s: float = 5.0
