@@ -427,7 +427,7 @@ async def test_what_is_beyond_one_grant_is_granted_next(
     control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bound on each transaction leaves no node waiting beside a queue."""
-    monkeypatch.setattr(leases, "_GRANTED", 3)
+    monkeypatch.setattr(leases, "_GRANT_BATCH", 3)
     waiting = [await Idler.join(control, name, room=3) for name in "abc"]
     asking = [await node.start_asking() for node in waiting]
     await control.submit([a_task(f"t{n}") for n in range(9)])
