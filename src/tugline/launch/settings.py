@@ -29,7 +29,7 @@ class EngineSettings(Config, frozen=True):
     api_key_env: str | None = None
     """Environment variable with the engine's API key; None: no key."""
     mode: Mode | None = None
-    """Renderer of prompts: gateway (`exact`) or engine (`observed`); None: by `tokenizer`."""
+    """Mode of rendering and capture; None: `exact` with a tokenizer, else `observed`."""
     tokenizer: Path | None = None
     """Path of `tokenizer.json` or of its folder, for `exact`."""
     renderer: str | None = None
