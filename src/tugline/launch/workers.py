@@ -241,7 +241,7 @@ class Workers(Gateway):
             try:
                 await asyncio.wait_for(asyncio.gather(*up), _ANSWER_S)
             except TimeoutError as error:
-                msg = f"the gateway's processes do not come up at {self._host}; the log says why"
+                msg = f"the gateway's processes do not start at {self._host}; see the log"
                 raise errors.UsageError(msg) from error
             self.url, self._engine.card = self.workers[0].url, self.workers[0].card
             self._stack = stack.pop_all()

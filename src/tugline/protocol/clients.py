@@ -10,7 +10,7 @@ from tugline.types import TERMINAL, Failure, Status
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that is stored durably."""
+    """Acknowledgement that a task is stored durably."""
 
     task: str
     sessions: tuple[str, ...]
@@ -81,7 +81,7 @@ class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultView(msgspec.Struct, frozen=True, kw_only=True):
-    """A result without its tokens; those are in the `Trajectory`."""
+    """Result without tokens, which are in the `Trajectory`."""
 
     position: int
     session: str
@@ -111,7 +111,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[TaskView, ...] = ()
     sessions: tuple[SessionView, ...] = ()
     results: tuple[ResultView, ...] = ()
-    """Results of those `sessions` that have ended."""
+    """Results of the finished sessions in `sessions`."""
     next: str | None = None
 
 
@@ -139,7 +139,7 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     ended: tuple[str, ...]
     """Sessions that had not started and are now CANCELLED."""
     stopping: tuple[str, ...]
-    """Running sessions; their nodes are asked to stop them."""
+    """Running sessions, whose nodes will stop them."""
     final: int
     """Sessions that were already final."""
 
@@ -155,7 +155,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader of results and its acknowledged position."""
+    """Reader of results, with its acknowledged position."""
 
     name: str
     acked: int
@@ -380,7 +380,7 @@ class FieldError(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error body, RFC 9457; `field` and `known` are those of the first of `errors`."""
+    """Error body, RFC 9457; `field` and `known` are copied from the first of `errors`."""
 
     type: str
     """``urn:tugline:problem:<name>``; docs/api.md lists the names."""

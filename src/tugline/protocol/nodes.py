@@ -227,7 +227,7 @@ class Dispatcher(Protocol):
         """Return a session to the queue. Raises `FencedError` for a lost lease."""
 
     async def drain(self, node: str) -> None:
-        """Give this node no more work."""
+        """Lease no more sessions to this node."""
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length, where the next chunk starts."""

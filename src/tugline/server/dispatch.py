@@ -58,7 +58,7 @@ class ServerDispatcher:
                 await self._grant()
             except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
                 known = isinstance(error, StoreError)
-                _log.error("no work is given out", error=str(error), exc_info=not known)
+                _log.error("sessions cannot be leased", error=str(error), exc_info=not known)
                 await asyncio.sleep(_PAUSE_S)
                 self._work.notify()
 

@@ -21,7 +21,7 @@ class TenantSettings(Config, frozen=True):
     queued: PositiveInt | None = None
     """Maximum number of unfinished sessions; further tasks are rejected. None: no limit."""
     requests_per_minute: PositiveInt | None = None
-    """Maximum number of submissions per token and server. None: no limit."""
+    """Maximum number of submissions per minute, by token and server. None: no limit."""
 
 
 _of_weight = functools.cache(lambda weight: TenantSettings(weight=weight))

@@ -135,7 +135,7 @@ def read_end(session: str, epoch: int, data: bytes, digest: str) -> End:
         raise Invalid(msg, field="session" if status in TERMINAL else "status")
     failure = trajectory.failure
     if status is Status.FAILED and failure is None:
-        msg = f"session {session} has failed, and its result does not say why"
+        msg = f"session {session} has failed, so its result must have a failure"
         raise Invalid(msg, field="failure")
     reward = trajectory.reward.value if trajectory.reward else None
     blob = f"{session}.{epoch}.{digest[:12]}"
@@ -148,7 +148,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
     try:
         size = zstandard.frame_content_size(data)
         if size > MAX_TRAJECTORY:
-            raise Invalid(f"a result has {size} bytes, {MAX_TRAJECTORY} are taken")
+            raise Invalid(f"a result has {size} bytes, must have at most {MAX_TRAJECTORY}")
         plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_TRAJECTORY)
         return decode(plain, Trajectory)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:

@@ -114,10 +114,10 @@ class Api:
                 known = tuple(sorted(routes))
                 msg = f"{path[:200]} takes {', '.join(known)}, not {request.method}"
                 raise Refusal(msg, "method", known=known)
-        raise Refusal(f"nothing is at {path[:200]}; /openapi.json lists what there is", "no-route")
+        raise Refusal(f"nothing is at {path[:200]}; see /openapi.json", "no-route")
 
     async def _call(self, route: Route, request: HttpRequest, ident: str) -> Response:
-        """Authorize and decode a request, and run its handler."""
+        """Authorize and decode a request, and call its handler."""
         caller = Caller()
         if route.roles:
             header = request.headers.get("authorization")
