@@ -146,4 +146,4 @@ def test_a_machine_without_slurm(run_here: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     assert run_here(*WORDS, "--dry-run").code == 0
     done = run_here(*WORDS, "--submit")
-    assert (done.code, done.err) == (2, "tugline: sbatch is not on the PATH: SLURM is not installed here\n")
+    assert (done.code, done.err) == (2, "tugline: sbatch is not on the PATH: SLURM is missing\n")

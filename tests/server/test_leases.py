@@ -97,7 +97,7 @@ async def test_a_wiped_store_takes_nothing_from_its_old_life(
 async def test_a_twin_is_refused_while_the_first_lives(control: ControlPlane) -> None:
     """Two folders are two nodes; a restart takes over at once, another folder after the lease."""
     first = await Idler.join(control, "a", instance="one")
-    with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
+    with pytest.raises(Conflict, match=r"'a' is active; .* ends in 30 s"):
         await Idler.join(control, "a", instance="two")
     again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):

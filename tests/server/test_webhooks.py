@@ -169,7 +169,7 @@ async def test_a_failure_is_tried_again(database: Database, receiver: Receiver) 
 
 @pytest.mark.parametrize(
     ("status", "tries", "error"),
-    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver wants no")],
+    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver refuses")],
 )
 async def test_a_callback_is_given_up_in_the_end(
     database: Database, receiver: Receiver, status: int, tries: int, error: str

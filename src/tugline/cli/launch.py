@@ -148,7 +148,7 @@ def _call(*argv: str, env: dict[str, str] | None = None, known: str | None = Non
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise UsageError(f"{argv[0]} is not on the PATH: SLURM is not installed here") from error
+        raise UsageError(f"{argv[0]} is not on the PATH: SLURM is missing") from error
     if done.returncode and (known is None or known not in done.stderr):
         raise TuglineError(f"{argv[0]}: {done.stderr.strip()}")
     return done.stdout.strip()
