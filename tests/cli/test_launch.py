@@ -141,5 +141,5 @@ def test_a_machine_without_slurm(run_here: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     assert run_here(*COMMAND, "--dry-run").returncode == 0
     done = run_here(*COMMAND, "--submit")
-    error = "tugline: sbatch is not on the PATH: here is no SLURM\n"
+    error = "tugline: sbatch is not on the PATH: SLURM is missing\n"
     assert (done.returncode, done.stderr) == (2, error)

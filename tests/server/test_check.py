@@ -38,7 +38,7 @@ async def test_damaged_and_lost_results_are_named(store_url: str, tmp_path: Path
         code, running = await check(tmp_path, *store)
         assert (code, running["results"]) == (1, 4)
         assert list(running["damaged"]) == ["t-1", "t-3"]
-        assert f"blob {name!r} has not the SHA-256" in running["damaged"]["t-1"]
+        assert f"blob {name!r} does not have the SHA-256" in running["damaged"]["t-1"]
         assert "no blob 't-3." in running["damaged"]["t-3"]
     assert await check(tmp_path, *store) == (1, running)
     output = run_command("server", "check", "--dir", tmp_path, *store)

@@ -44,7 +44,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
         (b"\x28\xb5\x2f\xfd garbage", "not a trajectory"),
         (result(Session(id="other-0", task="t", sample=0)), "must name it"),
         (result(Session(id="t-0", task="t", sample=0), status=Status.RUN), "be final"),
-        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "does not say why"),
+        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "have a failure"),
     ],
 )
 async def test_invalid_results_are_refused(control: ControlPlane, data: bytes, match: str) -> None:

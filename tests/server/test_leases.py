@@ -97,7 +97,7 @@ async def test_a_wiped_store_refuses_leases_from_before(
 async def test_a_second_node_of_the_same_name_is_refused(control: ControlPlane) -> None:
     """A restart takes over at once, another instance only after the lease has expired."""
     first = await Idler.join(control, "a", instance="one")
-    with pytest.raises(Conflict, match=r"'a' is at work; .* ends in 30 s"):
+    with pytest.raises(Conflict, match=r"'a' is active; .* ends in 30 s"):
         await Idler.join(control, "a", instance="two")
     again = await Idler.join(control, "a", instance="one")
     with pytest.raises(FencedError):
@@ -428,7 +428,7 @@ async def test_work_beyond_one_grant_is_granted_next(
     control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound on a transaction leaves no node waiting beside a queue."""
-    monkeypatch.setattr(leases, "_GRANTED", 3)
+    monkeypatch.setattr(leases, "_GRANT_BATCH", 3)
     waiting = [await Idler.join(control, name, room=3) for name in "abc"]
     asking = [await node.start_asking() for node in waiting]
     await control.submit([a_task(f"t{n}") for n in range(9)])

@@ -215,7 +215,7 @@ class Lifecycle:
             if entry.id in self.cancelled and entry.id not in self.committed:
                 assert status in {Status.CANCELLED, *STAGES}, "it is not queued again"
         for session, end in self.committed.items():
-            assert results.digest_of(tx, session) == end.digest
+            assert results.read_digest(tx, session) == end.digest
         for task in tasks.page(tx, TaskQuery(limit=1000)).tasks:
             own = [entry for entry in entries.values() if entry.task == task.id]
             ended = all(Status(entry.status) in TERMINAL for entry in own)

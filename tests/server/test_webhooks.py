@@ -167,7 +167,7 @@ async def test_failed_callbacks_are_retried(database: Database, receiver: Receiv
 
 @pytest.mark.parametrize(
     ("status", "tries", "error"),
-    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver wants no")],
+    [(302, 4, "answered 302"), (500, 4, "answered 500"), (410, 1, "410: the receiver refuses")],
 )
 async def test_a_callback_is_dead_after_its_last_try(
     database: Database, receiver: Receiver, status: int, tries: int, error: str
