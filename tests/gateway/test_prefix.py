@@ -212,7 +212,7 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
 
 def test_a_prefill_is_refused_by_name() -> None:
     """An assistant message at the end that the model did not give cannot be continued."""
-    with pytest.raises(Unsupported, match="the last of the messages is the assistant's"):
+    with pytest.raises(Unsupported, match="the last message is the assistant's"):
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
