@@ -340,5 +340,5 @@ def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
 
 def test_a_mask_that_is_no_pattern_is_refused() -> None:
     """The error names the flag, the text and what is wrong with it."""
-    with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
+    with pytest.raises(UsageError, match=r"--mask '\(' is an invalid regex: missing \)"):
         Normalizer({}, ("(",))
