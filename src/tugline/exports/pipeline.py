@@ -41,10 +41,10 @@ class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
     sample: int
     tags: dict[str, str]
     status: Status | None
-    """None while there is no result."""
+    """Status of the result; None if there is none yet."""
     reward: float | None
     tokenizer: str
-    """Digest of its tokenizer, or the model's name if that is unknown."""
+    """Digest of the tokenizer; the model's name if unknown."""
     answers: bytes
     """Digest of all answers of the model."""
 

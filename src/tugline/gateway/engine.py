@@ -95,7 +95,7 @@ class EngineContext:
     upstream: TokenSource
     card: ModelCard
     rendering: Rendering | None
-    """None in observed and text mode."""
+    """Renderer of prompts; None in observed and text mode."""
     settings: CallSettings = DEFAULTS
     tokenizer: str = ""
     """SHA-256 of the tokenizer file beside the recordings; empty until it is stored."""
@@ -240,7 +240,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     engine: str
-    """A key of `ROUTES`."""
+    """Kind of engine, a key of `ROUTES`."""
     version: str = ""
     model: str
     window: int

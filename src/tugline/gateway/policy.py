@@ -67,7 +67,7 @@ class CallSettings:
     longest_retry_after_s: float = 20.0
     """A ``Retry-After`` beyond this is passed on to the client."""
     eject_after: int = 2
-    """Consecutive faults after which a replica is left out."""
+    """Consecutive faults after which a replica is ejected."""
     probe_every_s: float = 1.0
     """Pause between probes of ejected replicas."""
     probe_timeout_s: float = 5.0

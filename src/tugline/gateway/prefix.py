@@ -48,7 +48,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Prompt ids of a request, and its position in the session's tree."""
 
     tokens: TokenSequence
-    """Empty in observed mode until the engine reports its prompt."""
+    """Prompt ids; empty in observed mode until the engine reports them."""
     turn: turns.Turn | None = None
     """The turn whose conversation the request extends; None on a branch."""
     parent: int | None

@@ -110,7 +110,7 @@ class Turn(msgspec.Struct, eq=False, gc=False):
 
     number: int
     tokens: TokenSequence
-    """Prompt and answer; empty where the engine reported no ids."""
+    """Ids of prompt and answer; empty if the engine reported none."""
     prompt_length: int
     """Number of leading `tokens` that are prompt."""
     answer: Message

@@ -219,7 +219,7 @@ def encode_arguments(arguments: Any) -> str:
         return arguments
     try:
         return msgspec.json.encode(arguments).decode()
-    except ValueError:  # surrogates
+    except ValueError:  # raised for lone surrogates
         return json.dumps(arguments)
 
 
