@@ -215,7 +215,7 @@ def _parse_system(content: Any, where: str) -> str:
     for i, block in enumerate(_list_blocks(content, where)):
         path = f"{where}[{i}]"
         if decoding.require(block, "type", str, path) != "text":
-            raise _unknown(block, path, "a system prompt has text blocks only")
+            raise _unknown(block, path, "a system prompt may hold only text blocks")
         text = decoding.require(block, "text", str, path)
         if not text.startswith(_BILLING):
             builder.add_text(text)

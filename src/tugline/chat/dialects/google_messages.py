@@ -134,7 +134,7 @@ def _parse_system(item: Any) -> str:
     part = isinstance(item, dict) and "text" in item
     for kind, fields, path in _parse_parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
-            raise _unknown(kind, path, "a system prompt has text only")
+            raise _unknown(kind, path, "a system prompt may hold only text")
         builder.add_text(decoding.require(fields, "text", str, path))
     return builder.text
 
