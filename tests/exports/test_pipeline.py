@@ -52,7 +52,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     record(tmp_path / "in", "a")
     out = tmp_path / "out.jsonl"
     out.write_text("precious")
-    with pytest.raises(UsageError, match=r"out.jsonl is there already; .* give --force"):
+    with pytest.raises(UsageError, match=r"out.jsonl already exists; .* give --force"):
         export("sft", tmp_path / "in", out)
     assert out.read_text() == "precious"
     export("sft", tmp_path / "in", out, force=True)

@@ -212,7 +212,7 @@ def test_equal_answers_are_distinguished_by_call_ids() -> None:
 
 def test_a_prefill_is_refused_by_name() -> None:
     """A last assistant message that the model did not sample cannot be continued."""
-    with pytest.raises(Unsupported, match="the last of the messages is the assistant's"):
+    with pytest.raises(Unsupported, match="the last message is the assistant's"):
         CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 

@@ -112,7 +112,7 @@ async def test_kinds_of_replies(sent: bytes, expected: str | None) -> None:
         if expected is not None:
             assert await ask(http) == expected
         else:
-            with pytest.raises(OSError, match="no HTTP"):
+            with pytest.raises(OSError, match="invalid HTTP"):
                 await ask(http)
 
 
