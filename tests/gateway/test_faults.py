@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import structlog
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from faulty import (
     DIALECTS,
@@ -125,6 +125,20 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
         }
         async with it.http.get(f"{it.url}/v1/responses", headers=headers) as response:
             assert response.status == 426
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_a_window_that_only_the_engine_knows(tmp_path: Path, answered: int) -> None:
+    """Its refusal is the session's failure only if no call was answered before."""
+    error = {"error": {"message": "maximum context length is 64 tokens, but 70 were given"}}
+    chat = next(dialect for dialect in DIALECTS if dialect.name == "chat")
+    async with client(tmp_path) as it:
+        for _ in range(answered):
+            assert (await it.send(chat))[0] == 200
+        it.engine.answer = lambda _: asyncio.sleep(0, JSONResponse(error, 400))
+        await it.expect(chat, 400, "64", body="A longer one.")
+        failure = it.gateway.describe("s1").failure
+    assert (failure is None) == bool(answered)
 
 
 # --------------------------------------------------------------------------- the engine's faults

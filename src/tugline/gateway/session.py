@@ -105,6 +105,8 @@ class LiveSession:
         """Return the state. A session that ended with its last permitted call was not cut off."""
         cut = self.tokens_left is not None and self.tokens_left < 1
         error = self._recent[-1].error if self._recent else self._overflow
+        if isinstance(error, errors.ContextOverflow) and self.transcript.sampled_tokens:
+            error = None
         spent = self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
         return SessionState(self.transcript.writer.path, _find_engine_failure(error), spent)
 
