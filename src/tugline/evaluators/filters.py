@@ -103,13 +103,13 @@ def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that matches a path or a folder above it; see `Rules`."""
     parts = path.parts
     for pattern in patterns:
-        bare = pattern.strip("/")
+        stripped = pattern.strip("/")
         folders = len(parts) - 1 if pattern.endswith("/") else len(parts)
         if "/" in pattern.rstrip("/"):
             heads = ("/".join(parts[: n + 1]) for n in range(folders))
-            if any(fnmatchcase(head, bare) for head in heads):
+            if any(fnmatchcase(head, stripped) for head in heads):
                 return pattern
-        elif any(fnmatchcase(part, bare) for part in parts[:folders]):
+        elif any(fnmatchcase(part, stripped) for part in parts[:folders]):
             return pattern
     return None
 

@@ -142,10 +142,10 @@ class TestsEvaluator(Evaluator):
         Includes None for `report`, so that no report exists before the tests.
         """
         files = task.files.items()
-        own = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
+        protected = {p: text for p, text in files if self._rules.find_protected(PurePosixPath(p))}
         if self._own_pytest:
-            return {**own, **_find_pytest_files(task, self._files)}
-        return {**own, **self._files, **({self._report: None} if self._report else {})}
+            return {**protected, **_find_pytest_files(task, self._files)}
+        return {**protected, **self._files, **({self._report: None} if self._report else {})}
 
     async def _set_up(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
         """Run `setup` on the agent's work; return a verdict if it fails."""
@@ -265,8 +265,8 @@ def _parse_command(option: str, command: Command) -> tuple[str, ...]:
 def _find_pytest_files(task: Task, files: Mapping[str, str]) -> dict[str, str]:
     """Return the task's tests and pytest settings, replaced by `files` of the same paths."""
     trusted = {path: task.files[path] for path in _find_test_files(task.files)} | dict(files)
-    given = {**task.files, **trusted}
-    configured = any(p in given and section in given[p] for p, section in PYTEST_CONFIGS.items())
+    merged = {**task.files, **trusted}
+    configured = any(p in merged and section in merged[p] for p, section in PYTEST_CONFIGS.items())
     if not configured and not has_base(task.workspace):
         # Without this file, pytest would search the parent folders for a configuration.
         trusted["pytest.ini"] = "[pytest]\n"

@@ -45,9 +45,9 @@ class WeightedEvaluator(Evaluator):
     def __post_init__(self) -> None:
         self._parts = msgspec.convert(self.parts, dict[str, PartOptions])
         self._evaluators = {name: _make(name, part) for name, part in self._parts.items()}
-        own = self._evaluators.values()
-        self.in_place = any(each.in_place for each in own)
-        self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
+        evaluators = self._evaluators.values()
+        self.in_place = any(each.in_place for each in evaluators)
+        self.opens_sandbox = any(each.opens_sandbox for each in evaluators if not each.in_place)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """Return the mounts of all parts. Raises `ConfigError` if they conflict."""

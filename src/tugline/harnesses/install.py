@@ -100,8 +100,8 @@ class Package(ABC):
         async with self._lock:  # sessions that start together share one installation
             if not self.mounts:
                 program, *folders = await self._install(trial)
-                own = (Mount(str(folder), str(folder)) for folder in (self.folder, *folders))
-                self.mounts = (*own, *await mount_c_library(program))
+                mounts = (Mount(str(folder), str(folder)) for folder in (self.folder, *folders))
+                self.mounts = (*mounts, *await mount_c_library(program))
 
     @abstractmethod
     async def find_newest(self) -> str:

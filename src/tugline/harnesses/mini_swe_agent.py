@@ -60,8 +60,8 @@ class PythonPackage(install.Package):
         self._command = (str(python), "-m", "minisweagent")
         await install.install_once(self.folder, fill, trial)
         # Another Python may have created the environment.
-        own = await asyncio.to_thread(python.resolve)
-        return own, own.parent.parent
+        interpreter = await asyncio.to_thread(python.resolve)
+        return interpreter, interpreter.parent.parent
 
     async def find_newest(self) -> str:
         """Return the newest version in the registry. Raises `HarnessError`."""

@@ -89,15 +89,15 @@ class Preset(Harness):
         instruction = context.instruction
         if instruction.startswith(self.command_marks):
             instruction = f" {instruction}"
-        own = self.configure(context)
-        argv, files = (*self.package.command, *own.argv), dict(own.files)
+        base = self.configure(context)
+        argv, files = (*self.package.command, *base.argv), dict(base.files)
         last = self.pass_instruction(instruction)
         if last is None:
             files[INSTRUCTION] = instruction
             argv = ("sh", "-c", 'exec "$@" < "$0"', f"{context.home}/{INSTRUCTION}", *argv)
         else:
             argv += last
-        env = {"HOME": context.home, **own.env, **self.package.env}
+        env = {"HOME": context.home, **base.env, **self.package.env}
         return Launch(argv=argv, env=env, files=files)
 
     def find_crash(self, end: Exit, output: str) -> str | None:

@@ -198,8 +198,8 @@ class _Rollout:
         if crash is not None:
             raise _EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
         if not self.calls:
-            failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
-            msg = f"{name} {failure} and made no model call: {tail}"
+            ending = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+            msg = f"{name} {ending} and made no model call: {tail}"
             raise _EarlyEnd(make_failure(Cause.CRASH, msg))
 
     async def evaluate(self) -> None:

@@ -209,13 +209,13 @@ async def _build(image: str, into: Path) -> None:
 
 def _image_has(image: Path, target: str) -> bool:
     """Return whether a path exists in the image; links are resolved inside the image."""
-    here = image
+    path = image
     for name in PurePosixPath(target).relative_to("/").parts:
-        here /= name
-        if here.is_symlink():
-            to = PurePosixPath(here.readlink())
-            here = image / to.relative_to("/") if to.is_absolute() else here.parent / to
-    return here.exists()
+        path /= name
+        if path.is_symlink():
+            link = PurePosixPath(path.readlink())
+            path = image / link.relative_to("/") if link.is_absolute() else path.parent / link
+    return path.exists()
 
 
 def _modified(image: str) -> str:

@@ -298,7 +298,7 @@ def kill_strays(directory: Path) -> int:
     return count
 
 
-# --------------------------------------------------------------------------- what programs see
+# --------------------------------------------------------------------------- arguments of bwrap
 def first_arguments(etc: Path) -> list[str]:
     """Return the bwrap arguments shared by all sandboxes. `etc` is the result of `copy_etc`.
 

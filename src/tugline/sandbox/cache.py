@@ -220,22 +220,22 @@ class WorkspaceCache:
 def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
     """Yield (field, value, requirement) of each invalid or contradictory field."""
     fields = msgspec.structs.asdict(workspace).items()
-    given: dict[str, str] = {name: value for name, value in fields if value is not None}
-    sources = given.keys() & {"image", "build", "repo"}
-    path = given.get("path", "/")
+    present: dict[str, str] = {name: value for name, value in fields if value is not None}
+    sources = present.keys() & {"image", "build", "repo"}
+    path = present.get("path", "/")
     wrong_path = not path.startswith("/") or ".." in path.split("/")
     rules = (
-        *((name, "\0" in value, "without zero bytes") for name, value in given.items()),
-        ("build", "image" in given, "left out beside `image`"),
-        ("folder", "repo" in given, "left out beside `repo`"),
-        ("folder", not given.get("folder", "/").startswith("/"), "an absolute path of the node"),
-        ("commit", "folder" in given, "left out beside `folder`, which is used as it is"),
+        *((name, "\0" in value, "without zero bytes") for name, value in present.items()),
+        ("build", "image" in present, "left out beside `image`"),
+        ("folder", "repo" in present, "left out beside `repo`"),
+        ("folder", not present.get("folder", "/").startswith("/"), "an absolute path of the node"),
+        ("commit", "folder" in present, "left out beside `folder`, which is used as it is"),
         ("commit", not sources, "left out without `repo` or `image`"),
         ("path", wrong_path, "an absolute path without '..'"),
     )
     for name, wrong, must in rules:
-        if name in given and wrong:
-            yield f"workspace.{name}", given[name], must
+        if name in present and wrong:
+            yield f"workspace.{name}", present[name], must
 
 
 def _existing_folder(folder: str) -> Path:

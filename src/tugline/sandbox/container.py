@@ -152,11 +152,11 @@ class Container(HostRuntime):
         """Probe the engine on this machine; later calls return the first result."""
         with self._probing:
             if self._info is None:
-                found = self.engine.find()
-                what = f"{found.kind} cannot run a container"
-                info = self.engine.run_blocking(lambda docker: probe(docker, found), what)
+                engine = self.engine.find()
+                what = f"{engine.kind} cannot run a container"
+                info = self.engine.run_blocking(lambda docker: probe(docker, engine), what)
                 if not info.rootless and os.geteuid() != 0:
-                    raise SandboxError(_NOT_ROOT.format(kind=found.kind))
+                    raise SandboxError(_NOT_ROOT.format(kind=engine.kind))
                 fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}
                 _log.info("container engine", **fields)
                 self._info = info
@@ -168,10 +168,10 @@ def _reap(record: Path, name: str, socket: str) -> int:
 
     async def work(docker: Docker) -> int:
         labels = {"name": [name], "label": [f"{DIRECTORY}={record.parent}"]}
-        found = await docker.containers.list(all=True, filters=labels)
-        for container in found:
+        containers = await docker.containers.list(all=True, filters=labels)
+        for container in containers:
             await remove_container(docker, container.id)
-        return len(found)
+        return len(containers)
 
     try:
         count = ContainerEngine(f"unix://{socket}").run_blocking(work)
@@ -228,8 +228,8 @@ class ContainerSandbox(IsolatedSandbox):
 
     async def _create_container(self) -> None:
         async with self._call_engine("made") as docker:
-            found = await asyncio.to_thread(self._runtime.engine.find)
-            record = msgspec.json.encode((self._name, found.socket))
+            engine = await asyncio.to_thread(self._runtime.engine.find)
+            record = msgspec.json.encode((self._name, engine.socket))
             await asyncio.to_thread(files.replace_file, self._directory / _RECORD, record)
             config = await asyncio.to_thread(self._config)
             await docker.containers.create(config, name=self._name)
@@ -245,9 +245,9 @@ class ContainerSandbox(IsolatedSandbox):
                     raise
                 msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
                 raise ImageError(msg) from error
-            shown = await container.show()
-        self._pid = int(shown["State"]["Pid"])
-        upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            details = await container.show()
+        self._pid = int(details["State"]["Pid"])
+        upper = ((details.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroup_of, self._pid)
         await self._guard.watch(self._pid)
@@ -298,8 +298,8 @@ class ContainerSandbox(IsolatedSandbox):
 
     def _host_config(self) -> dict[str, Any]:
         limits, runtime = self._limits, self._runtime
-        found = runtime.inspect().hardening
-        hardening = found.host_config() if found else {}
+        supported = runtime.inspect().hardening
+        hardening = supported.host_config() if supported else {}
         # No SELinux labels: harness and workspaces are shared and cannot be relabelled for each.
         security = ["no-new-privileges", "label=disable", *hardening.pop("SecurityOpt", ())]
         return {

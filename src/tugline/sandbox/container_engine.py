@@ -123,8 +123,8 @@ class ContainerEngine:
         """
         try:
             async with asyncio.timeout(limit_s):
-                found = await asyncio.to_thread(self.find)
-                async with Docker(f"unix://{found.socket}", api_version=f"v{found.api}") as docker:
+                info = await asyncio.to_thread(self.find)
+                async with Docker(f"unix://{info.socket}", api_version=f"v{info.api}") as docker:
                     with translate_errors(what, kind, hint=hint):
                         yield docker
         except TimeoutError as error:
@@ -246,17 +246,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def list_weaknesses(self) -> tuple[str, ...]:
         """Return the gaps of the isolation on this machine, one line each."""
-        who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
+        name = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         forged = (
-            "a program can take over the shell that runs it, so forge its exit code and outlive"
+            "a program can take over the shell that runs it, so forge its exit code and outlive its"
+            f" end: {name} hides no memory, or no seccomp.json is in /usr/share/containers"
         )
-        forged += f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
         slow = "slow: storage driver vfs copies the image for each container; for podman, set"
         slow += ' driver = "overlay" in storage.conf and begin with empty storage'
         rules = (
-            (self.memory, f"memory has no limit: {who} sets none"),
-            (self.processes, f"the number of processes has no limit: {who} sets none"),
-            (self.seccomp, f"no system call is refused: {who} has no seccomp profile"),
+            (self.memory, f"memory has no limit: {name} sets none"),
+            (self.processes, f"the number of processes has no limit: {name} sets none"),
+            (self.seccomp, f"no system call is refused: {name} has no seccomp profile"),
             (self.hardening is not None, forged),
             (self.rootless, "root in a container is this machine's root with few of its rights"),
             (self.storage != "vfs", slow),

@@ -181,8 +181,8 @@ class ImageCache:
         """Remove images that were made here, least recently used first, until the rest fits."""
         marks = await asyncio.to_thread(self._list_marks)
         async with self.engine.client(limit_s=_COPY_S) as docker:
-            found = {name: await find_image(docker, name) for _, name in marks}
-            sizes = {name: image.size for name, image in found.items() if image is not None}
+            images = {name: await find_image(docker, name) for _, name in marks}
+            sizes = {name: image.size for name, image in images.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
                 mark.unlink(missing_ok=True)
             total = sum(sizes.values())
@@ -207,17 +207,17 @@ async def find_image(docker: Docker, name: str) -> ContainerImage | None:
     if not _NAME.fullmatch(name):
         raise ImageError(f"image {name!r}: that is no name of an image")
     # Podman answers 500 while its storage is written.
-    found = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
-    if found is None:
+    details = await retry(partial(docker.images.inspect, name), 0.2, 1.0)
+    if details is None:
         return None
-    config: dict[str, Any] = found.get("Config") or {}
+    config: dict[str, Any] = details.get("Config") or {}
     workdir = PurePosixPath(config.get("WorkingDir") or "/")
     return ContainerImage(
         name=name,
-        id=str(found["Id"]),
+        id=str(details["Id"]),
         workdir=workdir if workdir != PurePosixPath("/") else None,
         user=config.get("User") or "",
-        size=int(found.get("Size") or 0),
+        size=int(details.get("Size") or 0),
     )
 
 

@@ -83,10 +83,10 @@ def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> None:
 
 def _walk_files(folder: Path) -> Iterator[str]:
     seen = 0
-    for here, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
-            yield os.path.relpath(os.path.join(here, name), folder)  # noqa: PTH118 - quicker
+            yield os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 - quicker
         seen += len(folders) + len(names)
         if seen > _MAX_ARTIFACT_ENTRIES:
             return
@@ -101,15 +101,15 @@ def _glob_regex(pattern: str) -> str:
 @contextlib.contextmanager
 def open_folder(root: Root, path: PurePosixPath, *, make: bool = False) -> Iterator[int]:
     """Open the folder at `path` below `root`; with `make`, create it, replacing files."""
-    here = os.dup(root) if isinstance(root, int) else os.open(root, _FOLDER)
+    folder = os.dup(root) if isinstance(root, int) else os.open(root, _FOLDER)
     try:
         for name in path.parts:
-            below = _step(here, name, make=make)
-            os.close(here)
-            here = below
-        yield here
+            below = _step(folder, name, make=make)
+            os.close(folder)
+            folder = below
+        yield folder
     finally:
-        os.close(here)
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -219,20 +219,20 @@ def _copy_owner(parent: int, name: str) -> None:
         os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
 
 
-def _step(here: int, name: str, *, make: bool) -> int:
+def _step(parent: int, name: str, *, make: bool) -> int:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return _enter(here, name)
+        return _enter(parent, name)
     if not make:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    remove(here, name)
-    os.mkdir(name, 0o755, dir_fd=here)
-    _copy_owner(here, name)
-    return _enter(here, name)
+    remove(parent, name)
+    os.mkdir(name, 0o755, dir_fd=parent)
+    _copy_owner(parent, name)
+    return _enter(parent, name)
 
 
-def _enter(here: int, name: str) -> int:
+def _enter(parent: int, name: str) -> int:
     try:
-        return os.open(name, _FOLDER, dir_fd=here)
+        return os.open(name, _FOLDER, dir_fd=parent)
     except OSError as error:
         if error.errno == errno.ELOOP:  # a link
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name) from error
@@ -241,24 +241,24 @@ def _enter(here: int, name: str) -> int:
 
 def _remove_contents(parent: int, name: str) -> None:
     """Remove all entries of a folder, with two open descriptors at any depth."""
-    here, above = _open_for_removal(parent, name), [os.fstat(parent)]
+    folder, above = _open_for_removal(parent, name), [os.fstat(parent)]
     names = [name]
     try:
         while True:
-            below = _remove_entries(here)
+            below = _remove_entries(folder)
             if below is not None:
-                above.append(os.fstat(here))
+                above.append(os.fstat(folder))
                 names.append(below)
-                here = _replace_handle(here, _open_for_removal(here, below))
+                folder = _replace_handle(folder, _open_for_removal(folder, below))
                 continue
             if len(names) == 1:
                 return
-            here = _replace_handle(here, os.open("..", _FOLDER, dir_fd=here))
-            if not os.path.samestat(os.fstat(here), above.pop()):
+            folder = _replace_handle(folder, os.open("..", _FOLDER, dir_fd=folder))
+            if not os.path.samestat(os.fstat(folder), above.pop()):
                 raise OSError(errno.EBUSY, f"{names[-1]} was moved while it was removed")
-            os.rmdir(names.pop(), dir_fd=here)
+            os.rmdir(names.pop(), dir_fd=folder)
     finally:
-        os.close(here)
+        os.close(folder)
 
 
 def _replace_handle(old: int, new: int) -> int:
@@ -266,15 +266,15 @@ def _replace_handle(old: int, new: int) -> int:
     return new
 
 
-def _remove_entries(here: int) -> str | None:
+def _remove_entries(folder: int) -> str | None:
     """Remove files and empty folders; return the name of the first folder that is not empty."""
-    with os.scandir(here) as entries:
+    with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.name, dir_fd=here)
+                os.unlink(entry.name, dir_fd=folder)
                 continue
             try:
-                os.rmdir(entry.name, dir_fd=here)
+                os.rmdir(entry.name, dir_fd=folder)
             except OSError as error:
                 if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                     raise

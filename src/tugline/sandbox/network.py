@@ -252,12 +252,12 @@ class AllowList:
 
 
 def _parse_pattern(pattern: str) -> tuple[str, int | None]:
-    found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
-    port = found["port"] if found else ""
-    if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
+    match = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    port = match["port"] if match else ""
+    if match is None or (port != "*" and not 0 < int(port) < 1 << 16):
         msg = f"option allow: {pattern!r} must be HOST:PORT, such as '*.example.net:443'"
         raise ConfigError(msg)
-    host = found["host"].lower()
+    host = match["host"].lower()
     try:
         host = str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -289,7 +289,7 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
         raise _Refused(f"{host}:{port} is not on this sandbox's allow-list")
     try:
         async with asyncio.timeout(_RESOLVE_S):
-            found = await asyncio.get_running_loop().run_in_executor(
+            answers = await asyncio.get_running_loop().run_in_executor(
                 _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             )
     except TimeoutError as error:
@@ -297,7 +297,7 @@ async def _resolve(allow: AllowList, host: str, port: int) -> str:
         raise _Refused(msg, "502 Bad Gateway") from error
     except (OSError, UnicodeError) as error:
         raise _Refused(f"{host} has no address: {error}", "502 Bad Gateway") from error
-    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    addresses = [str(address[0]).partition("%")[0] for *_, address in answers]
     for address in addresses:
         if allow.permits(ipaddress.ip_address(address), port):
             return address

@@ -48,7 +48,7 @@ _log = log.get("sandbox")
 
 
 class OverlayWorkspace:
-    """One sandbox's view of a `base`. Methods block: call them in a thread.
+    """A sandbox's view of a `base`. Methods block: call them in a thread.
 
     `lower` is the base, `upper` the folder of changes, `scratch` the work folder of overlayfs.
     Without a base `lower` is None and only `work` exists, a plain folder.
@@ -128,12 +128,12 @@ class OverlayWorkspace:
         """Return a path in the base; None if its folder is missing there or below a link."""
         if self.lower is None:
             return None
-        here = self.lower
+        folder = self.lower
         for name in PurePosixPath(path).parent.parts:
-            here /= name
-            if here.is_symlink() or not here.is_dir():
+            folder /= name
+            if folder.is_symlink() or not folder.is_dir():
                 return None
-        return here / PurePosixPath(path).name
+        return folder / PurePosixPath(path).name
 
     def _old_file(self, path: str) -> Path | None:
         """Return the base's file or link at `path`, unless an initial file hides it."""
@@ -171,11 +171,11 @@ class OverlayWorkspace:
         folder = self._base_path(path)
         if folder is None or folder.is_symlink() or IGNORED & set(path.split("/")):
             return
-        for here, folders, files in os.walk(folder):
-            links = [name for name in folders if Path(here, name).is_symlink()]
+        for parent, folders, files in os.walk(folder):
+            links = [name for name in folders if Path(parent, name).is_symlink()]
             folders[:] = [name for name in folders if name not in IGNORED]
             for name in [*files, *links]:
-                below = str(PurePosixPath(path, Path(here, name).relative_to(folder)))
+                below = str(PurePosixPath(path, Path(parent, name).relative_to(folder)))
                 if below not in except_ and self._old_file(below):
                     collector.add_removed(below)
 

@@ -154,14 +154,14 @@ class OutputLog:
     def _write(self, data: bytes) -> None:
         if self._left < 0:
             return
-        kept = data[: self._left]
+        output = data[: self._left]
         self._left -= len(data)
         if self._left < 0:
-            kept += f"\n[output after {self._max_bytes} bytes is left out]\n".encode()
+            output += f"\n[output after {self._max_bytes} bytes is left out]\n".encode()
             with contextlib.suppress(OSError):  # the kernel limits the pipe pages of a user
                 fcntl.fcntl(self._source, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
         try:
-            os.write(self._file, kept)
+            os.write(self._file, output)
         except OSError as error:
             self._error = error
             self._left = -1

@@ -154,8 +154,8 @@ def _git_env() -> dict[str, str]:
     """Return this process's environment for a git that never prompts."""
     ssh = os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes -o ConnectTimeout=20")
     no_prompts = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
-    kept = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
-    return {**kept, "LC_ALL": "C", **no_prompts}
+    env = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
+    return {**env, "LC_ALL": "C", **no_prompts}
 
 
 def source_of(repo: str) -> RepoSource:
@@ -173,11 +173,11 @@ def _set_times(folder: Path, when: int) -> None:
     shutil.rmtree(folder / ".git" / "logs", ignore_errors=True)
     for name in ("FETCH_HEAD", "ORIG_HEAD"):
         (folder / ".git" / name).unlink(missing_ok=True)
-    for here, folders, files in os.walk(folder):
-        if ".git" in folders and Path(here) == folder:
+    for path, folders, files in os.walk(folder):
+        if ".git" in folders and Path(path) == folder:
             folders.remove(".git")
         for name in files:
-            os.utime(os.path.join(here, name), (when, when), follow_symlinks=False)  # noqa: PTH118
+            os.utime(os.path.join(path, name), (when, when), follow_symlinks=False)  # noqa: PTH118
 
 
 def _without_secrets(text: str) -> str:
@@ -214,8 +214,8 @@ async def end_history(folder: Path, commit: str, what: str) -> None:
 
 def _borrow(own: Path, fresh: Path) -> None:
     """Copy HEAD, refs and index, and borrow the objects; remove links and existing alternates."""
-    for here, folders, names in os.walk(own):
-        for path in (Path(here, name) for name in (*folders, *names)):
+    for parent, folders, names in os.walk(own):
+        for path in (Path(parent, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 path.unlink()
