@@ -239,7 +239,7 @@ async def test_a_large_output_is_read_alike_in_another_process(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("while True: pass", "not read within 1 s of processor time"),
+        ("while True: pass", "took over 1 s of processor time"),
         ("bytes(9 << 30)", "MemoryError"),
         ("int('x')", "invalid literal"),
     ],

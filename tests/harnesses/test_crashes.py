@@ -80,7 +80,7 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     preset = harness(name)
     await preset.install()
     broken.package = preset.package
-    with pytest.raises(HarnessError, match=r"exit code [1-9].* and asked no model"):
+    with pytest.raises(HarnessError, match=r"exit code [1-9].* and made no model call"):
         await start_once(broken)
 
 

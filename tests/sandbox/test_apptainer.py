@@ -71,7 +71,7 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
     made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(made) == 1
     none = SandboxSpec(workspace=Workspace(image="docker://none"))
-    with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
+    with pytest.raises(ImageError, match=r"'docker://none' cannot be built: .*no such image"):
         async with driver.runtime.open(tmp_path / "x", none):
             pass
 

@@ -246,7 +246,7 @@ async def test_what_cannot_be_reached_is_told(place: int, url: str, says: str) -
 async def test_a_sandbox_that_is_gone_is_told() -> None:
     """No namespace can be entered for a process that has ended."""
     async with serve(page) as port, doors() as made:
-        with pytest.raises(SandboxNetworkError, match="no socket can be made"):
+        with pytest.raises(SandboxNetworkError, match="no socket can be created"):
             await made.add(2**22 + 1, f"http://127.0.0.1:{port}")
 
 

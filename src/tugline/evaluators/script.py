@@ -67,7 +67,7 @@ class ScriptRunner:
         timeout_s = min(timeout_s, max(self._deadline - time.monotonic(), _LEAST_S))
         end = await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
         if end.starved:
-            msg = "other programs of the node had the processors until its time was over"
+            msg = "other programs of the node used the processors until the timeout"
             raise SandboxError(f"no verdict on {argv[0]} after {end.seconds:.0f} s: {msg}")
         return end
 
@@ -200,11 +200,11 @@ async def parse_apart(code: str, data: bytes, given: Any, cpu_s: int = _PARSE_S)
         try:
             end, _, errors = await run_command(argv, timeout_s=_PARSE_WALL_S)
         except TimeoutError as error:
-            raise EvaluatorError(f"no time to read an output in {_PARSE_WALL_S:g} s") from error
+            raise EvaluatorError(f"parsing an output took over {_PARSE_WALL_S:g} s") from error
         if end < 0:
-            raise ValueError(f"its output is not read within {cpu_s} s of processor time")
+            raise ValueError(f"parsing its output took over {cpu_s} s of processor time")
         if end:
-            raise ValueError(f"its output is not read: {errors[-TAIL:].strip()}")
+            raise ValueError(f"its output cannot be parsed: {errors[-TAIL:].strip()}")
         return await asyncio.to_thread(path.with_name("data.out").read_bytes)
 
 

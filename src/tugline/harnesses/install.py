@@ -202,7 +202,7 @@ async def run_installer(
             argv, timeout_s=_TIMEOUT_S, env={**os.environ, **(env or {})}, cwd=cwd
         )
     except TimeoutError as error:
-        msg = f"{argv[0]} was not done after {_TIMEOUT_S:.0f} s; is the package registry reachable?"
+        msg = f"{argv[0]} did not end within {_TIMEOUT_S:.0f} s; is the package registry reachable?"
         raise HarnessError(msg) from error
     if code != 0:
         last = " | ".join(f"{text}\n{errors}".strip().splitlines()[-6:])

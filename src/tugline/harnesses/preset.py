@@ -205,7 +205,7 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
         failure = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
         raise HarnessError(
             f"{harness.name} {harness.version} does not work here: it {failure} "
-            f"and asked no model: {' '.join(output.split())[-_TAIL:]}"
+            f"and made no model call: {' '.join(output.split())[-_TAIL:]}"
         )
 
 

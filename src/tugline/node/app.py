@@ -210,7 +210,7 @@ class Node:
         """Register and work; return True when drained, False if the node's lease was lost."""
         problem = await asyncio.to_thread(self.check) or ""
         if problem:
-            _log.error("no sandboxes here: the node begins in quarantine", problem=problem)
+            _log.error("sandboxes do not start: the node begins in quarantine", problem=problem)
         registration = copy_fields(
             protocol.NodeRegistration,
             self.settings,

@@ -100,7 +100,7 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
     if protocol != _SUPPORTED:
         msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
         raise UsageError(msg)
-    what = f"sending traces, for which {' or '.join(ENDPOINTS)} asks,"
+    what = f"tracing, enabled by {' or '.join(ENDPOINTS)},"
     tracing = import_extra("tugline.node.tracing", "otel", what)
     tracer: Tracer = tracing.Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)
     return tracer

@@ -189,7 +189,7 @@ class _Rollout:
         if failure is not None:
             raise _EarlyEnd(failure)
         if any(call.outcome is CallOutcome.ENGINE_LOST for call in self.calls):
-            msg = "the engine was lost in the middle of an answer, which the agent saw cut short"
+            msg = "the engine was lost during an answer, which the agent received cut short"
             raise _EarlyEnd(make_failure(Cause.ENGINE_LOST, msg))
         end, tail, name = self.exit, self.log_tail, self.task.harness.name
         if end.cause is not None:

@@ -149,7 +149,7 @@ class ApptainerSandbox(host.IsolatedSandbox):
             output = child.read_output()
             if "--security" in command and self._hardening.give_up(output):
                 return
-            msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
+            msg = f"apptainer started no container of {self._image}: {output[-300:] or error}"
             raise SandboxError(msg) from error
         self._pid = await asyncio.to_thread(find_first_process, child.pid)
         await self._guard.watch(self._pid)
@@ -192,7 +192,7 @@ def find_first_process(pid: int) -> int:
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:"))
                 if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
                     return int(process.pid)
-    raise SandboxError(f"apptainer (process {pid}) has made no process namespace")
+    raise SandboxError(f"apptainer (process {pid}) has not created a process namespace")
 
 
 async def _build(image: str, into: Path) -> None:
@@ -201,9 +201,9 @@ async def _build(image: str, into: Path) -> None:
     try:
         code, _, output = await run_command(argv, timeout_s=_BUILD_S)
     except TimeoutError as error:
-        raise ImageError(f"image {image!r} was not made within {_BUILD_S:.0f} s") from error
+        raise ImageError(f"image {image!r} was not built within {_BUILD_S:.0f} s") from error
     if code:
-        msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
+        msg = f"image {image!r} cannot be built: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)
 
 

@@ -178,7 +178,7 @@ def refuse_fields(runtime: str, workspace: Workspace, **alternatives: str) -> No
     """Raise `UsageError` if a field is set; each is given with a runtime that supports it."""
     for name, other in alternatives.items():
         if (value := getattr(workspace, name)) is not None:
-            msg = f"runtime {runtime!r} cannot give workspace.{name} ({value!r}); take {other!r}"
+            msg = f"runtime {runtime!r} has no workspace.{name} ({value!r}); use {other!r}"
             raise UsageError(msg)
 
 

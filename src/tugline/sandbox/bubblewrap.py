@@ -136,9 +136,9 @@ class Bubblewrap(host.HostRuntime):
         if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
         if self.allow.patterns:
-            lines.append("hosts of the allow-list are reached, and whatever they pass on")
+            lines.append("hosts on the allow-list can be reached, and all that they forward")
         if os.geteuid() == 0:
-            lines.append("sandboxes are run by root, without its rights: a normal user is safer")
+            lines.append("root runs the sandboxes, without its rights: a normal user is safer")
         return lines
 
     def inspect(self) -> _Machine:
@@ -154,7 +154,7 @@ class Bubblewrap(host.HostRuntime):
         first, visible = first_arguments(etc), visible_folders(self._readable)
         argv = ["bwrap", *first, *visible, *LAST_ARGUMENTS, "/bin/sh", "-c", "exit 0"]
         if problem := host.try_command(argv):
-            raise SandboxError(f"bwrap cannot make a sandbox here ({problem}); {_HINT}{_INSTEAD}")
+            raise SandboxError(f"bwrap cannot start a sandbox ({problem}); {_HINT}{_INSTEAD}")
         cgroup_parent = limits.find_cgroup_parent()
         self._machine = _Machine(tuple(first), tuple(visible), bpf_filter(), cgroup_parent)
         return self._machine
@@ -177,7 +177,7 @@ class BubblewrapSandbox(host.IsolatedSandbox):
             await runner.wait_ready(self._child.ended)
             await self._find_first_process()
         except SandboxError as error:
-            msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
+            msg = f"bubblewrap started no sandbox: {self._child.read_output() or error}"
             raise SandboxError(msg) from error
 
     def _spawn(self, prefix: Sequence[str]) -> ChildProcess:

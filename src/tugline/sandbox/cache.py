@@ -225,7 +225,7 @@ def find_contradictions(workspace: Workspace) -> Iterator[tuple[str, str, str]]:
     path = present.get("path", "/")
     wrong_path = not path.startswith("/") or ".." in path.split("/")
     rules = (
-        *((name, "\0" in value, "without zero bytes") for name, value in present.items()),
+        *((name, "\0" in value, "without null bytes") for name, value in present.items()),
         ("build", "image" in present, "left out beside `image`"),
         ("folder", "repo" in present, "left out beside `repo`"),
         ("folder", not present.get("folder", "/").startswith("/"), "an absolute path of the node"),

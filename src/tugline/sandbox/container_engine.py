@@ -258,7 +258,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             (self.processes, f"the number of processes has no limit: {name} sets none"),
             (self.seccomp, f"no system call is refused: {name} has no seccomp profile"),
             (self.hardening is not None, forged),
-            (self.rootless, "root in a container is this machine's root with few of its rights"),
+            (self.rootless, "root in a container is this machine's root with fewer rights"),
             (self.storage != "vfs", slow),
         )
         return tuple(weakness for holds, weakness in rules if not holds)

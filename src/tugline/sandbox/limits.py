@@ -199,7 +199,7 @@ class SandboxCgroup:
             if self.group.processes:
                 _write(self.group.processes, {"pids.max": limits.processes})
         except OSError as error:
-            msg = f"cannot make the control group {error.filename}: {error.strerror}"
+            msg = f"cannot create the control group {error.filename}: {error.strerror}"
             raise SandboxError(msg) from error
 
     def add(self, pid: int) -> None:

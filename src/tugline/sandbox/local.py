@@ -186,6 +186,6 @@ def _check(spec: SandboxSpec) -> None:
     for mount in spec.mounts:
         skipped = mount.optional and Path(mount.target).exists()
         if mount.source != mount.target and not skipped:
-            what = mount.source or "a folder of its own"
-            msg = f"runtime 'local' cannot show {what} at {mount.target}; take 'bubblewrap'"
+            what = mount.source or "a new folder"
+            msg = f"runtime 'local' cannot mount {what} at {mount.target}; use 'bubblewrap'"
             raise UsageError(msg)

@@ -119,7 +119,7 @@ class PortForwards:
         try:
             listener = await asyncio.to_thread(netns.listen, pid, port)
         except OSError as error:
-            msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
+            msg = f"no socket can be created in the sandbox's network (port {port}): {error}"
             raise SandboxNetworkError(msg) from error
         relay = Relay(dial)
         await relay.serve(listener)
@@ -141,7 +141,7 @@ async def _check_reachable(url: str) -> tuple[str, int]:
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {_PROBE_S:.0f} s"
-        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {reason}"
+        msg = f"nothing answers at {host}:{port}, which a sandbox needs to reach: {reason}"
         raise SandboxNetworkError(msg) from error
     writer.close()
     return host, port

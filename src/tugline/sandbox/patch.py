@@ -19,7 +19,7 @@ INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
 IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
-_TOO_MANY = "more files than are looked at; no change is taken along"
+_TOO_MANY = "too many files; all changes are left out"
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 """Open flags that do not block on a pipe and do not follow a link."""
 
