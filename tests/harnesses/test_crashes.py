@@ -79,7 +79,7 @@ async def test_broken_settings_are_a_harness_error(name: str) -> None:
     preset = harness(name)
     await preset.install()
     broken.package = preset.package
-    with pytest.raises(HarnessError, match=r"exit code [1-9].* and asked no model"):
+    with pytest.raises(HarnessError, match=r"exit code [1-9].* and made no model call"):
         await start_once(broken)
 
 

@@ -75,7 +75,7 @@ async def test_concurrent_installations_run_once(programs: Programs) -> None:
 async def test_a_program_that_asks_no_model_is_not_installed(programs: Programs) -> None:
     """The error has the end of its output, and no files are left."""
     programs(INSTALLING, "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
-    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* asked no model: no such thing"):
+    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* made no model call: no such thing"):
         await Pi().install()
     assert not (install_dir() / "pi-0.87.1").exists()
 
